@@ -1,0 +1,71 @@
+# `make test` and `make demo` set up everything they need in .venv; a second run finds it done.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+PY := $(VENV)/bin/python
+WHEEL_VENV := .venv-wheel
+WHEEL_PY := $(WHEEL_VENV)/bin/python
+
+# Python files that the package consists of. A strict editable install links each by itself, so a new one needs a reinstall.
+SOURCES := $(sort $(shell find . \( -name '.?*' -o -name build -o -name data -o -name dist -o -name runs -o -name tests \
+	-o -name recipes \) -prune -o -name '*.py' -print))
+RECIPES := $(basename $(notdir $(wildcard recipes/*.py)))
+
+.PHONY: help install lint test smoke wheel demo clean FORCE
+
+help: ## List the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
+
+install: $(VENV)/.installed ## Set up .venv with the package (editable), its extras and the tools
+
+lint: install ## Check style (ruff) and types (mypy)
+	$(PY) -m ruff check .
+	$(PY) -m mypy -p cacheformers
+	cd recipes && ../$(PY) -m mypy --config-file ../setup.cfg --cache-dir ../.mypy_cache $(addprefix -m ,$(RECIPES))
+
+test smoke: export HF_HUB_OFFLINE := 1
+test smoke: export TOKENIZERS_PARALLELISM := false
+test: lint ## Lint, run all tests, then build the wheel and try it in an environment of its own
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m 'not slow'
+	$(PY) -m pytest -m slow || [ $$? -eq 5 ]  # 5: no test is marked slow
+	$(MAKE) --no-print-directory smoke
+
+wheel: install ## Build the source archive and, from it, the wheel
+	rm -rf dist
+	$(PY) -m build --quiet --no-isolation --outdir dist
+
+smoke: wheel $(WHEEL_VENV)/.installed ## Install the wheel in an environment that holds only what it asks for, and use it
+	$(WHEEL_PY) -m pip install --quiet --no-deps --force-reinstall dist/*.whl
+	$(WHEEL_PY) -m pip check
+	cd "$$(mktemp -d)" && $(CURDIR)/$(WHEEL_PY) -I $(CURDIR)/tests/smoke_wheel.py
+
+demo: install ## Adapt a small pretrained model to long texts
+	$(PY) recipes/fetch_smollm2.py
+
+clean: ## Remove build products and caches; keep .venv, data and runs
+	rm -rf build dist *.egg-info $(WHEEL_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name '.?*' -prune -o -name __pycache__ -type d -prune -exec rm -r {} +
+	rm -f $(VENV)/.installed  # the editable install has its links in build/
+
+# The tools come from .venv, so that a build needs nothing beyond constraints.txt.
+$(VENV)/.installed: setup.cfg pyproject.toml constraints.txt $(VENV)/.sources
+	[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet -c constraints.txt setuptools
+	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation --config-settings editable_mode=strict \
+		-e '.[cpu,eval,gguf,dev]'
+	touch $@
+
+# Changes only when a file comes or goes.
+$(VENV)/.sources: FORCE
+	@mkdir -p $(VENV)
+	@cmp -s $@ <(echo '$(SOURCES)') || echo '$(SOURCES)' >$@
+
+$(WHEEL_VENV)/.installed: setup.cfg pyproject.toml constraints.txt | wheel
+	rm -rf $(WHEEL_VENV)
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_PY) -m pip install --quiet -c constraints.txt dist/*.whl
+	touch $@
