@@ -1,0 +1,137 @@
+"""What PEFT sees on an attention module: a tuner layer without a base layer, one flat container per trained part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from cacheformers.modeling.memories.base import SegmentCall
+from cacheformers.modeling.memories.neurocache import NeurocacheOptions, NeurocacheParts, branch, make_parts
+
+PREFIX = "lora_mem_"
+
+
+class MemoryLayer(nn.Module, BaseTunerLayer):
+    """The memory of one attention module, for every adapter that augments it.
+
+    Parameter names follow the rules that let PEFT and transformers find them: `memory.lora_mem_q.<adapter>.weight`.
+    """
+
+    adapter_layer_names = tuple(PREFIX + part for part in NeurocacheParts._fields)
+    other_param_names = ()
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.adapter_options: dict[str, NeurocacheOptions] = {}
+        self.awaited: set[str] = set()  # adapters whose tensors are to come from a file
+        self.checked: set[str] = set()  # adapters whose LoRA tensors were seen to be complete
+        for name in self.adapter_layer_names:
+            setattr(self, name, nn.ModuleDict())
+        self._disable_adapters = False
+        self._active_adapter: list[str] = []
+        self.merged_adapters: list[str] = []
+
+    def add_adapter(
+        self,
+        name: str,
+        options: NeurocacheOptions,
+        base_weights: tuple[Tensor, ...] | None,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Create an adapter's parts on this layer.
+
+        Args:
+            base_weights: W_q, W_k, W_v, W_o to start from; None where they are about to be loaded.
+            device, dtype: of the new parameters; the meta device creates them empty.
+        """
+        self.adapter_options[name] = options
+        with torch.device("meta" if device.type == "meta" else "cpu"):
+            parts = make_parts(options, self.layer, base_weights)
+        for part, module in parts.items():
+            empty = any(parameter.is_meta for parameter in module.parameters())  # PEFT is about to fill them
+            getattr(self, PREFIX + part)[name] = module.to(dtype) if empty else module.to(device, dtype)
+
+    @property
+    def options(self) -> NeurocacheOptions | None:
+        """Options of the active adapter, None while adapters are disabled or the active one has nothing here.
+
+        Raises:
+            ValueError: more than one adapter with a memory is active here.
+        """
+        if self.disable_adapters:
+            return None
+        active = [name for name in self.active_adapters if name in self.adapter_options]
+        if len(active) > 1:
+            raise ValueError(f"Only one memory can be active at a time, got {active}: use set_adapter() with one name.")
+        return self.adapter_options[active[0]] if active else None
+
+    def check_loaded(self, decoder: nn.Module) -> None:
+        """Refuse to run an adapter of which a tensor was not in the file (transformers and PEFT only log it).
+
+        Raises:
+            ValueError: names what is missing.
+        """
+        for name in self.active_adapters:
+            if name in self.awaited:
+                missing = [key for key, p in self.named_parameters() if f".{name}." in key and not came_from_file(p)]
+                raise ValueError(incomplete(name, [f"layer {self.layer}: {key}" for key in missing]))
+            if name not in self.checked:
+                lora = {key: p for key, p in decoder.named_parameters() if is_lora(key, name)}
+                missing = [key for key, parameter in lora.items() if not came_from_file(parameter)]
+                if 0 < len(missing) < len(lora):
+                    raise ValueError(incomplete(name, missing))
+                self.checked.add(name)
+
+    def train(self, mode: bool = True) -> MemoryLayer:
+        # transformers calls this when it has loaded an adapter; what it loaded is marked.
+        for name in list(self.awaited):
+            if all(came_from_file(p) for key, p in self.named_parameters() if f".{name}." in key):
+                self.awaited.discard(name)
+        super().train(mode)
+        return self
+
+    def parts(self, name: str) -> NeurocacheParts:
+        """An adapter's trained parts on this layer."""
+        held = {part: getattr(self, PREFIX + part) for part in NeurocacheParts._fields}
+        return NeurocacheParts(**{part: modules[name] for part, modules in held.items() if name in modules})
+
+    def branch(self, hidden: Tensor, call: SegmentCall) -> Tensor | None:
+        """What the memory adds to the self-attention output, `[rows, time, h]`."""
+        options = self.options
+        assert options is not None
+        name = next(name for name in self.active_adapters if name in self.adapter_options)
+        return branch(options, self.layer, self.parts(name), hidden, call, self.training)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        super().delete_adapter(adapter_name)
+        self.adapter_options.pop(adapter_name, None)
+
+    def _all_available_adapter_names(self) -> list[str]:
+        return sorted(self.adapter_options)
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: Any = None) -> None:
+        """Nothing to do: `add_adapter` creates the parts on their device, and there is no base layer."""
+
+
+def is_lora(key: str, adapter: str) -> bool:
+    """Whether a parameter name belongs to an adapter's LoRA."""
+    return f".lora_A.{adapter}." in key or f".lora_B.{adapter}." in key
+
+
+def came_from_file(parameter: Tensor) -> bool:
+    """Whether transformers loaded a parameter (its own mark)."""
+    return getattr(parameter, "_is_hf_initialized", False)
+
+
+def incomplete(adapter: str, missing: list[str]) -> str:
+    """The message for an adapter that lacks tensors."""
+    shown = ", ".join(sorted(missing)[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+    return (
+        f"Adapter {adapter!r} is incomplete: its file had no tensors for {shown}. The file is damaged, or belongs to "
+        "another configuration or version; save the adapter again with save_pretrained()."
+    )

@@ -1,0 +1,149 @@
+"""The tuner: LoRA as PEFT has it, and a memory attached to attention modules, in one adapter."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from peft import LoraModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from cacheformers.adapters.layer import MemoryLayer, incomplete
+from cacheformers.modeling.attach import (
+    ARCHITECTURES,
+    add_hooks,
+    attention_modules,
+    base_shape,
+    branch_hook,
+    find_decoder,
+    projection_weights,
+)
+
+
+class MemoryTuner(LoraModel):
+    """One tuner for every memory method: LoRA first, then the memory beside self-attention."""
+
+    # LoRA's layers and ours: PEFT only asks whether a module is one of its layers.
+    tuner_layer_cls = BaseTunerLayer  # type: ignore[assignment]
+    target_module_mapping: dict[str, Any] = {name: entry.feed_forward for name, entry in ARCHITECTURES.items()}
+
+    def _prepare_adapter_config(self, peft_config: Any, model_config: Any) -> Any:
+        if peft_config.target_modules is None and peft_config.layers_to_transform is None:
+            options = peft_config.resolve(base_shape(self.model.config))
+            peft_config.layers_to_transform = list(options.attention_layers)
+        return super()._prepare_adapter_config(peft_config, model_config)  # type: ignore[no-untyped-call]
+
+    def inject_adapter(
+        self,
+        model: nn.Module,
+        adapter_name: str,
+        autocast_adapter_dtype: bool = True,
+        low_cpu_mem_usage: bool = False,
+        state_dict: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        config: Any = self.peft_config[adapter_name]
+        self._check_alone(adapter_name)
+        options = config.resolve(base_shape(model.config))  # type: ignore[arg-type]  # before anything is changed
+        super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
+        decoder = find_decoder(model)
+        attentions = attention_modules(decoder)
+        for layer in options.layers:
+            attention = attentions[layer]
+            if not hasattr(attention, "memory"):
+                attention.memory = MemoryLayer(layer)
+                attention.memory.hook = attention.register_forward_hook(branch_hook, with_kwargs=True)
+            memory: Any = attention.memory
+            weight = next(attention.parameters())
+            starts = None
+            if layer in options.attention_layers and not low_cpu_mem_usage:
+                starts = projection_weights(attention, model.config)  # type: ignore[arg-type]
+            device = torch.device("meta") if low_cpu_mem_usage else weight.device
+            memory.add_adapter(
+                adapter_name, options, starts, device, self._part_dtype(weight.dtype, autocast_adapter_dtype)
+            )
+            memory.train(attention.training)
+            memory.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+            if config.inference_mode:
+                memory.awaited.add(adapter_name)
+        if not hasattr(decoder, "memory_hooks"):
+            decoder.memory_hooks = add_hooks(model)  # type: ignore[assignment]
+            self.register_load_state_dict_post_hook(check_complete)  # type: ignore[no-untyped-call]
+
+    def _part_dtype(self, base: torch.dtype, autocast: bool) -> torch.dtype:
+        """Parts are trained in float32 on a half-precision or quantised base, as PEFT does with LoRA."""
+        half = not base.is_floating_point or base in (torch.float16, torch.bfloat16)
+        return torch.float32 if half and autocast else base
+
+    def _check_alone(self, adapter_name: str) -> None:
+        """Refuse two methods on one base: their memories would need one cache."""
+        kinds = {name: config.peft_type for name, config in self.peft_config.items()}
+        for attention in attention_modules(find_decoder(self.model)):
+            memory = getattr(attention, "memory", None)
+            if memory is not None and not isinstance(memory, MemoryLayer):
+                raise ValueError(f"{type(attention).__name__} already has a child named 'memory'.")
+        others = {str(kind) for name, kind in kinds.items() if name != adapter_name and kind != kinds[adapter_name]}
+        if others:
+            raise ValueError(
+                f"Two methods cannot share one base model (already there: {sorted(others)}). Load it twice."
+            )
+
+    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            "Memories cannot be combined by weight: each adapter retrieves with its own W_p. Train one on both data "
+            "sets, or switch with set_adapter()."
+        )
+
+    def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
+        if merge:
+            raise ValueError(
+                "A memory cannot be merged into the base weights: it is computation, not a weight update. Keep the "
+                "adapter, or unload() it."
+            )
+        self.detach_memories()
+        return super()._unload_and_optionally_merge(merge, *args, **kwargs)
+
+    def detach_memories(self) -> None:
+        """Take memories and hooks off; the base computes what it did before."""
+        decoder: Any = find_decoder(self.model)
+        for attention in attention_modules(decoder):
+            with suppress(AttributeError):
+                attention.memory.hook.remove()  # type: ignore[union-attr, operator]
+                del attention.memory
+        for handle in decoder.memory_hooks:
+            handle.remove()
+        del decoder.memory_hooks
+
+
+def check_complete(tuner: nn.Module, incompatible: Any) -> None:
+    """After PEFT loaded a file: every adapter of which some tensors came must have got all of them.
+
+    Raises:
+        ValueError: names what is missing.
+    """
+    missing = {key.removeprefix("base_model.") for key in incompatible.missing_keys}
+    keys = [key for key, _ in tuner.named_parameters()]
+    unknown = [key for key in incompatible.unexpected_keys if ".lora_mem_" in key]
+    if unknown:
+        raise ValueError(f"The file holds tensors that this adapter does not have: {sorted(unknown)[:5]}.")
+    if keys and missing.issuperset(keys):
+        raise ValueError("No tensor of the file fits this model: it belongs to another base or method.")
+    for name in list(tuner.peft_config):  # type: ignore[arg-type]
+        own = [key for key in keys if is_adapter_key(key, name)]
+        lacking = missing.intersection(own)
+        if lacking and len(lacking) < len(own):
+            raise ValueError(incomplete(name, sorted(lacking)))
+        if not lacking:
+            for module in tuner.modules():
+                if isinstance(module, MemoryLayer):
+                    module.awaited.discard(name)
+
+
+def is_adapter_key(key: str, adapter: str) -> bool:
+    """Whether a parameter name belongs to an adapter."""
+    parts = key.split(".")
+    return any(
+        (holder.startswith("lora_") or holder == "modules_to_save") and name == adapter
+        for holder, name in zip(parts, parts[1:], strict=False)
+    )

@@ -1,0 +1,1 @@
+"""What runs: search, memories, caches, and how a memory sits on a decoder."""

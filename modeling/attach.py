@@ -1,0 +1,457 @@
+"""How a memory sits on a pretrained decoder: which models, which layers, and the hooks that cut text into segments.
+
+Nothing is patched. A memory is a child named `memory` of an attention module, with a forward hook beside it. One pair
+of hooks on the decoder turns any forward into a sequence of pieces in which no segment closes:
+
+    before:  close full segments -> run all pieces but the last -> hand the last one's inputs to the decoder
+    after:   take up what the layers left behind -> join the pieces' hidden states
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from cacheformers.modeling.cache import MemoryCache, Rotate
+from cacheformers.modeling.memories.base import BaseShape, SegmentCall
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Where a model family keeps what a memory needs.
+
+    Attributes:
+        decoder: path from the causal language model to the module that loops over the layers.
+        attention: name of the self-attention in a layer.
+        cache_argument: what that attention calls its cache.
+        projections: names of W_q, W_k, W_v, W_o; a single fused name and W_o where q, k and v are one matrix.
+        feed_forward: linear layers of the feed-forward block (the default LoRA targets).
+        rotary: keys carry rotary positions (which can be moved).
+        masks_by_layer_type: the decoder takes one mask a layer type.
+    """
+
+    decoder: str = "model"
+    attention: str = "self_attn"
+    cache_argument: str = "past_key_values"
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    feed_forward: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    rotary: bool = True
+    masks_by_layer_type: bool = False
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(),
+    "mistral": Architecture(),
+    "opt": Architecture(
+        decoder="model.decoder",
+        projections=("q_proj", "k_proj", "v_proj", "out_proj"),
+        feed_forward=("fc1", "fc2"),
+        rotary=False,
+    ),
+    "qwen2": Architecture(masks_by_layer_type=True),
+    "qwen3": Architecture(masks_by_layer_type=True),
+    "gemma": Architecture(),
+    "phi": Architecture(projections=("q_proj", "k_proj", "v_proj", "dense"), feed_forward=("fc1", "fc2")),
+    "gpt_neox": Architecture(
+        decoder="gpt_neox",
+        attention="attention",
+        cache_argument="layer_past",
+        projections=("query_key_value", "dense"),
+        feed_forward=("dense_h_to_4h", "dense_4h_to_h"),
+    ),
+}
+
+
+WRAPPED_AS = ("_orig_mod", "module", "base_model", "model")  # by torch.compile, DDP, PeftModel, PEFT's tuners
+
+
+class MemoryOptions(Protocol):
+    """A method's options, resolved against a base model."""
+
+    @property
+    def window(self) -> Any: ...
+
+    @property
+    def signature(self) -> dict[str, Any]: ...
+
+    @property
+    def layers(self) -> tuple[int, ...]: ...
+
+    def new_state(
+        self, rows: int, devices: dict[int, torch.device], dtype: torch.dtype, keep_values: bool, cache_size: int | None
+    ) -> Any: ...
+
+
+class LayerMemory(Protocol):
+    """What sits on an attention module under the name `memory`."""
+
+    @property
+    def options(self) -> MemoryOptions | None:
+        """Options of the active adapter; None while none is active here."""
+
+    def check_loaded(self, decoder: nn.Module) -> None:
+        """Raise if the active adapter lacks tensors."""
+
+    def branch(self, hidden: Tensor, call: SegmentCall) -> Tensor | None:
+        """What the memory adds to the self-attention output."""
+
+
+def architecture(config: PretrainedConfig) -> Architecture:
+    """The architecture of a base model.
+
+    Raises:
+        ValueError: a model type without an entry in the table; names the supported ones.
+    """
+    model_type = getattr(config, "model_type", None)
+    if model_type not in ARCHITECTURES:
+        raise ValueError(
+            f"Model type {model_type!r} is not supported. Supported: {', '.join(sorted(ARCHITECTURES))}. A decoder "
+            "with the same attention interface needs one line in modeling/attach.py (CONTRIBUTING.md says how)."
+        )
+    return ARCHITECTURES[model_type]
+
+
+def base_shape(config: PretrainedConfig) -> BaseShape:
+    """What a memory must know of the base model."""
+    heads = config.num_attention_heads
+    return BaseShape(
+        model_type=config.model_type,
+        hidden_size=config.hidden_size,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        layers=config.num_hidden_layers,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        rotary=architecture(config).rotary,
+    )
+
+
+def find_decoder(model: nn.Module) -> nn.Module:
+    """The module that loops over the layers, in a causal language model or a model without a head.
+
+    Raises:
+        ValueError: the model's type is not supported.
+    """
+    path = architecture(model.config).decoder  # type: ignore[arg-type]
+    for prefix in (path, path.partition(".")[2], ""):
+        try:
+            decoder = model.get_submodule(prefix)
+        except AttributeError:
+            continue
+        if hasattr(decoder, "layers"):
+            return decoder
+    raise ValueError(f"{type(model).__name__} has no decoder at {path!r}: pass a causal language model.")
+
+
+def attention_modules(decoder: nn.Module) -> list[nn.Module]:
+    """The self-attention of every layer."""
+    name = architecture(decoder.config).attention  # type: ignore[arg-type]
+    return [getattr(layer, name) for layer in decoder.layers]  # type: ignore[union-attr]
+
+
+def projection_weights(attention: nn.Module, config: PretrainedConfig) -> tuple[Tensor, ...]:
+    """A layer's own W_q, W_k, W_v, W_o, de-quantised, without LoRA."""
+    from peft.utils.integrations import dequantize_module_weight
+
+    modules = []
+    for name in architecture(config).projections:
+        module = getattr(attention, name)
+        modules.append(module.get_base_layer() if hasattr(module, "get_base_layer") else module)
+    weights = [dequantize_module_weight(module).detach() for module in modules]
+    if len(weights) == 4:
+        return tuple(weights)
+    shape = base_shape(config)  # fused, [heads * 3 * head_dim, hidden], q, k, v by head
+    fused = weights[0].view(shape.heads, 3, shape.head_dim, shape.hidden_size)
+    return (*(fused[:, i].flatten(0, 1) for i in range(3)), weights[1])
+
+
+def active_options(decoder: nn.Module) -> MemoryOptions | None:
+    """Options of the active memory adapter, None where there is none.
+
+    Raises:
+        ValueError: the adapter was loaded from an incomplete file.
+    """
+    for attention in attention_modules(decoder):
+        memory = getattr(attention, "memory", None)
+        if memory is not None and memory.options is not None:
+            memory.check_loaded(decoder)
+            return memory.options
+    return None
+
+
+def new_memory(model: nn.Module, batch_size: int, cache_size: int | None = None) -> MemoryCache:
+    """An empty memory for a batch of documents.
+
+    Args:
+        model: a model with an active memory adapter.
+        cache_size: another number of entries a row than the configured one; 0 remembers nothing.
+
+    Raises:
+        ValueError: no memory adapter is active on the model.
+    """
+    decoder = find_decoder(unwrap(model))
+    options = active_options(decoder)
+    if options is None:
+        raise ValueError("No memory adapter is active on this model: enable it, or set it with set_adapter().")
+    attentions = attention_modules(decoder)
+    devices = {layer: next(attentions[layer].parameters()).device for layer in options.layers}
+    dtype = next(decoder.layers.parameters()).dtype  # type: ignore[union-attr]
+    dtype = dtype if dtype.is_floating_point else torch.float32
+    state = options.new_state(batch_size, devices, dtype, decoder.training, cache_size)
+    return MemoryCache(state, options.window, batch_size, options.signature)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The transformers model inside compile, DDP and PEFT wrappers.
+
+    Raises:
+        TypeError: there is none.
+    """
+    while not isinstance(model, PreTrainedModel):
+        inner = next((model._modules[name] for name in WRAPPED_AS if name in model._modules), None)
+        if inner is None:
+            raise TypeError(f"{type(model).__name__} is neither a transformers model nor a wrapper around one.")
+        model = inner
+    return model
+
+
+def rotation(decoder: nn.Module) -> Rotate | None:
+    """A function that turns rotary keys by a number of positions; None for models without rotary positions."""
+    if not architecture(decoder.config).rotary:  # type: ignore[arg-type]
+        return None
+    rotary = decoder.rotary_emb
+
+    def rotate(keys: Tensor, shift: Tensor) -> Tensor:
+        exact = keys.to(torch.promote_types(keys.dtype, torch.float32))
+        cos, sin = rotary(exact, shift.to(keys.device))  # type: ignore[operator]
+        scaling = getattr(rotary, "attention_scaling", 1.0)
+        cos, sin = cos[:, None] / scaling, sin[:, None] / scaling
+        turning, rest = exact[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
+        first, second = turning.chunk(2, dim=-1)
+        turned = turning * cos + torch.cat([-second, first], -1) * sin
+        return torch.cat([turned.to(keys.dtype), rest], -1)
+
+    return rotate
+
+
+def add_hooks(model: nn.Module) -> list[Any]:
+    """Register the hooks that cut, stage and join. Returns their handles."""
+    decoder = find_decoder(model)
+    handles = [
+        decoder.register_forward_pre_hook(before_decoder, with_kwargs=True),
+        decoder.register_forward_hook(after_decoder, with_kwargs=True),
+    ]
+    if model is not decoder:
+        handles.append(model.register_forward_pre_hook(before_model, with_kwargs=True))
+    for attention in attention_modules(decoder):
+        handles.append(attention.register_forward_pre_hook(before_attention, with_kwargs=True))
+    return handles
+
+
+def before_model(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Tell the decoder how many of the last hidden states are wanted, so that the others are not kept."""
+    keep = kwargs.get("logits_to_keep")
+    if isinstance(keep, int) and keep > 0 and active_options(find_decoder(model)) is not None:
+        return args, {**kwargs, "memory_keep": keep}
+    return None
+
+
+def before_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Run every piece but the last, and prepare the last."""
+    given = kwargs.get("memory_state")
+    if isinstance(given, SegmentCall):
+        return None
+    if args:
+        kwargs = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
+    keep = kwargs.pop("memory_keep", None)
+    cache = kwargs.get("past_key_values")
+    options = active_options(decoder)
+    if options is None:
+        if given is not None or isinstance(cache, MemoryCache):
+            raise ValueError("A memory was passed, but no memory adapter is active on this model.")
+        return None
+    check_arguments(kwargs)
+    ids = kwargs["input_ids"]
+    memory = given if given is not None else cache
+    memory = memory if isinstance(memory, MemoryCache) else as_memory(decoder, memory, ids.shape[0])
+    match_rows(memory, ids.shape[0], options)
+    real = real_tokens(kwargs.get("attention_mask"), ids, memory.visible)
+
+    continues = kwargs.get("use_cache") is not False
+    memory.begin_forward(continues)
+    pieces = memory.pieces(real)
+    if len(pieces) > 1 and (kwargs.get("output_hidden_states") or kwargs.get("output_attentions")):
+        raise ValueError(
+            f"hidden_states and attentions are not available for inputs longer than a segment ({len(pieces)} pieces "
+            "here): pass at most segment_tokens tokens at a time."
+        )
+    earlier: list[Tensor] = []
+    for start, end in pieces[:-1]:
+        call = prepare(decoder, memory, real[:, start:end])
+        output = decoder(**piece_inputs(decoder, call, kwargs, start, end))
+        remaining = ids.shape[1] - end
+        if keep is None or keep > remaining:
+            earlier.append(output.last_hidden_state)
+    call = prepare(decoder, memory, real[:, pieces[-1][0] :])
+    call.earlier, call.keep = earlier, keep
+    return (), piece_inputs(decoder, call, kwargs, *pieces[-1])
+
+
+def after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """Take up what the layers left behind; after the last piece, join the pieces."""
+    call = kwargs.get("memory_state")
+    if not isinstance(call, SegmentCall):
+        return output
+    memory: MemoryCache = call.memory
+    memory.end(call)
+    output.past_key_values = memory
+    if call.earlier is None:
+        return output
+    memory.detach()
+    if call.earlier:
+        output.last_hidden_state = torch.cat([*call.earlier, output.last_hidden_state], 1)
+    if call.keep is not None:
+        output.last_hidden_state = output.last_hidden_state[:, -call.keep :]
+    return output
+
+
+def before_attention(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Give self-attention its local cache, which activation checkpointing takes away from the layers."""
+    call = kwargs.get("memory_state")
+    if not isinstance(call, SegmentCall):
+        return None
+    name = architecture(attention.config).cache_argument  # type: ignore[arg-type]
+    return args, {**kwargs, name: call.local}
+
+
+def check_arguments(kwargs: dict[str, Any]) -> None:
+    """Refuse what a memory cannot follow, before anything is computed."""
+    if kwargs.get("input_ids") is None:
+        raise ValueError("A memory follows token ids: pass input_ids, not inputs_embeds.")
+    if kwargs["input_ids"].shape[1] == 0:
+        raise ValueError("input_ids is empty.")
+    mask = kwargs.get("attention_mask")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+        raise ValueError(
+            "A memory needs a 2D attention_mask (1 for tokens, 0 for padding): it makes the 4D masks itself."
+        )
+
+
+def as_memory(decoder: nn.Module, cache: Cache | None, rows: int) -> MemoryCache:
+    """A fresh memory in place of the empty cache that `generate` passes."""
+    if cache is not None and (type(cache) is not DynamicCache or getattr(cache, "offloading", False)):
+        raise ValueError(
+            f"{type(cache).__name__} (static, quantised, offloaded or assisted) cannot carry a memory: leave "
+            "past_key_values and cache_implementation out, or pass a MemoryCache."
+        )
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(
+            "A plain cache that already holds tokens was passed to a model with a memory: their states are not in the "
+            "memory. Start without past_key_values, or from cacheformers.read()."
+        )
+    return new_memory(decoder, rows)
+
+
+def match_rows(memory: MemoryCache, rows: int, options: MemoryOptions) -> None:
+    """Check that a memory belongs to this model and batch; expand it when its rows divide the batch (beams)."""
+    if memory.signature != options.signature:
+        ours, theirs = options.signature, memory.signature
+        differing = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
+        raise ValueError(
+            "This memory was made with another model or adapter configuration; they differ in: "
+            + "; ".join(f"{key} ({theirs.get(key)} in the memory, {ours.get(key)} here)" for key in differing)
+        )
+    if rows == memory.batch_size:
+        return
+    if rows % memory.batch_size:
+        raise ValueError(
+            f"The memory holds {memory.batch_size} documents, the batch has {rows} rows, which it neither equals "
+            "nor is a multiple of. Use memory.select(rows) or memory.expand(n)."
+        )
+    memory.expand(rows // memory.batch_size)
+
+
+def real_tokens(mask: Tensor | None, ids: Tensor, visible: int) -> Tensor:
+    """Which of the new ids are tokens, `[rows, time]` on the host, from a mask over the new or over all visible ids."""
+    rows, time = ids.shape
+    if mask is None:
+        return torch.ones(rows, time, dtype=torch.bool)
+    if mask.shape not in ((rows, time), (rows, visible + time)):
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)}; expected {(rows, time)} (the new ids) or "
+            f"{(rows, visible + time)} (all ids since the last read)."
+        )
+    return mask[:, -time:].bool().cpu()
+
+
+def prepare(decoder: nn.Module, memory: MemoryCache, real: Tensor) -> SegmentCall:
+    """Close what is full, and begin a piece."""
+    memory.close_full(rotation(decoder))
+    return memory.begin(real)
+
+
+def piece_inputs(decoder: nn.Module, call: SegmentCall, kwargs: dict[str, Any], start: int, end: int) -> dict[str, Any]:
+    """The decoder's arguments for the columns start to end."""
+    ids = kwargs["input_ids"][:, start:end]
+    checkpointing = decoder.training and getattr(decoder, "gradient_checkpointing", False)
+    drops_cache = checkpointing and call.local.columns == 0
+    return {
+        **kwargs,
+        "input_ids": ids,
+        "attention_mask": local_mask(decoder, call, ids.device),
+        "position_ids": call.positions[:, -ids.shape[1] :].to(ids.device),
+        "past_key_values": None if drops_cache else call.local,
+        "use_cache": not drops_cache,
+        "memory_state": call,
+    }
+
+
+def local_mask(decoder: nn.Module, call: SegmentCall, device: torch.device) -> Tensor | dict[str, Tensor] | None:
+    """What self-attention may see: None where plain causality over the visible columns is right, else 4D masks."""
+    if not call.padded:
+        return None
+    config: Any = decoder.config
+    implementation = config._attn_implementation
+    if implementation not in ("eager", "sdpa"):
+        raise ValueError(
+            f"attn_implementation={implementation!r} cannot mask padding inside segments: load the model with "
+            "attn_implementation='sdpa', or pass documents without padding."
+        )
+    visible, positions = call.visible.to(device), call.positions.to(device)  # [rows, columns + time]
+    time = call.real.shape[1]
+    place = torch.arange(visible.shape[1], device=device)
+    causal = place <= place[-time:, None]  # [time, columns + time]
+    itself = place == place[-time:, None]  # padding sees itself: no row of the mask is empty
+    full = (causal & visible[:, None]) | itself
+    near = positions[:, -time:, None] - positions[:, None] < (getattr(config, "sliding_window", None) or 2**62)
+
+    def finish(mask: Tensor) -> Tensor:
+        mask = mask[:, None]
+        if implementation == "sdpa":
+            return mask
+        dtype = next(decoder.parameters()).dtype
+        return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, torch.finfo(dtype).min)
+
+    if architecture(config).masks_by_layer_type:
+        return {"full_attention": finish(full), "sliding_attention": finish(full & near | itself)}
+    return finish(full & near | itself)
+
+
+def branch_hook(attention: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """Forward hook of an augmented attention module: add the memory's branch to its output."""
+    memory: Any = attention.memory
+    call = kwargs.get("memory_state")
+    if memory.options is None or not isinstance(call, SegmentCall):
+        return output
+    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    added = memory.branch(hidden, call)
+    if added is None:
+        return output
+    return (output[0] + added.to(output[0].dtype), *output[1:])

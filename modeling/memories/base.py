@@ -1,0 +1,139 @@
+"""What every memory method is given and what it must offer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class BaseShape:
+    """What a memory must know of the base model."""
+
+    model_type: str
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    vocab_size: int
+    max_positions: int
+    rotary: bool
+
+
+@dataclass(frozen=True)
+class LocalWindow:
+    """What self-attention sees besides the open segment.
+
+    Attributes:
+        segment_tokens: tokens after which a segment closes (n).
+        kept_tokens: newest tokens of closed segments that stay visible (W); 0 is the papers' `segment` window.
+        sink_tokens: first tokens of the document that stay visible for ever.
+    """
+
+    segment_tokens: int
+    kept_tokens: int = 0
+    sink_tokens: int = 0
+
+    @property
+    def positions(self) -> int:
+        """How many positions the base model must offer."""
+        return self.segment_tokens + self.kept_tokens + self.sink_tokens
+
+
+@dataclass
+class SegmentCall:
+    """One forward over new columns in which no row's segment closes: what layers read, and their scratch.
+
+    It reaches the attention modules as the keyword `memory_state`.
+
+    Attributes:
+        memory: the cache that takes up what this forward leaves behind.
+        reading: the method's own part (`MemoryState.begin`).
+        local: the cache that self-attention reads.
+        real: which new columns are tokens and not padding, `[rows, time]`.
+        open: which columns, old and new, belong to each row's open segment, `[rows, columns + time]`.
+        visible: which columns, old and new, hold a token that self-attention may see, `[rows, columns + time]`.
+        positions: position of each column in its row's local window, `[rows, columns + time]`.
+        window_tokens: how many tokens of closed segments each row still sees (sinks apart), `[rows]`.
+        earlier: hidden states of the pieces before this one; None if another piece follows.
+        keep: how many of the last hidden states are wanted; None for all.
+    """
+
+    memory: Any
+    reading: Any
+    local: Any
+    real: Tensor
+    open: Tensor
+    visible: Tensor
+    positions: Tensor
+    window_tokens: list[int]
+    earlier: list[Tensor] | None = None
+    keep: int | None = None
+    scratch: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def padded(self) -> bool:
+        """Whether some column, old or new, holds nothing for some row."""
+        return not bool(self.visible.all())
+
+
+class MemoryState(ABC):
+    """One method's memory for a batch of rows: explicit, filled only by `commit`.
+
+    `MemoryCache` drives it: `begin` before a forward, `end` after it, `commit` when a row's segment closes. What
+    belongs to open segments is held in columns, the same columns in which `MemoryCache` holds local keys and values.
+    """
+
+    forward_is_segment = False  # each forward is a segment of its own, whatever its length
+
+    @abstractmethod
+    def begin(self) -> Any:
+        """What one forward reads: a frozen look at the memory, and room for what the forward leaves behind."""
+
+    @abstractmethod
+    def end(self, reading: Any) -> None:
+        """Append what a forward left behind as new columns."""
+
+    @abstractmethod
+    def commit(self, row: int, columns: Tensor) -> None:
+        """Move one row's open segment into the memory; `columns` `[length]` are its tokens in order."""
+
+    @abstractmethod
+    def keep(self, columns: Tensor) -> None:
+        """Keep only the columns `[rows, kept]` (each row its own)."""
+
+    @abstractmethod
+    def reset(self, rows: Sequence[int]) -> None:
+        """Forget what the given rows have read."""
+
+    @abstractmethod
+    def select(self, rows: Sequence[int]) -> None:
+        """Make row i what row `rows[i]` was; a row may be taken several times."""
+
+    @abstractmethod
+    def clone(self) -> MemoryState:
+        """An independent copy."""
+
+    @abstractmethod
+    def to(self, device: torch.device | str) -> None:
+        """Move every tensor."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of everything held."""
+
+
+def keep_columns(tensor: Tensor, columns: Tensor, dim: int) -> Tensor:
+    """Take columns `[rows, kept]`, each row its own, along dimension `dim` of `[rows, ...]`."""
+    shape = [1] * tensor.dim()
+    shape[0], shape[dim] = columns.shape
+    size = list(tensor.shape)
+    size[dim] = columns.shape[1]
+    return tensor.gather(dim, columns.to(tensor.device).view(shape).expand(size))

@@ -1,0 +1,614 @@
+"""Neurocache: k-nearest-neighbour retrieval of compressed past states (Safaya & Yuret 2024, arXiv 2407.02486).
+
+    e_t    = LayerNorm(W_p x_t)                              compress; query and entry alike          (section 3.1)
+    R_t    = the k entries of earlier segments nearest to e_t, each widened to w entries in time      (section 3.2)
+    CA_t   = softmax(W_q x_t (W_k S_t)^T / sqrt(d_head)) W_v S_t,  S_t = R_{t-c+1} ... R_t            (section 3.3)
+
+x is the input of a layer's self-attention; CA, through W_o, is added to what self-attention returns.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cacheformers.modeling.memories.base import BaseShape, LocalWindow, MemoryState, SegmentCall, keep_columns
+from cacheformers.modeling.search import get_search
+from cacheformers.modeling.state import Ring
+
+COMPRESSION_EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class NeurocacheOptions:
+    """The method's options, resolved against a base model (see `NeurocacheAdapterConfig` for each one's meaning).
+
+    Raises:
+        ValueError: an option that does not fit the base model, or that would let a token see its future.
+    """
+
+    base: BaseShape
+    retrieval_map: tuple[tuple[int, int], ...]
+    attention_layers: tuple[int, ...]
+    cache_size: int = 16384
+    compression_factor: int = 4
+    topk: int = 16
+    neighborhood_size: int = 2
+    context_size: int = 2
+    similarity: str = "l2"
+    segment_tokens: int = 1024
+    local_window: Literal["segment", "sliding"] = "segment"
+    window_tokens: int = 0
+    sink_tokens: int = 0
+    exclude_window: bool = False
+    gate: Literal["zero", "none"] = "zero"
+    search: str = "auto"
+    cache_dtype: str | None = None
+    compatibility: str | None = None
+
+    def __post_init__(self) -> None:
+        layers, size = self.base.layers, self.base.hidden_size
+        wrong = [layer for layer in {*sum(self.retrieval_map, ()), *self.attention_layers} if not 0 <= layer < layers]
+        if wrong:
+            raise ValueError(f"Layers {sorted(wrong)} do not exist: this base model has layers 0 to {layers - 1}.")
+        if not self.retrieval_map or not self.attention_layers:
+            raise ValueError("retrieval_map and attention_layers need at least one layer each.")
+        for retrieval, storing in self.retrieval_map:
+            if storing < retrieval:
+                raise ValueError(
+                    f"retrieval_map {{{retrieval}: {storing}}}: the storing layer comes before the retrieval layer, so "
+                    "a search could find states of its own segment (the future leaks). Store at the retrieval layer or "
+                    "above it."
+                )
+        lowest = min(retrieval for retrieval, _ in self.retrieval_map)
+        if min(self.attention_layers) < lowest:
+            raise ValueError(
+                f"attention_layers {list(self.attention_layers)}: nothing has been retrieved before layer {lowest}. "
+                "Attend at the lowest retrieval layer or above it."
+            )
+        for name in ("cache_size", "compression_factor", "topk", "neighborhood_size", "context_size", "segment_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if size % self.compression_factor:
+            raise ValueError(f"compression_factor {self.compression_factor} does not divide the hidden size {size}.")
+        if self.topk > self.cache_size or self.neighborhood_size > self.cache_size:
+            raise ValueError(
+                f"topk {self.topk} and neighborhood_size {self.neighborhood_size} must not exceed cache_size "
+                f"{self.cache_size}."
+            )
+        if self.neighborhood_size > 1 and self.neighborhood_size % 2:
+            raise ValueError(f"neighborhood_size must be 1 or even, got {self.neighborhood_size}.")
+        for name, allowed in (
+            ("similarity", ("l2", "dot")),
+            ("gate", ("zero", "none")),
+            ("local_window", ("segment", "sliding")),
+            ("cache_dtype", (None, "float32", "float64", "bfloat16", "float16")),
+            ("compatibility", (None, "reference", "reference-fixed-heads")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}.")
+        if self.local_window == "sliding" and not self.base.rotary:
+            raise ValueError(
+                f"local_window='sliding' moves keys to new positions, which {self.base.model_type} cannot do (its "
+                "positions are learned embeddings): use local_window='segment'."
+            )
+        if self.compatibility is None and self.window.positions > self.base.max_positions:
+            raise ValueError(
+                f"segment_tokens {self.segment_tokens} + window_tokens {self.window.kept_tokens} + sink_tokens "
+                f"{self.sink_tokens} = {self.window.positions} positions, but this base model has "
+                f"{self.base.max_positions}. Choose a smaller segment_tokens."
+            )
+        buckets = min(max(self.topk, 512), self.cache_size)
+        if self.compatibility is not None and self.cache_size % buckets:
+            raise ValueError(
+                f"The published package needs a cache_size that its {buckets} buckets divide, got {self.cache_size}."
+            )
+        get_search(self.search)
+
+    @property
+    def width(self) -> int:
+        """Size d of an entry."""
+        return self.base.hidden_size // self.compression_factor
+
+    @property
+    def window(self) -> LocalWindow:
+        """What self-attention sees."""
+        if self.compatibility is not None:
+            return LocalWindow(2**62)
+        return LocalWindow(
+            self.segment_tokens, self.window_tokens if self.local_window == "sliding" else 0, self.sink_tokens
+        )
+
+    @property
+    def first_layer(self) -> int:
+        """The lowest retrieval layer; W_p and its norm are kept there."""
+        return min(retrieval for retrieval, _ in self.retrieval_map)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Every layer that takes part."""
+        return tuple(sorted({*sum(self.retrieval_map, ()), *self.attention_layers}))
+
+    def source(self, layer: int) -> int:
+        """The retrieval layer whose states an attention layer reads: the last one at or below it."""
+        return max(retrieval for retrieval, _ in self.retrieval_map if retrieval <= layer)
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        """What two models must share to exchange a memory."""
+        options = asdict(self)
+        for free in ("cache_size", "search", "cache_dtype", "gate", "topk", "neighborhood_size", "context_size"):
+            del options[free]
+        return {"method": "neurocache", **options}
+
+    def store_dtype(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+        """Entries' dtype: as asked for, else float64 for a float64 model, bfloat16 on a GPU, float32 on the CPU."""
+        if self.cache_dtype is not None:
+            return getattr(torch, self.cache_dtype)
+        if dtype == torch.float64:
+            return dtype
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+    def new_state(
+        self,
+        rows: int,
+        devices: dict[int, torch.device],
+        dtype: torch.dtype,
+        keep_values: bool,
+        cache_size: int | None = None,
+    ) -> MemoryState:
+        """An empty memory.
+
+        Args:
+            devices: of each augmented layer.
+            dtype: of the model's activations.
+            keep_values: keep x beside each entry, from which training re-encodes it.
+            cache_size: another number of entries than the configured one (0: nothing is remembered).
+        """
+        if self.compatibility is not None:
+            from cacheformers.modeling.memories.neurocache_reference import ReferenceState
+
+            return ReferenceState(self, rows, devices, dtype, keep_values)
+        return NeurocacheState(self, rows, devices, dtype, keep_values, cache_size)
+
+
+class Gate(nn.Module):
+    """One learned number per query head; the head's output is multiplied by its tanh. Zero: the base model exactly."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(heads))
+
+    def forward(self, per_head: Tensor) -> Tensor:
+        return per_head * torch.tanh(self.weight).to(per_head.dtype)[:, None]
+
+
+class NeurocacheParts(NamedTuple):
+    """The trained parts that one layer holds; None where the layer has no use for one.
+
+    Shapes: `down` `[d, h]`; `norm` LayerNorm(d); `q` `[heads*d_head, h]`; `k`, `v` `[kv_heads*d_head, d]`;
+    `o` `[h, heads*d_head]`; `gate` `[heads]`.
+    """
+
+    down: nn.Linear | None = None
+    norm: nn.LayerNorm | None = None
+    q: nn.Linear | None = None
+    k: nn.Linear | None = None
+    v: nn.Linear | None = None
+    o: nn.Linear | None = None
+    gate: Gate | None = None
+
+    def encode(self, hidden: Tensor) -> Tensor:
+        """Compress x `[..., h]` to entries `[..., d]`, in float32 or better (section 3.1)."""
+        if self.down is None or self.norm is None:
+            return hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        return normalise(self.norm, project(self.down, hidden))
+
+
+def project(linear: nn.Linear, inputs: Tensor) -> Tensor:
+    """Apply a projection in the dtype of its inputs, whatever the dtype its weights are trained in."""
+    return F.linear(inputs, linear.weight.to(inputs.dtype))
+
+
+def normalise(norm: nn.LayerNorm, inputs: Tensor) -> Tensor:
+    """LayerNorm in float32 or better."""
+    dtype = torch.promote_types(inputs.dtype, torch.float32)
+    return F.layer_norm(
+        inputs.to(dtype), norm.normalized_shape, norm.weight.to(dtype), norm.bias.to(dtype), COMPRESSION_EPS
+    )
+
+
+def make_parts(options: NeurocacheOptions, layer: int, base_weights: tuple[Tensor, ...] | None) -> dict[str, nn.Module]:
+    """The parts that layer `layer` trains, initialised as for adaptation (section 4.2).
+
+    Args:
+        base_weights: the layer's own W_q, W_k, W_v, W_o, which W_q, W_o and the first d input columns of W_k, W_v start
+            from; None leaves every projection at random.
+    """
+    base, width = options.base, options.width
+    parts: dict[str, nn.Module] = {}
+    if layer == options.first_layer and options.compression_factor > 1:
+        parts["down"] = nn.Linear(base.hidden_size, width, bias=False)
+        nn.init.trunc_normal_(parts["down"].weight, std=base.hidden_size**-0.5)  # type: ignore[arg-type]
+        parts["norm"] = nn.LayerNorm(width, eps=COMPRESSION_EPS)
+    if layer in options.attention_layers:
+        parts["q"] = nn.Linear(base.hidden_size, base.heads * base.head_dim, bias=False)
+        parts["k"] = nn.Linear(width, base.kv_heads * base.head_dim, bias=False)
+        parts["v"] = nn.Linear(width, base.kv_heads * base.head_dim, bias=False)
+        parts["o"] = nn.Linear(base.heads * base.head_dim, base.hidden_size, bias=False)
+        if base_weights is not None:
+            for name, weight in zip("qkvo", base_weights, strict=True):
+                linear = parts[name]
+                assert isinstance(linear, nn.Linear)
+                linear.weight = nn.Parameter(weight[:, : linear.in_features].clone())
+        if options.gate == "zero":
+            parts["gate"] = Gate(base.heads)
+    return parts
+
+
+@dataclass
+class NeurocacheReading:
+    """What one forward reads and leaves behind. Keyed by storing layer (`stores`, `new_*`) or retrieval layer."""
+
+    stores: dict[int, Ring]
+    past_hits: dict[int, Tensor]
+    new_entries: dict[int, Tensor] = field(default_factory=dict)
+    new_values: dict[int, Tensor] = field(default_factory=dict)
+    new_hits: dict[int, Tensor] = field(default_factory=dict)
+    states: dict[int, Tensor] = field(default_factory=dict)
+    filled: dict[int, Tensor] = field(default_factory=dict)
+    encoder: NeurocacheParts = NeurocacheParts()
+
+
+class NeurocacheState(MemoryState):
+    """One ring per storing layer, and what open segments hold: entries, values and the hits of their tokens."""
+
+    def __init__(
+        self,
+        options: NeurocacheOptions,
+        rows: int,
+        devices: dict[int, torch.device],
+        dtype: torch.dtype,
+        keep_values: bool,
+        cache_size: int | None = None,
+    ) -> None:
+        value_width = options.base.hidden_size if keep_values and options.compression_factor > 1 else None
+        capacity = options.cache_size if cache_size is None else cache_size
+        self.rings = {
+            storing: Ring(
+                rows,
+                capacity,
+                options.width,
+                value_width,
+                options.store_dtype(devices[storing], dtype),
+                devices[storing],
+            )
+            for _, storing in options.retrieval_map
+        }
+        self.entries: dict[int, Tensor] = {}  # storing layer -> [rows, columns, d]
+        self.values: dict[int, Tensor] = {}  # storing layer -> [rows, columns, h]
+        self.hits: dict[int, Tensor] = {}  # retrieval layer -> [rows, columns, k]
+
+    @property
+    def open_parts(self) -> tuple[dict[int, Tensor], ...]:
+        return self.entries, self.values, self.hits
+
+    def begin(self) -> NeurocacheReading:
+        return NeurocacheReading({layer: ring.view() for layer, ring in self.rings.items()}, dict(self.hits))
+
+    def end(self, reading: NeurocacheReading) -> None:
+        for held, new in zip(self.open_parts, (reading.new_entries, reading.new_values, reading.new_hits), strict=True):
+            for layer, tensor in new.items():
+                held[layer] = torch.cat([held[layer], tensor], 1) if layer in held else tensor
+
+    def commit(self, row: int, columns: Tensor) -> None:
+        for layer, ring in self.rings.items():
+            chosen = columns.to(ring.keys.device)
+            entries = self.entries[layer][row, chosen]
+            if not bool(torch.isfinite(entries).all()):
+                raise ValueError(
+                    f"The states of layer {layer} hold NaN or Inf, so they were not stored; the memory is as it was. "
+                    "Check the model's weights and dtype (float16 overflows in many models: use bfloat16)."
+                )
+            ring.append(row, entries, self.values[layer][row, chosen] if layer in self.values else None)
+
+    def keep(self, columns: Tensor) -> None:
+        for held in self.open_parts:
+            for layer, tensor in held.items():
+                held[layer] = keep_columns(tensor, columns, 1)
+
+    def reset(self, rows: Sequence[int]) -> None:
+        for ring in self.rings.values():
+            ring.reset(rows)
+
+    def select(self, rows: Sequence[int]) -> None:
+        for ring in self.rings.values():
+            ring.select(rows)
+        for held in self.open_parts:
+            for layer, tensor in held.items():
+                held[layer] = tensor[torch.tensor(rows, device=tensor.device)]
+
+    def clone(self) -> NeurocacheState:
+        twin = copy.copy(self)
+        twin.rings = {layer: ring.clone() for layer, ring in self.rings.items()}
+        twin.entries, twin.values, twin.hits = dict(self.entries), dict(self.values), dict(self.hits)
+        return twin
+
+    def to(self, device: torch.device | str) -> None:
+        for ring in self.rings.values():
+            ring.to(device)
+        for held in self.open_parts:
+            for layer, tensor in held.items():
+                held[layer] = tensor.to(device)
+
+    @property
+    def nbytes(self) -> int:
+        waiting = sum(tensor.nbytes for held in self.open_parts for tensor in held.values())
+        return waiting + sum(ring.nbytes for ring in self.rings.values())
+
+
+def branch(
+    options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidden: Tensor, call: SegmentCall, training: bool
+) -> Tensor | None:
+    """What Neurocache adds to layer `layer`'s self-attention output, or None in a layer that only retrieves or stores.
+
+    Args:
+        hidden: x, the input of the layer's self-attention, `[rows, time, h]`.
+        training: re-encode retrieved entries from their stored x, with gradients to W_p.
+    """
+    if options.compatibility is not None:
+        from cacheformers.modeling.memories.neurocache_reference import reference_branch
+
+        return reference_branch(options, layer, parts, hidden, call, training)
+    reading: NeurocacheReading = call.reading
+    if layer == options.first_layer:
+        reading.encoder = parts
+    retrieving, storing = dict(options.retrieval_map), {storing for _, storing in options.retrieval_map}
+    if layer in retrieving or layer in storing:
+        with torch.no_grad():
+            entries = reading.encoder.encode(hidden)
+        if layer in retrieving:
+            retrieve(options, layer, retrieving[layer], entries, hidden, call, training)
+        if layer in storing:
+            ring = reading.stores[layer]
+            reading.new_entries[layer] = entries.to(ring.keys.dtype)
+            if ring.values is not None:
+                reading.new_values[layer] = hidden.detach().to(ring.keys.dtype)
+    if layer in options.attention_layers:
+        return attend(options, layer, parts, hidden, call)
+    return None
+
+
+def retrieve(
+    options: NeurocacheOptions,
+    layer: int,
+    storing: int,
+    queries: Tensor,
+    hidden: Tensor,
+    call: SegmentCall,
+    training: bool,
+) -> None:
+    """Find each token's k nearest entries, widen them in time, and fetch the states (section 3.2)."""
+    reading: NeurocacheReading = call.reading
+    ring = reading.stores[storing]
+    if layer not in reading.new_hits:  # activation checkpointing runs this twice; both runs see the same hits
+        reading.new_hits[layer] = search_rows(options, ring, queries, call)
+    sources = context_sources(options.context_size, call, hidden.device)
+    earlier = earlier_hits(reading.past_hits.get(layer), sources, options.topk)
+    hits = torch.cat([earlier, reading.new_hits[layer]], 1)
+
+    half = options.neighborhood_size // 2
+    offsets = torch.arange(-half + 1, half + 1) if half else torch.zeros(1, dtype=torch.long)
+    counts = torch.tensor([searchable(options, ring, row, call) for row in range(ring.rows)]).view(-1, 1, 1, 1)
+    counts = counts.to(hits.device)
+    wide = hits[..., None] + offsets.to(hits.device)  # [rows, c-1+time, k, w]
+    filled = (hits[..., None] >= 0) & (wide >= 0) & (wide < counts)
+    wide, filled = wide.flatten(2), filled.flatten(2)  # [rows, c-1+time, N]
+    reading.filled[layer] = filled
+    slots = ring.slots(wide.masked_fill(~filled, 0))
+    reading.states[layer] = fetch(options, ring, slots, reading.encoder, hidden.dtype, training)
+
+
+def searchable(options: NeurocacheOptions, ring: Ring, row: int, call: SegmentCall) -> int:
+    """How many of a row's oldest entries may be retrieved."""
+    return max(ring.count(row) - (call.window_tokens[row] if options.exclude_window else 0), 0)
+
+
+def search_rows(options: NeurocacheOptions, ring: Ring, queries: Tensor, call: SegmentCall) -> Tensor:
+    """Search each row's own entries: hits `[rows, time, k]` counted from the oldest entry, -1 for none."""
+    search = get_search(options.search)
+    rows, time, width = queries.shape
+    hits = torch.full((rows, time, options.topk), -1, dtype=torch.long, device=queries.device)
+    real = call.real.to(queries.device)
+    for physical in sorted(set(ring.owner)):
+        sharing = [row for row in range(rows) if ring.owner[row] == physical]
+        groups = [[row] for row in sharing] if options.exclude_window else [sharing]
+        for group in groups:
+            entries = ring.entries(group[0]).oldest(searchable(options, ring, group[0], call))
+            if entries.count == 0:
+                continue
+            chosen = torch.tensor(group, device=queries.device)
+            if call.padded:
+                asked = real[chosen]
+                found = hits[chosen]
+                found[asked] = search(queries[chosen][asked], entries, options.topk, options.similarity)[1]
+            else:
+                flat = queries[chosen].reshape(-1, width)
+                found = search(flat, entries, options.topk, options.similarity)[1].view(len(group), time, -1)
+            hits[chosen] = found
+    return hits
+
+
+class ContextSources(NamedTuple):
+    """Where the last c tokens of each token's segment are, over (c-1 earlier columns, new columns)."""
+
+    columns: Tensor  # the c-1 columns before the new ones that open segments end with, [rows, c-1]
+    present: Tensor  # whether there is such a column, [rows, c-1]
+    place: Tensor  # [rows, time, c], newest first
+    valid: Tensor  # [rows, time, c]
+    shifted: bool  # place is the new column's own minus 0 ... c-1
+
+
+def context_sources(context: int, call: SegmentCall, device: torch.device) -> ContextSources:
+    """Work out whose retrieved states each new token attends to: its own and those of the c-1 tokens before it."""
+    key = f"context {context} {device}"
+    if key not in call.scratch:
+        time = call.real.shape[1]
+        old = call.open.shape[1] - time
+        opened = call.open[:, :old].sum(1, keepdim=True)  # [rows, 1]
+        by_rank = torch.argsort((~call.open).long(), dim=1, stable=True)  # open columns first, in order
+        rank = opened + call.real.cumsum(1) - 1  # [rows, time]
+        wanted = rank[..., None] - torch.arange(context)  # [rows, time, c]
+        valid = (wanted >= 0) & call.real[..., None]
+        column = by_rank.gather(1, wanted.clamp(min=0).flatten(1)).view_as(wanted)
+        place = torch.where(column >= old, context - 1 + column - old, wanted - opened[..., None] + context - 1)
+        tail = opened - torch.arange(context - 1, 0, -1)  # ranks of the last c-1 old tokens, [rows, c-1]
+        columns = by_rank.gather(1, tail.clamp(min=0)).masked_fill(tail < 0, 0)
+        place = place.masked_fill(~valid, 0)
+        present = tail >= 0
+        call.scratch[key] = ContextSources(
+            columns.to(device), present.to(device), place.to(device), valid.to(device), bool(call.real.all())
+        )
+    found: ContextSources = call.scratch[key]
+    return found
+
+
+def earlier_hits(past: Tensor | None, sources: ContextSources, topk: int) -> Tensor:
+    """Hits of the c-1 tokens before the new ones, `[rows, c-1, k]`, -1 where there is no such token."""
+    if past is None or past.shape[1] == 0:
+        return sources.columns.new_full((*sources.columns.shape, topk), -1)
+    return keep_columns(past, sources.columns, 1).masked_fill(~sources.present[..., None], -1)
+
+
+def fetch(
+    options: NeurocacheOptions,
+    ring: Ring,
+    slots: Tensor,
+    encoder: NeurocacheParts,
+    dtype: torch.dtype,
+    training: bool,
+) -> Tensor:
+    """Entries at `slots` `[rows, time, N]` as states `[rows, time, N, d]`; in training encoded anew from their x."""
+    slots = slots.to(ring.keys.device)
+    if not (training and options.compression_factor > 1):
+        stored = ring.keys.flatten(0, 1)
+        if len(stored) == 0:
+            stored = stored.new_zeros(1, options.width)
+        return stored[slots].to(dtype)
+    if ring.values is None:
+        raise ValueError(
+            "This memory was begun in evaluation mode and keeps no values, so W_p would get no gradient. Begin it with "
+            "the model in training mode (model.train())."
+        )
+    values = ring.values.flatten(0, 1)
+    if len(values) == 0:
+        values = values.new_zeros(1, options.base.hidden_size)
+    unique, place = torch.unique(slots, return_inverse=True)
+    return encoder.encode(values[unique].to(dtype)).to(dtype)[place]
+
+
+def attend(options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidden: Tensor, call: SegmentCall) -> Tensor:
+    """Cache attention of one layer (section 3.3), `[rows, time, h]`.
+
+    W_k and W_v are absorbed: queries go into the space of the entries and one weighted sum of entries a head comes
+    back, so no retrieved state is ever projected.
+    """
+    assert parts.q is not None and parts.k is not None and parts.v is not None and parts.o is not None
+    base, width = options.base, options.width
+    rows, time, _ = hidden.shape
+    groups = base.heads // base.kv_heads
+    source = options.source(layer)
+    states = call.reading.states[source].to(hidden.device)  # [rows, c-1+time, N, d]
+    filled = call.reading.filled[source].to(hidden.device)  # [rows, c-1+time, N]
+    sources = context_sources(options.context_size, call, hidden.device)
+
+    queries = project(parts.q, hidden).view(rows, time, base.kv_heads, groups, base.head_dim)
+    keys_weight = parts.k.weight.to(hidden.dtype).view(base.kv_heads, base.head_dim, width)
+    absorbed = torch.einsum("btkgh,khd->btkgd", queries * base.head_dim**-0.5, keys_weight).flatten(2, 3)
+
+    window = [taken(states, filled, sources, back, options.context_size) for back in range(options.context_size)]
+    scores = torch.cat([torch.matmul(absorbed, near.transpose(-1, -2)) for near, _ in window], -1)  # [.., heads, N*c]
+    seen = torch.cat([mask for _, mask in window], -1)[:, :, None]  # [rows, time, 1, N*c]
+    probabilities = masked_softmax(scores, seen).to(hidden.dtype).split(states.shape[2], dim=-1)
+    mixed = sum(torch.matmul(share, near) for share, (near, _) in zip(probabilities, window, strict=True))
+
+    values_weight = parts.v.weight.to(hidden.dtype).view(base.kv_heads, base.head_dim, width)
+    mixed = mixed.view(rows, time, base.kv_heads, groups, width)  # type: ignore[union-attr]
+    per_head = torch.einsum("btkgd,khd->btkgh", mixed, values_weight).flatten(2, 3)  # [rows, time, heads, d_head]
+    if parts.gate is not None:
+        per_head = parts.gate(per_head)
+    return project(parts.o, per_head.flatten(2))
+
+
+def taken(states: Tensor, filled: Tensor, sources: ContextSources, back: int, context: int) -> tuple[Tensor, Tensor]:
+    """The states retrieved `back` tokens before each new token, and which of them exist."""
+    time = sources.place.shape[1]
+    if sources.shifted:
+        start = context - 1 - back
+        near, mask = states[:, start : start + time], filled[:, start : start + time]
+    else:
+        near, mask = (
+            keep_columns(states, sources.place[..., back], 1),
+            keep_columns(filled, sources.place[..., back], 1),
+        )
+    return near, mask & sources.valid[..., back, None]
+
+
+def masked_softmax(scores: Tensor, seen: Tensor) -> Tensor:
+    """Softmax in float32 or better over what is seen; exactly 0 where nothing is, every score still in the graph."""
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return torch.softmax(scores.masked_fill(~seen, torch.finfo(scores.dtype).min), -1) * seen
+
+
+def naive(
+    options: NeurocacheOptions, encoder: NeurocacheParts, parts: NeurocacheParts, searched: Tensor, hidden: Tensor
+) -> Tensor:
+    """The specification: cache attention over one document, token by token, in the plainest way.
+
+    Args:
+        encoder: holds W_p and its norm.
+        parts: of the attention layer.
+        searched: x of the retrieval layer (also the storing layer) for the whole document, `[time, h]`.
+        hidden: x of the attention layer for the whole document, `[time, h]`.
+
+    Returns:
+        What the branch adds, `[time, h]`. Gradients reach W_p through retrieved entries only, as in training.
+    """
+    assert parts.q is not None and parts.k is not None and parts.v is not None and parts.o is not None
+    base, length = options.base, options.segment_tokens
+    entries = encoder.encode(searched.detach())
+    retrieved: list[list[int]] = []
+    outputs = []
+    for t in range(len(hidden)):
+        start = t // length * length  # of the open segment
+        oldest = max(start - options.cache_size, 0)
+        found: list[tuple[float, int]] = []
+        for i in range(oldest, start):
+            if options.similarity == "l2":
+                score = -float(((entries[t] - entries[i]) ** 2).sum())
+            else:
+                score = float(entries[t] @ entries[i])
+            found.append((-score, i))
+        half = options.neighborhood_size // 2
+        window = range(-half + 1, half + 1) if half else range(1)
+        retrieved.append([i + o for _, i in sorted(found)[: options.topk] for o in window if oldest <= i + o < start])
+        chosen = [i for back in range(min(options.context_size, t - start + 1)) for i in retrieved[t - back]]
+        query = parts.q(hidden[t]).view(base.heads, base.head_dim)
+        keys = parts.k(entries[chosen]).view(len(chosen), base.kv_heads, base.head_dim)
+        values = parts.v(entries[chosen]).view(len(chosen), base.kv_heads, base.head_dim)
+        heads = []
+        for head in range(base.heads):
+            kv_head = head // (base.heads // base.kv_heads)
+            weights = torch.softmax(keys[:, kv_head] @ query[head] / base.head_dim**0.5, 0)
+            heads.append(weights @ values[:, kv_head])
+        per_head = torch.stack(heads)
+        if parts.gate is not None:
+            per_head = parts.gate(per_head)
+        outputs.append(parts.o(per_head.flatten()))
+    return torch.stack(outputs)

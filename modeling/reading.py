@@ -1,0 +1,108 @@
+"""`read`: put documents of any length into a memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from cacheformers.modeling.attach import active_options, find_decoder, match_rows, new_memory, rotation, unwrap
+from cacheformers.modeling.cache import MemoryCache
+
+
+@torch.no_grad()
+def read(
+    model: nn.Module,
+    input_ids: Tensor | list[list[int]] | list[Tensor],
+    attention_mask: Tensor | None = None,
+    flush: bool = True,
+    progress: bool = True,
+    memory: MemoryCache | None = None,
+    cache_size: int | None = None,
+) -> MemoryCache:
+    """Read documents segment by segment and return the memory of them (Neurocache, section 3.1).
+
+    Memory use does not depend on the documents' length, beyond what the method remembers.
+
+    Args:
+        model: a causal language model with an active memory adapter (PeftModel or not).
+        input_ids: `[tokens]`, `[documents, tokens]`, or a list of documents of different lengths.
+        attention_mask: `[documents, tokens]`, 0 for padding on either side.
+        flush: close the last, partial segment, so that its states can be retrieved and what follows begins a new
+            segment. False leaves it open: what follows continues it.
+        progress: show a progress bar.
+        memory: go on with this memory instead of an empty one.
+        cache_size: another number of entries than the configured one, for an empty memory.
+
+    Raises:
+        ValueError: an empty document, an id outside the vocabulary, no active memory adapter, or a memory of another
+            model.
+    """
+    decoder: Any = find_decoder(unwrap(model))
+    ids, lengths = pack(input_ids, attention_mask)
+    check_ids(ids, lengths, decoder.config.vocab_size)
+    if memory is None:
+        memory = new_memory(model, len(ids), cache_size)
+    else:
+        options = active_options(decoder)
+        if options is None:
+            raise ValueError("No memory adapter is active on this model: enable it, or set it with set_adapter().")
+        match_rows(memory, len(ids), options)
+    device = next(decoder.parameters()).device
+    step = active_options(decoder).segment_tokens  # type: ignore[union-attr]
+    time = torch.arange(ids.shape[1])
+    with tqdm(total=int(lengths.sum()), unit=" tokens", unit_scale=True, desc="Reading", disable=not progress) as bar:
+        for start in range(0, ids.shape[1], step):
+            real = time[start : start + step] < lengths[:, None]
+            decoder(
+                input_ids=ids[:, start : start + step].to(device),
+                attention_mask=None if bool(real.all()) else real.to(device),
+                past_key_values=memory,
+                use_cache=not memory.state.forward_is_segment,
+                memory_keep=1,
+            )
+            bar.update(int(real.sum()))
+    if memory.state.forward_is_segment:
+        memory.forget_columns()
+    elif flush:
+        memory.close(range(memory.batch_size), rotation(decoder))
+    memory.visible = 0
+    return memory
+
+
+def pack(documents: Tensor | list[list[int]] | list[Tensor], attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Documents flush left in one tensor `[documents, longest]`, and their lengths `[documents]`."""
+    if isinstance(documents, Tensor):
+        documents = documents[None] if documents.dim() == 1 else documents
+        if documents.dim() != 2:
+            raise ValueError(f"input_ids must be [tokens] or [documents, tokens], got shape {tuple(documents.shape)}.")
+        if attention_mask is None:
+            return documents.cpu(), torch.full((len(documents),), documents.shape[1])
+        if attention_mask.shape != documents.shape:
+            raise ValueError(
+                f"attention_mask {tuple(attention_mask.shape)} and input_ids {tuple(documents.shape)} differ in shape."
+            )
+        rows = [row[mask.bool()].cpu() for row, mask in zip(documents, attention_mask, strict=True)]
+    else:
+        rows = [torch.as_tensor(row, dtype=torch.long).cpu() for row in documents]
+    if not rows:
+        raise ValueError("There is no document to read.")
+    lengths = torch.tensor([len(row) for row in rows])
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True), lengths
+
+
+def check_ids(ids: Tensor, lengths: Tensor, vocab_size: int) -> None:
+    """Refuse empty documents and ids that the model has no embedding for."""
+    empty = (lengths == 0).nonzero()[:, 0].tolist()
+    if empty or ids.numel() == 0:
+        raise ValueError(f"Documents {empty or [0]} are empty: there is nothing to read.")
+    if ids.is_floating_point():
+        raise ValueError(f"input_ids must be integers, got {ids.dtype}.")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"Token ids range from {low} to {high}, but the vocabulary has {vocab_size} entries: was the text "
+            "tokenised with another model's tokenizer?"
+        )

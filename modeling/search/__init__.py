@@ -1,0 +1,28 @@
+"""Nearest-neighbour search behind one interface."""
+
+from __future__ import annotations
+
+from cacheformers.modeling.search.base import SIMILARITIES, Search
+from cacheformers.modeling.search.exact import ExactSearch
+from cacheformers.modeling.search.faiss_search import FaissExact, FaissIndex
+from cacheformers.modeling.search.measure import recall
+
+__all__ = ["SIMILARITIES", "ExactSearch", "FaissExact", "FaissIndex", "Search", "get_search", "recall"]
+
+
+def get_search(name: str) -> Search:
+    """Build a search back end.
+
+    Args:
+        name: `"exact"`; `"faiss"`, exact through faiss; `"faiss:<index_factory string>"`, approximate; or `"auto"`.
+    """
+    if name in ("exact", "auto"):
+        return ExactSearch()
+    if name == "faiss":
+        return FaissExact()
+    if name.startswith("faiss:"):
+        return FaissIndex(name.removeprefix("faiss:"))
+    raise ValueError(
+        f"unknown search {name!r}: it must be 'auto', 'exact', 'faiss' or 'faiss:' and a faiss index_factory string "
+        "such as 'faiss:IVF4096,Flat' or 'faiss:HNSW32'"
+    )

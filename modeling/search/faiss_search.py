@@ -1,0 +1,268 @@
+"""Search through faiss: exact on each span, or any of its indexes for very large stores."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cacheformers.modeling.search.base import Search, between, ranked, result_dtype
+from cacheformers.modeling.search.exact import ExactSearch
+
+if TYPE_CHECKING:
+    from cacheformers.modeling.state import Entries
+
+# What is converted to float32 at a time where the store has another type.
+BLOCK_BYTES = 32 << 20
+# faiss asks for this many training points a centroid.
+POINTS_PER_CENTROID = 39
+# How many nodes of a graph index are kept while it is walked; faiss's own default of 16 loses a tenth of the hits.
+GRAPH_CANDIDATES = 128
+# Widths at which a factory string is tried: together they are divisible by all usual numbers of sub-quantisers.
+TRIAL_WIDTHS = (3840, 7168, 9216)
+
+
+class FaissExact(Search):
+    """Exact search with `faiss.knn` (`knn_gpu` on CUDA), which reads float32 entries in place."""
+
+    def __init__(self) -> None:
+        load_faiss()
+
+    def find(self, queries: Tensor, entries: Entries, topk: int, similarity: str) -> tuple[Tensor, Tensor]:
+        if queries.dtype == torch.float64:
+            # faiss has no float64.
+            return ExactSearch().find(queries, entries, topk, similarity)
+        metric = _metric(similarity)
+        rows = queries.float().contiguous()
+        scores, hits = rows.new_empty(len(rows), 0), rows.new_empty(len(rows), 0, dtype=torch.int64)
+        start = 0
+        for block in _blocks(entries):
+            # One more than asked for, to see whether the last place is tied.
+            values, found = _nearest(rows, block, min(topk + 1, len(block)), metric)
+            values = _scores(values, rows, similarity)
+            scores, hits = ranked(torch.cat([scores, values], 1), torch.cat([hits, found + start], 1), topk + 1)
+            start += len(block)
+        if scores.shape[1] > topk:
+            tied = (scores[:, topk - 1] == scores[:, topk]).nonzero()[:, 0]
+            scores, hits = scores[:, :topk], hits[:, :topk]
+            if len(tied):
+                scores[tied], hits[tied] = ExactSearch().find(rows[tied], entries, topk, similarity)
+        return scores, hits
+
+
+@dataclass
+class _Index:
+    """A faiss index and the lifelong numbers of the entries `[first, end)` that it holds.
+
+    A faiss id plus `base` is a lifelong number. Inverted files keep the numbers themselves (base 0); the others count
+    their entries, and the count shifts when the oldest are removed.
+    """
+
+    faiss: Any
+    filters: bool
+    numbered: bool
+    base: int
+    first: int
+    end: int
+
+
+class FaissIndex(Search):
+    """Approximate search with the index that a `faiss.index_factory` string names, on the host.
+
+    The index lives in `entries.index` and follows the store: before a search new entries are added and entries older
+    than `entries.first` leave, in the index or, until they are as many as the living, by a filter. It is trained on
+    the first entries; until there are enough of them the search is exact.
+
+    Args:
+        factory: such as `"IVF4096,Flat"`, `"HNSW32"` or `"OPQ64,PQ64"`.
+    """
+
+    def __init__(self, factory: str) -> None:
+        self.factory = factory
+        faiss = load_faiss()
+        reasons = []
+        for width in TRIAL_WIDTHS:
+            try:
+                faiss.index_factory(width, factory)
+                return
+            except RuntimeError as error:
+                reasons.append(str(error))
+        raise ValueError(f"faiss does not understand the index {factory!r}: {reasons[0]}")
+
+    def find(self, queries: Tensor, entries: Entries, topk: int, similarity: str) -> tuple[Tensor, Tensor]:
+        kept = self._synchronised(entries, queries.shape[1], similarity)
+        if kept is None:
+            return ExactSearch().find(queries, entries, topk, similarity)
+        faiss = load_faiss()
+        first, end = entries.first, entries.first + entries.count
+        parameters = None
+        if kept.filters:
+            parameters = _parameters(faiss, kept.faiss, faiss.IDSelectorRange(first - kept.base, end - kept.base))
+        rows = queries.float().cpu().contiguous()
+        values, ids = kept.faiss.search(rows.numpy(), topk, params=parameters)
+        numbers = torch.from_numpy(ids) + kept.base
+        scores = _scores(torch.from_numpy(values), rows, similarity)
+        # faiss fills up with id -1 where it finds too few.
+        lost = torch.from_numpy(ids) < 0
+        scores, hits = ranked(scores.masked_fill(lost, -torch.inf), (numbers - first).masked_fill(lost, -1), topk)
+        return scores.to(queries.device, result_dtype(queries)), hits.to(queries.device)
+
+    def _synchronised(self, entries: Entries, width: int, similarity: str) -> _Index | None:
+        """The index, holding every entry; None while there are too few to train it."""
+        first, end = entries.first, entries.first + entries.count
+        name = f"{self.factory} {similarity}"
+        kept: _Index | None = entries.index.get(name)
+        if kept is None:
+            kept = self._trained(entries, width, similarity)
+            if kept is None:
+                return None
+            entries.index[name] = kept
+        # A view of the past may want what has left, or be blind to what came later.
+        if first < kept.first or first >= kept.end or (end < kept.end and not kept.filters):
+            _empty(kept, first)
+        dead = first - kept.first
+        if dead and (not kept.filters or dead >= entries.count):
+            _drop(kept, first)
+        for block in _blocks(entries, max(kept.end - first, 0)):
+            rows = block.cpu().numpy()
+            if kept.numbered:
+                kept.faiss.add_with_ids(rows, torch.arange(kept.end, kept.end + len(rows)).numpy())
+            else:
+                kept.faiss.add(rows)
+            kept.end += len(rows)
+        return kept
+
+    def _trained(self, entries: Entries, width: int, similarity: str) -> _Index | None:
+        faiss = load_faiss()
+        index = faiss.index_factory(width, self.factory, _metric(similarity))
+        if not index.is_trained:
+            needed = max(width, POINTS_PER_CENTROID * max(_centroids(faiss, index)))
+            if entries.count < needed:
+                return None
+            index.train(between(entries, 0, needed).float().cpu().numpy())
+        numbered = isinstance(_inner(faiss, index), faiss.IndexIVF)
+        base = 0 if numbered else entries.first
+        return _Index(index, _filters(faiss, index, width), numbered, base, entries.first, entries.first)
+
+
+def load_faiss() -> Any:
+    """Import faiss, which is an extra of this package."""
+    try:
+        return importlib.import_module("faiss")
+    except ImportError as error:
+        raise ImportError(
+            "this search needs faiss: `pip install cacheformers[cpu]`, or `pip install cacheformers[gpu]` for CUDA"
+        ) from error
+
+
+@functools.cache
+def _gpu_resources(device: int) -> Any:
+    resources = load_faiss().StandardGpuResources()
+    # By itself faiss reserves 1.5 GiB.
+    resources.setTempMemory(64 << 20)
+    return resources
+
+
+def _nearest(queries: Tensor, block: Tensor, topk: int, metric: int) -> tuple[Tensor, Tensor]:
+    """faiss's values and ids `[n, topk]` of float32 entries `[count, width]`."""
+    faiss = load_faiss()
+    if not queries.is_cuda:
+        values, ids = faiss.knn(queries.numpy(), block.numpy(), topk, metric)
+        return torch.from_numpy(values), torch.from_numpy(ids)
+    if not hasattr(faiss, "knn_gpu"):
+        raise ImportError("the installed faiss has no CUDA support: `pip install cacheformers[gpu]`")
+    importlib.import_module("faiss.contrib.torch_utils")
+    device = queries.device.index or 0
+    values, ids = faiss.knn_gpu(_gpu_resources(device), queries, block, topk, metric=metric, device=device)
+    return values, ids
+
+
+def _blocks(entries: Entries, start: int = 0) -> Iterator[Tensor]:
+    """Entries from `start` on as float32 `[count, width]`, oldest first; float32 spans come whole and in place."""
+    for span in entries.spans:
+        rest, start = span[start:], max(start - len(span), 0)
+        if len(rest):
+            size = len(rest) if rest.dtype == torch.float32 else max(BLOCK_BYTES // (4 * rest.shape[1]), 1)
+            for block in rest.split(size):
+                yield block.float().contiguous()
+
+
+def _metric(similarity: str) -> int:
+    faiss = load_faiss()
+    return int(faiss.METRIC_L2 if similarity == "l2" else faiss.METRIC_INNER_PRODUCT)
+
+
+def _scores(values: Tensor, queries: Tensor, similarity: str) -> Tensor:
+    """Scores as `Search` defines them from what faiss returns, `[n, k]`."""
+    return queries.square().sum(1, keepdim=True) - values if similarity == "l2" else values
+
+
+def _inner(faiss: Any, index: Any) -> Any:
+    """The index behind transformations of the vectors."""
+    index = faiss.downcast_index(index)
+    return _inner(faiss, index.index) if isinstance(index, faiss.IndexPreTransform) else index
+
+
+def _centroids(faiss: Any, index: Any) -> list[int]:
+    """Sizes of the codebooks that an index learns."""
+    index = _inner(faiss, index)
+    sizes = [1]
+    if hasattr(index, "nlist"):
+        sizes.append(index.nlist)
+    if hasattr(index, "pq"):
+        sizes.append(index.pq.ksub)
+    for part in ("base_index", "storage"):
+        if hasattr(index, part):
+            sizes.extend(_centroids(faiss, getattr(index, part)))
+    return sizes
+
+
+def _parameters(faiss: Any, index: Any, selector: Any) -> Any:
+    """Search parameters for an index of any kind, restricted to the ids that the selector knows."""
+    index = faiss.downcast_index(index)
+    if isinstance(index, faiss.IndexPreTransform):
+        return faiss.SearchParametersPreTransform(index_params=_parameters(faiss, index.index, selector))
+    if isinstance(index, faiss.IndexRefine):
+        inner = _parameters(faiss, index.base_index, selector)
+        return faiss.IndexRefineSearchParameters(base_index_params=inner, k_factor=4)
+    if isinstance(index, faiss.IndexIVF):
+        return faiss.SearchParametersIVF(sel=selector, nprobe=math.ceil(math.sqrt(index.nlist)))
+    if isinstance(index, faiss.IndexHNSW):
+        return faiss.SearchParametersHNSW(sel=selector, efSearch=GRAPH_CANDIDATES)
+    return faiss.SearchParameters(sel=selector)
+
+
+def _filters(faiss: Any, index: Any, width: int) -> bool:
+    """Whether a search in this index can be restricted to a range of ids."""
+    try:
+        query = torch.zeros(1, width).numpy()
+        index.search(query, 1, params=_parameters(faiss, index, faiss.IDSelectorRange(0, 1)))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _drop(kept: _Index, first: int) -> None:
+    """Remove the entries before lifelong number `first`."""
+    faiss = load_faiss()
+    try:
+        kept.faiss.remove_ids(faiss.IDSelectorRange(kept.first - kept.base, first - kept.base))
+    except RuntimeError:
+        # Graphs cannot remove: begin anew.
+        _empty(kept, first)
+        return
+    kept.base = kept.base if kept.numbered else first
+    kept.first = first
+
+
+def _empty(kept: _Index, first: int) -> None:
+    """Remove all entries; what was learnt in training stays."""
+    kept.faiss.reset()
+    kept.base = 0 if kept.numbered else first
+    kept.first = kept.end = first
