@@ -1,0 +1,151 @@
+"""Tiny random models for every test, and NaN in every tensor that nobody filled."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models; the test workers are the parallelism
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import cacheformers
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+SEGMENT = 16
+
+COMMON = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attention_dropout": 0.0,
+}
+BASES = {
+    "llama_mha": {"model_type": "llama", "num_key_value_heads": 4},
+    "llama_gqa": {"model_type": "llama", "num_key_value_heads": 2, "head_dim": 12},
+    "mistral": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 9},
+    "opt": {"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8, "use_sliding_window": False},
+}
+MORE_BASES = {
+    "qwen2": {
+        "model_type": "qwen2",
+        "num_key_value_heads": 2,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+    },
+    "gemma": {"model_type": "gemma", "num_key_value_heads": 1, "head_dim": 8},
+    "phi": {"model_type": "phi", "num_key_value_heads": 4, "partial_rotary_factor": 0.5},
+    "gpt_neox": {"model_type": "gpt_neox", "hidden_dropout": 0.0},
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def poisoned_empty() -> Iterator[None]:
+    """Uninitialised floating-point memory reads as NaN, so whoever forgets to fill it fails."""
+    empty = torch.empty
+
+    def poisoned(*args: object, **kwargs: object) -> Tensor:
+        tensor = empty(*args, **kwargs)  # type: ignore[call-overload]
+        if tensor.is_floating_point() and tensor.device.type != "meta" and not torch.compiler.is_compiling():
+            tensor.fill_(float("nan"))
+        return tensor
+
+    torch.empty = poisoned
+    yield
+    torch.empty = empty
+
+
+@pytest.fixture
+def make_base() -> Callable[..., PreTrainedModel]:
+    """Build a tiny random base model by its name in the tables above."""
+
+    def build(name: str, dtype: torch.dtype = torch.float64, **changes: object) -> PreTrainedModel:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(**{**COMMON, **{**BASES, **MORE_BASES}[name], **changes})
+        attention = changes.pop("attn_implementation", "sdpa")
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        for parameter in model.parameters():  # larger than the default initialisation, so that every layer matters
+            if parameter.dim() > 1:
+                parameter.data.normal_(0, 0.15)
+        return model.to(dtype).eval()
+
+    return build
+
+
+@pytest.fixture
+def make_model(make_base: Callable[..., PreTrainedModel]) -> Callable[..., PeftModel]:
+    """Build a tiny base with a Neurocache adapter whose gates are open, so that the memory shows in the logits."""
+
+    def build(name: str, dtype: torch.dtype = torch.float64, base: dict | None = None, **options: object) -> PeftModel:
+        model = get_peft_model(make_base(name, dtype, **(base or {})), adapter_config(**options))
+        open_gates(model)
+        return model.eval()
+
+    return build
+
+
+def adapter_config(**options: object) -> cacheformers.NeurocacheAdapterConfig:
+    defaults: dict = {
+        "segment_tokens": SEGMENT,
+        "cache_size": 40,
+        "topk": 4,
+        "retrieval_map": {1: 1},
+        "search": "exact",
+        "r": 4,
+    }
+    return cacheformers.NeurocacheAdapterConfig(**{**defaults, **options})
+
+
+def open_gates(model: torch.nn.Module, adapter: str = "default") -> None:
+    """Give gates and LoRA's B random values: at their initial zeros neither shows."""
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if adapter in name and ("lora_mem_gate" in name or "lora_B" in name):
+            parameter.data.normal_(0, 0.5)
+
+
+@pytest.fixture
+def config_factory() -> Callable[..., cacheformers.NeurocacheAdapterConfig]:
+    return adapter_config
+
+
+@pytest.fixture
+def opener() -> Callable[..., None]:
+    return open_gates
+
+
+@pytest.fixture(scope="session")
+def ids() -> Tensor:
+    """Two rows of 75 random ids: four full segments and a partial one."""
+    return torch.randint(3, 128, (2, 75), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder with golden data, books and models, where there is one."""
+    if not SHARED.is_dir():
+        pytest.skip("../shared is not there")
+    return SHARED
+
+
+@pytest.fixture
+def stories(shared: Path) -> Path:
+    folder = shared / "data" / "models" / "stories260K-llama"
+    if not folder.is_dir():
+        pytest.skip("stories260K is not there")
+    return folder

@@ -1,0 +1,220 @@
+"""Reading and generating: prompts of any length, batches, beams, chunks, streams, and going on from a memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+from transformers.generation.streamers import BaseStreamer
+
+import cacheformers
+
+BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "qwen3"]
+NEW = 20
+
+
+def greedy_by_hand(model, ids, steps):
+    """One pass over everything for every token: no cache, no decoding state."""
+    for _ in range(steps):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    return ids
+
+
+def generate(model, ids, **options):
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
+    options.setdefault("attention_mask", torch.ones_like(ids))
+    return model.generate(ids, **options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("window", [{}, {"local_window": "sliding", "window_tokens": 8, "sink_tokens": 2}])
+def test_greedy_equals_one_pass(make_model, ids, base, window):
+    if base == "opt" and window:
+        pytest.skip("learned positions cannot slide")
+    model = make_model(base, **window)
+    expected = greedy_by_hand(model, ids[:, :45], NEW)
+    assert torch.equal(generate(model, ids[:, :45]), expected)
+    assert torch.equal(generate(model, ids[:, :45], prefill_chunk_size=7), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", BASES)
+def test_left_padded_batches(make_model, ids, base):
+    model = make_model(base)
+    alone = [generate(model, ids[:1, :45]), generate(model, ids[1:, :33])]
+    batch = torch.zeros(2, 45, dtype=torch.long)
+    batch[0], batch[1, 12:] = ids[0, :45], ids[1, :33]
+    mask = (batch != 0).long()
+    mask[0] = 1
+    for options in ({}, {"prefill_chunk_size": 10}):
+        together = generate(model, batch, attention_mask=mask, **options)
+        assert torch.equal(together[0], alone[0][0])
+        assert torch.equal(together[1, 12:], alone[1][0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", BASES)
+def test_question_after_reading(make_model, ids, base):
+    """Reading closes the last segment; the question begins a new one. Not flushed, it continues the text."""
+    model = make_model(base)
+    text, question = ids[:, :40], ids[:, 40:52]
+    memory = cacheformers.read(model, text, progress=False)
+    assert memory.get_seq_length() == 0
+    first = generate(model, question, past_key_values=memory.clone())
+    second = generate(model, question, past_key_values=memory.clone())
+    assert torch.equal(first, second)
+    assert first.shape == (2, 12 + NEW)
+    remembered = model(question, past_key_values=memory.clone()).logits
+    assert not torch.allclose(remembered, model(question).logits), "the memory must matter"
+
+    unflushed = cacheformers.read(model, text, flush=False, progress=False)
+    continued = generate(model, question, past_key_values=unflushed)
+    whole = generate(model, torch.cat([text, question], 1))
+    assert torch.equal(continued[:, 12:], whole[:, 52:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", ["llama_gqa", "opt"])
+def test_beams_equal_rows_with_their_own_memory(make_model, ids, base):
+    """Every beam must carry its own history: re-scoring each result in one pass gives its score."""
+    model = make_model(base)
+    beams, steps = 3, 24
+    output = generate(
+        model,
+        ids[:, :45],
+        max_new_tokens=steps,
+        num_beams=beams,
+        num_return_sequences=beams,
+        output_scores=True,
+        return_dict_in_generate=True,
+        length_penalty=0.0,
+    )
+    assert output.sequences.shape == (2 * beams, 45 + steps)
+    logits = model(output.sequences).logits
+    chosen = torch.log_softmax(logits[:, 44:-1], -1).gather(2, output.sequences[:, 45:, None])[..., 0].sum(1)
+    assert torch.allclose(chosen, output.sequences_scores.to(chosen), atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}])
+def test_a_memory_expands_by_itself(make_model, ids, options):
+    model = make_model("llama_gqa")
+    memory = cacheformers.read(model, ids[:, :40], progress=False)
+    torch.manual_seed(0)
+    with_expansion = generate(model, ids[:, 40:50], past_key_values=memory.clone(), **options)
+    again = memory.clone()
+    again.expand(3)
+    torch.manual_seed(0)
+    assert torch.equal(with_expansion, generate(model, ids[:, 40:50], past_key_values=again, **options))
+
+
+@torch.no_grad()
+def test_after_beams_the_memory_goes_on(make_model, ids):
+    model = make_model("llama_gqa")
+    output = generate(model, ids[:, :45], num_beams=3, return_dict_in_generate=True)
+    memory, text = output.past_key_values, output.sequences
+    memory.select([0, 3])
+    assert memory.batch_size == 2
+    logits = model(ids[:, :7], past_key_values=memory).logits
+    assert bool(torch.isfinite(logits).all())
+    assert text.shape[0] == 2
+
+
+@torch.no_grad()
+def test_sampling_and_streaming(make_model, ids):
+    class Collector(BaseStreamer):
+        def __init__(self):
+            self.tokens = []
+
+        def put(self, value):
+            self.tokens.extend(value.flatten().tolist())
+
+        def end(self):
+            self.tokens.append(None)
+
+    model = make_model("llama_gqa")
+    torch.manual_seed(0)
+    expected = generate(model, ids[:1, :45], do_sample=True, top_k=5)
+    streamer = Collector()
+    torch.manual_seed(0)
+    streamed = generate(model, ids[:1, :45], do_sample=True, top_k=5, streamer=streamer)
+    assert torch.equal(streamed, expected)
+    assert streamer.tokens == [*expected[0].tolist(), None]
+
+
+@torch.no_grad()
+def test_logits_to_keep_and_loss_of_long_inputs(make_model, ids):
+    model = make_model("llama_gqa")
+    whole = model(ids, labels=ids)
+    expected = torch.nn.functional.cross_entropy(whole.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    assert torch.allclose(whole.loss.double(), expected, atol=1e-6)
+    for keep in (1, 5, 30):
+        assert torch.allclose(model(ids, logits_to_keep=keep).logits, whole.logits[:, -keep:], atol=1e-12)
+    positional = model.base_model.model.model(ids)
+    assert torch.equal(positional.last_hidden_state, model.base_model.model.model(input_ids=ids).last_hidden_state)
+    assert torch.equal(model(ids, return_dict=False)[0], whole.logits)
+
+
+@torch.no_grad()
+def test_documents_of_different_lengths(make_model, ids):
+    model = make_model("llama_gqa")
+    memory = cacheformers.read(model, [ids[0].tolist(), ids[1, :23].tolist()], progress=False)
+    assert memory.tokens_read == [75, 23]
+    question = ids[:, 60:70]
+    together = model(question, past_key_values=memory).logits
+    for row, length in enumerate((75, 23)):
+        alone = cacheformers.read(model, ids[row, :length], progress=False)
+        logits = model(question[row : row + 1], past_key_values=alone).logits
+        assert torch.allclose(logits[0], together[row], atol=1e-9)
+
+
+@torch.no_grad()
+def test_reading_in_parts(make_model, ids):
+    model = make_model("llama_gqa")
+    question = ids[:, :9]
+    whole = cacheformers.read(model, ids, progress=False)
+    parts = cacheformers.read(model, ids[:, :32], progress=False)
+    parts = cacheformers.read(model, ids[:, 32:], memory=parts, progress=False)
+    expected = model(question, past_key_values=whole).logits
+    assert torch.allclose(model(question, past_key_values=parts).logits, expected, atol=1e-9)
+
+
+@torch.no_grad()
+def test_crop(make_model, ids):
+    model = make_model("llama_gqa")
+    memory = model(ids[:, :40]).past_key_values
+    model(ids[:, 60:65], past_key_values=memory)
+    memory.crop(-5)
+    logits = model(ids[:, 40:50], past_key_values=memory).logits
+    assert torch.allclose(logits, model(ids[:, :50]).logits[:, 40:], atol=1e-9)
+    with pytest.raises(ValueError, match="in the memory already"):
+        memory.crop(-20)
+
+
+def test_caches_that_cannot_carry_a_memory(make_model, ids):
+    model = make_model("llama_gqa")
+    config = model.config
+    with pytest.raises(ValueError, match="StaticCache"):
+        generate(model, ids[:, :20], cache_implementation="static")
+    with pytest.raises(ValueError, match="StaticCache"):
+        model(ids[:, :20], past_key_values=StaticCache(config=config, max_cache_len=64))
+    with pytest.raises(ValueError, match="offloaded"):
+        generate(model, ids[:, :20], cache_implementation="offloaded")
+    filled = DynamicCache(config=config)
+    with model.disable_adapter():
+        model(ids[:, :20], past_key_values=filled)
+    with pytest.raises(ValueError, match="already holds tokens"):
+        model(ids[:, 20:30], past_key_values=filled)
+
+
+def test_assisted_decoding(make_model, make_base, ids):
+    """Exact as long as rejected candidates lie in the open segment; an error where the memory would have to forget."""
+    model = make_model("llama_gqa")
+    plain = generate(model, ids[:1, :20], max_new_tokens=40)
+    assert torch.equal(generate(model, ids[:1, :20], assistant_model=make_base("opt"), max_new_tokens=40), plain)
+    memory = cacheformers.read(model, ids[:1], progress=False)
+    with pytest.raises(ValueError, match="[Aa]ssisted"):
+        generate(model, ids[:1, :20], past_key_values=memory, prompt_lookup_num_tokens=3)
+    with pytest.raises(ValueError, match="[Aa]ssisted"):
+        model(ids[:, :20]).past_key_values.crop(-5)

@@ -1,0 +1,150 @@
+"""Neurocache against its naive specification, with gradients, for every ablation of the paper."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cacheformers.modeling.memories.neurocache import naive
+
+ABLATIONS = {
+    "paper": {},
+    "k1": {"topk": 1},
+    "k8": {"topk": 8},
+    "all": {"topk": 40},
+    "w1": {"neighborhood_size": 1},
+    "w4": {"neighborhood_size": 4},
+    "c1": {"context_size": 1},
+    "c4": {"context_size": 4},
+    "c longer than a segment": {"context_size": 20},
+    "d=h": {"compression_factor": 1},
+    "d=h/2": {"compression_factor": 2},
+    "d=h/16": {"compression_factor": 16},
+    "dot": {"similarity": "dot"},
+    "no gate": {"gate": "none"},
+    "one layer": {"attention_layers": [2]},
+    "small store": {"cache_size": 7, "topk": 3},
+    "store of a segment": {"cache_size": 16},
+    "store larger than the text": {"cache_size": 1000},
+    "segment of 5": {"segment_tokens": 5},
+}
+
+
+def observe(model, ids):
+    """Run a document in one pass; returns every augmented layer's input x and the branch it added."""
+    layers = model.base_model.model.model.layers
+    seen, handles = {}, []
+
+    def hook(memory, layer):
+        original = memory.branch
+
+        def branch(hidden, call):
+            added = original(hidden, call)
+            inputs, outputs = seen.setdefault(layer, ([], []))
+            inputs.append(hidden)
+            outputs.append(added)
+            return added
+
+        memory.branch = branch
+        handles.append(memory)
+
+    for index, layer in enumerate(layers):
+        if hasattr(layer.self_attn, "memory"):
+            hook(layer.self_attn.memory, index)
+    model(ids)
+    for memory in handles:
+        del memory.branch
+    return {
+        layer: (torch.cat(inputs, 1), None if outputs[0] is None else torch.cat(outputs, 1))
+        for layer, (inputs, outputs) in seen.items()
+    }
+
+
+def expected_branch(model, observed, layer, row):
+    attentions = [decoder_layer.self_attn for decoder_layer in model.base_model.model.model.layers]
+    options = attentions[1].memory.adapter_options["default"]
+    encoder, parts = attentions[1].memory.parts("default"), attentions[layer].memory.parts("default")
+    return naive(options, encoder, parts, observed[1][0][row].detach(), observed[layer][0][row].detach())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", ["llama_mha", "llama_gqa"])
+@pytest.mark.parametrize("ablation", ABLATIONS)
+def test_equals_the_specification(make_model, ids, base, ablation):
+    model = make_model(base, **ABLATIONS[ablation])
+    observed = observe(model, ids)
+    for layer in (1, 2):
+        if observed.get(layer, (None, None))[1] is None:
+            continue
+        for row in range(2):
+            expected = expected_branch(model, observed, layer, row)
+            assert float((observed[layer][1][row] - expected).abs().max()) < 1e-10
+            assert float(expected.abs().max()) > 1e-4
+            first = model.base_model.model.model.layers[1].self_attn.memory.options.segment_tokens
+            assert torch.count_nonzero(observed[layer][1][row, :first]) == 0, "nothing read: exactly 0"
+
+
+@pytest.mark.parametrize("ablation", ["paper", "w4", "c4", "d=h/2", "small store", "dot", "no gate"])
+def test_gradients_equal_the_specifications(make_model, ids, ablation):
+    """Gradients of every part, W_p and its norm included, for the branch of each layer."""
+    model = make_model("llama_gqa", **ABLATIONS[ablation]).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    memories = {name: p for name, p in model.named_parameters() if "lora_mem_" in name}
+    direction = torch.randn(2, 75, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+    for layer in (1, 2):
+        observed = observe(model, ids)
+        fast = torch.autograd.grad((observed[layer][1] * direction).sum(), list(memories.values()), allow_unused=True)
+        slow_total = sum((expected_branch(model, observed, layer, row) * direction[row]).sum() for row in range(2))
+        slow = torch.autograd.grad(slow_total, list(memories.values()), allow_unused=True)
+        touched = 0
+        for name, left, right in zip(memories, fast, slow, strict=True):
+            if right is None:
+                continue
+            # The fast branch also passes gradient to lower layers through x; only this layer's own parts compare.
+            if f"layers.{layer}." not in name and "lora_mem_down" not in name and "lora_mem_norm" not in name:
+                continue
+            if layer == 2 and ("lora_mem_down" in name or "lora_mem_norm" in name):
+                continue
+            touched += 1
+            assert float((left - right).norm()) <= 1e-9 * float(right.norm() + 1e-12), name
+        assert touched >= 4
+
+
+@torch.no_grad()
+def test_several_retrieval_layers(make_model, ids):
+    """Each attention layer reads what the last retrieval layer at or below it found."""
+    model = make_model("llama_gqa", base={"num_hidden_layers": 4}, retrieval_map={1: 1, 2: 3})
+    whole = model(ids).logits
+    memory, logits = None, []
+    for start in range(0, 75, 7):
+        output = model(ids[:, start : start + 7], past_key_values=memory)
+        memory = output.past_key_values
+        logits.append(output.logits)
+    assert torch.allclose(torch.cat(logits, 1), whole, atol=1e-10)
+    assert sorted(memory.state.rings) == [1, 3]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("search", ["exact", "faiss", "auto"])
+def test_search_back_ends_agree(make_model, ids, search):
+    expected = make_model("llama_gqa", torch.float32)(ids).logits
+    assert torch.allclose(make_model("llama_gqa", torch.float32, search=search)(ids).logits, expected, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_half_precision_store(make_model, ids):
+    model = make_model("llama_gqa", torch.float32, cache_dtype="bfloat16")
+    memory = model(ids).past_key_values
+    assert memory.state.rings[1].keys.dtype == torch.bfloat16
+    exact = make_model("llama_gqa", torch.float32)(ids).logits
+    assert float((model(ids).logits - exact).abs().mean()) < 0.02
+
+
+@torch.no_grad()
+def test_the_store_grows_with_the_text(make_model, ids):
+    model = make_model("llama_gqa", torch.float32, cache_size=16384)
+    memory = model(ids).past_key_values
+    assert memory.state.rings[1].keys.shape[1] <= 128

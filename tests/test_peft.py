@@ -1,0 +1,310 @@
+"""The memory as a PEFT method: what users of LoRA expect works, and what cannot work says why."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import cacheformers
+
+BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "qwen3"]
+
+
+@pytest.fixture
+def saved(make_base, config_factory, opener, tmp_path):
+    """A base and an adapter on disk: (base folder, adapter folder, logits of `ids`)."""
+
+    def build(name, ids, dtype=torch.float32, **options):
+        base_folder, adapter_folder = tmp_path / "base", tmp_path / "adapter"
+        make_base(name, dtype).save_pretrained(base_folder)
+        base = AutoModelForCausalLM.from_pretrained(base_folder)
+        model = get_peft_model(base, config_factory(**options)).eval()
+        opener(model)
+        model.save_pretrained(adapter_folder)
+        with torch.no_grad():
+            return base_folder, adapter_folder, model(ids).logits
+
+    return build
+
+
+DOORS = {
+    "PeftModel": lambda base, adapter: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter),
+    "PeftModel low memory": lambda base, adapter: PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), adapter, low_cpu_mem_usage=True
+    ),
+    "PeftModel other name": lambda base, adapter: PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), adapter, adapter_name="other"
+    ),
+    "PeftModel trainable": lambda base, adapter: PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), adapter, is_trainable=True
+    ).eval(),
+    "AutoPeft": lambda base, adapter: AutoPeftModelForCausalLM.from_pretrained(adapter),
+    "AutoModel": lambda base, adapter: AutoModelForCausalLM.from_pretrained(adapter),
+    "load_adapter": lambda base, adapter: loaded_into(AutoModelForCausalLM.from_pretrained(base), adapter),
+}
+
+
+def loaded_into(model, adapter):
+    model.load_adapter(str(adapter))
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("base", BASES)
+def test_every_door_gives_the_same_logits(saved, ids, base, door):
+    base_folder, adapter_folder, expected = saved(base, ids)
+    model = DOORS[door](base_folder, adapter_folder).eval()
+    assert torch.equal(model(ids).logits, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("door", ["PeftModel", "AutoModel"])
+def test_bfloat16_base(saved, ids, door):
+    base_folder, adapter_folder, _ = saved("llama_gqa", ids, torch.bfloat16)
+    model = DOORS[door](base_folder, adapter_folder).eval()
+    logits = model(ids).logits
+    assert logits.dtype == torch.bfloat16
+    assert bool(torch.isfinite(logits).all())
+
+
+FRESH = """
+import sys, torch, cacheformers
+from transformers import AutoModelForCausalLM
+from peft import PeftModel
+base, adapter, ids, expected = sys.argv[1:]
+ids, expected = torch.load(ids), torch.load(expected)
+for model in (AutoModelForCausalLM.from_pretrained(adapter),
+              PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)):
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids).logits, expected)
+    tokens = model.generate(ids, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(ids))
+    print(tokens[:, -5:].tolist())
+"""
+
+
+def test_fresh_process(saved, ids, tmp_path):
+    base_folder, adapter_folder, expected = saved("llama_gqa", ids)
+    torch.save(ids, tmp_path / "ids.pt")
+    torch.save(expected, tmp_path / "expected.pt")
+    arguments = [base_folder, adapter_folder, tmp_path / "ids.pt", tmp_path / "expected.pt"]
+    run = subprocess.run([sys.executable, "-c", FRESH, *map(str, arguments)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    first, second = run.stdout.strip().splitlines()[-2:]
+    assert first == second
+
+
+def test_the_adapter_is_one_file_with_everything_trained(saved, ids):
+    _, adapter_folder, _ = saved("llama_gqa", ids)
+    assert sorted(path.name for path in adapter_folder.iterdir()) == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    keys = load_file(adapter_folder / "adapter_model.safetensors").keys()
+    parts = {key.split("lora_mem_")[1].split(".")[0] for key in keys if "lora_mem_" in key}
+    assert parts == {"down", "norm", "q", "k", "v", "o", "gate"}
+    assert any("mlp.down_proj.lora_A" in key for key in keys)
+    assert not any("mlp" in key and ".0." in key for key in keys), "LoRA belongs to the augmented layers"
+
+
+@pytest.mark.parametrize("door", ["PeftModel", "AutoModel", "load_adapter", "AutoPeft"])
+@pytest.mark.parametrize("lost", ["lora_mem_down", "lora_mem_gate", "lora_A", "everything"])
+def test_a_missing_tensor_is_an_error(saved, ids, door, lost):
+    base_folder, adapter_folder, _ = saved("llama_gqa", ids)
+    file = adapter_folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    victims = [key for key in tensors if lost in key][:1] if lost != "everything" else list(tensors)
+    kept = {key: tensor for key, tensor in tensors.items() if key not in victims}
+    save_file(kept or {"foreign": torch.zeros(1)}, file)
+    with pytest.raises(ValueError, match="incomplete|No tensor of the file fits"):
+        DOORS[door](base_folder, adapter_folder)(ids)
+
+
+@pytest.mark.parametrize("door", ["PeftModel", "AutoModel"])
+def test_truncated_and_misshapen_files_are_errors(saved, ids, door):
+    base_folder, adapter_folder, _ = saved("llama_gqa", ids)
+    file = adapter_folder / "adapter_model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(Exception, match="(?i)incomplete|deserializ|header|not fully covered"):
+        DOORS[door](base_folder, adapter_folder)
+    file.write_bytes(whole)
+    tensors = load_file(file)
+    key = next(key for key in tensors if "lora_mem_q" in key)
+    save_file({**tensors, key: tensors[key][:-1].contiguous()}, file)
+    with pytest.raises(RuntimeError, match="(?i)size mismatch|mismatch"):
+        DOORS[door](base_folder, adapter_folder)
+
+
+@torch.no_grad()
+def test_several_adapters(make_base, config_factory, opener, ids):
+    model = get_peft_model(make_base("llama_gqa"), config_factory()).eval()
+    opener(model)
+    first = model(ids).logits
+    model.add_adapter("second", config_factory(retrieval_map={2: 2}, topk=2))
+    opener(model, "second")
+    assert torch.equal(model(ids).logits, first), "adding an adapter must not change the active one"
+    model.set_adapter("second")
+    second = model(ids).logits
+    assert not torch.allclose(first, second)
+    model.set_adapter("default")
+    assert torch.equal(model(ids).logits, first)
+    model.delete_adapter("second")
+    assert torch.equal(model(ids).logits, first)
+    assert not any(".second" in name for name in model.state_dict())
+
+
+@torch.no_grad()
+def test_transformers_own_adapter_methods(make_base, config_factory, opener, ids, tmp_path):
+    plain = make_base("llama_gqa")
+    expected = plain(ids[:, :60]).logits
+    model = make_base("llama_gqa")
+    model.add_adapter(config_factory(), adapter_name="books")
+    opener(model, "books")
+    with_memory = model(ids[:, :60]).logits
+    assert not torch.allclose(with_memory, expected)
+    model.disable_adapters()
+    assert torch.equal(model(ids[:, :60]).logits, expected)
+    model.enable_adapters()
+    assert torch.equal(model(ids[:, :60]).logits, with_memory)
+    model.save_pretrained(tmp_path)
+    again = make_base("llama_gqa")
+    again.load_adapter(str(tmp_path), adapter_name="books")
+    assert torch.allclose(again(ids[:, :60]).logits, with_memory, atol=1e-5)
+    model.delete_adapter("books")
+    assert torch.equal(model(ids[:, :60]).logits, expected)
+
+
+def test_what_cannot_work_says_why(make_base, make_model, config_factory, ids):
+    model = make_model("llama_gqa")
+    with pytest.raises(ValueError, match="cannot be merged"):
+        model.merge_and_unload()
+    model.add_adapter("second", config_factory())
+    with pytest.raises(ValueError, match="cannot be combined"):
+        model.add_weighted_adapter(["default", "second"], [0.5, 0.5], "third")
+    model.base_model.set_adapter(["default", "second"])
+    with pytest.raises(ValueError, match="one memory can be active"):
+        model(ids)
+    with pytest.raises(ValueError, match="DoRA"):
+        config_factory(use_dora=True)
+
+
+def test_unsupported_models_name_the_supported(config_factory):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50))
+    with pytest.raises(ValueError, match="'gpt2' is not supported. Supported: .*llama.*mistral.*opt"):
+        get_peft_model(model, config_factory())
+
+
+@torch.no_grad()
+def test_no_lora(make_base, config_factory, opener, ids, tmp_path):
+    model = get_peft_model(make_base("llama_gqa", torch.float32), config_factory(target_modules=[])).eval()
+    opener(model)
+    assert not any("lora_A" in name for name, _ in model.named_parameters())
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(make_base("llama_gqa", torch.float32), tmp_path).eval()
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+@torch.no_grad()
+def test_modules_to_save(make_base, config_factory, opener, ids, tmp_path):
+    model = get_peft_model(make_base("llama_gqa", torch.float32), config_factory(modules_to_save=["lm_head"])).eval()
+    opener(model)
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name:
+            parameter.mul_(1.5)
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(make_base("llama_gqa", torch.float32), tmp_path).eval()
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_only_the_adapter_is_trained(make_model):
+    model = make_model("llama_gqa")
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trainable
+    assert all("lora_" in name for name in trainable)
+    assert any("lora_mem_down" in name for name in trainable)
+
+
+def test_starts_from_the_layers_own_weights(make_base, config_factory):
+    base = make_base("llama_gqa")
+    attention = base.model.layers[2].self_attn
+    expected = {name: getattr(attention, f"{name}_proj").weight.clone() for name in "qkvo"}
+    model = get_peft_model(base, config_factory())
+    memory = model.base_model.model.model.layers[2].self_attn.memory
+    for name in "qkvo":
+        weight = getattr(memory, f"lora_mem_{name}")["default"].weight
+        assert torch.equal(weight, expected[name][:, : weight.shape[1]])
+
+
+@torch.no_grad()
+def test_deepcopy_and_compile(make_model, ids):
+    model = make_model("llama_gqa")
+    expected = model(ids).logits
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(ids).logits, expected)
+    compiled = torch.compile(model, backend="eager")
+    assert torch.allclose(compiled(ids).logits, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_training_step_moves_every_part(make_base, config_factory, ids, base):
+    model = get_peft_model(make_base(base, torch.float32), config_factory()).train()
+    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    memory = None
+    for start in range(0, 64, 16):
+        part = ids[:, start : start + 16]
+        output = model(part, labels=part, past_key_values=memory)
+        memory = output.past_key_values
+        output.loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    still = [name for name, p in model.named_parameters() if p.requires_grad and torch.equal(p, before[name])]
+    assert not still
+
+
+def test_two_methods_on_one_base_are_refused(make_model):
+    model = make_model("llama_gqa")
+    with pytest.raises(ValueError, match="(?i)peft type|method"):
+        model.add_adapter("lora", LoraConfig(target_modules=["q_proj"]))
+
+
+def test_another_base_is_refused(saved, make_base, ids, tmp_path):
+    _, adapter_folder, _ = saved("llama_gqa", ids)
+    with pytest.raises((RuntimeError, ValueError), match="(?i)mismatch|exist"):
+        PeftModel.from_pretrained(make_base("llama_gqa", torch.float32, hidden_size=64), adapter_folder)
+    with pytest.raises(ValueError, match="Layers .* do not exist"):
+        PeftModel.from_pretrained(make_base("llama_gqa", torch.float32, num_hidden_layers=1), adapter_folder)
+
+
+def test_quantised_base(make_base, config_factory, ids, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="4-bit and 8-bit bases need bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    make_base("llama_gqa", torch.float32).save_pretrained(tmp_path)
+    for quantisation in ({"load_in_4bit": True}, {"load_in_8bit": True}):
+        base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=BitsAndBytesConfig(**quantisation))
+        model = get_peft_model(base, config_factory()).eval()
+        assert bool(torch.isfinite(model(ids).logits).all())
+
+
+def test_config_round_trip(config_factory, tmp_path):
+    config = config_factory(attention_layers=[1, 2], local_window="sliding")
+    config.save_pretrained(tmp_path)
+    again = cacheformers.NeurocacheAdapterConfig.from_pretrained(tmp_path)
+    assert again.retrieval_map == {1: 1}
+    assert again.attention_layers == [1, 2]
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "NEUROCACHE"
+    shutil.rmtree(tmp_path)

@@ -1,0 +1,325 @@
+"""DESIGN.md's rules for every method, over every base model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import cacheformers
+from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
+
+BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "qwen3"]
+MORE = ["qwen2", "gemma", "phi", "gpt_neox"]
+WINDOWS = {
+    "segment": {},
+    "sinks": {"sink_tokens": 3},
+    "sliding": {"local_window": "sliding", "window_tokens": 12},
+    "sliding sinks": {"local_window": "sliding", "window_tokens": 12, "sink_tokens": 3, "exclude_window": True},
+}
+EXACT = 1e-9
+
+
+def rows_of_windows(bases: list[str]) -> list:
+    cases = []
+    for base in bases:
+        for name, options in WINDOWS.items():
+            if base == "opt" and "sliding" in name:
+                continue
+            cases.append(pytest.param(base, options, id=f"{base} {name}"))
+    return cases
+
+
+def chunked(model, ids, size, mask=None, memory=None):
+    logits = []
+    for start in range(0, ids.shape[1], size):
+        part = None if mask is None else mask[:, start : start + size]
+        output = model(ids[:, start : start + size], attention_mask=part, past_key_values=memory)
+        memory = output.past_key_values
+        logits.append(output.logits)
+    return torch.cat(logits, 1), memory
+
+
+def difference(left, right):
+    return float((left - right).abs().max() / right.abs().max())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("base", "window"), rows_of_windows(BASES + MORE))
+def test_every_chunking_gives_the_same(make_model, ids, base, window):
+    model = make_model(base, **window)
+    whole = model(ids).logits
+    for size in (1, 7, 15, 16, 17):
+        logits, memory = chunked(model, ids, size)
+        assert difference(logits, whole) < EXACT, size
+        assert memory.tokens_read == [75, 75]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, None)])
+def test_every_chunking_in_lower_precision(make_model, ids, base, dtype, bound):
+    model = make_model(base, dtype)
+    whole = model(ids).logits
+    for size in (1, 7, 17):
+        logits, _ = chunked(model, ids, size)
+        if bound is not None:
+            assert difference(logits, whole) < bound
+            margin = whole.topk(2).values.diff(dim=-1).abs()[..., 0] > 1e-3
+            assert torch.equal(logits.argmax(-1)[margin], whole.argmax(-1)[margin])
+        else:
+            ours, expected = (cross_entropy(x.float().flatten(0, 1), ids.flatten()) for x in (logits, whole))
+            assert abs(float(ours - expected)) < 1e-2 * float(expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("base", "window"), rows_of_windows(BASES + MORE))
+def test_padding_gives_the_same_as_none(make_model, ids, base, window):
+    model = make_model(base, **window)
+    plain = model(ids).logits
+    left, right = torch.ones_like(ids), torch.ones_like(ids)
+    left[1, :13] = 0
+    right[1, -21:] = 0
+    shorter = model(ids[1:, 13:]).logits
+    for size in (7, 16, 75):
+        logits, memory = chunked(model, ids, size, left)
+        assert difference(logits[1, 13:], shorter[0]) < EXACT
+        assert difference(logits[0], plain[0]) < EXACT
+        assert memory.tokens_read == [75, 62]
+    logits, memory = chunked(model, ids, 75, right)
+    assert difference(logits[1, :-21], plain[1, :-21]) < EXACT
+    assert difference(logits[0], plain[0]) < EXACT
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", BASES)
+def test_rows_that_pause_and_go_on(make_model, ids, base):
+    """Right padding in the middle of a row's stream leaves holes in the columns, and changes nothing."""
+    model = make_model(base)
+    expected = model(ids).logits
+    memory, seen, logits = None, [0, 0], [[], []]
+    generator = torch.Generator().manual_seed(3)
+    while min(seen) < 75:
+        wished = torch.randint(0, 14, (2,), generator=generator).tolist()
+        lengths = [min(length, 75 - start) for length, start in zip(wished, seen, strict=True)]
+        if max(lengths) == 0:
+            continue
+        part = torch.zeros(2, max(lengths), dtype=torch.long)
+        mask = torch.zeros_like(part)
+        for row in range(2):
+            part[row, : lengths[row]] = ids[row, seen[row] : seen[row] + lengths[row]]
+            mask[row, : lengths[row]] = 1
+        output = model(part, attention_mask=mask, past_key_values=memory)
+        memory = output.past_key_values
+        for row in range(2):
+            logits[row].append(output.logits[row, : lengths[row]])
+            seen[row] += lengths[row]
+        assert memory.columns <= 3 * 16 + part.shape[1]
+    for row in range(2):
+        assert difference(torch.cat(logits[row]), expected[row]) < EXACT
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("base", "window"), rows_of_windows(BASES))
+def test_no_token_sees_its_future(make_model, ids, base, window):
+    model = make_model(base, **window)
+    before = model(ids).logits
+    for place in (0, 5, 15, 16, 31, 50, 73):
+        changed = ids.clone()
+        changed[:, place] = (changed[:, place] + 1) % 100 + 3
+        after = model(changed).logits
+        assert torch.equal(after[:, :place], before[:, :place])
+        assert not torch.equal(after[:, place:], before[:, place:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", BASES)
+def test_the_memory_matters(make_model, ids, base):
+    """The tests above would pass without a memory: it must show from the second segment on, and not before."""
+    model = make_model(base)
+    with_memory = model(ids).logits
+    without = model(ids, past_key_values=cacheformers.new_memory(model, 2, cache_size=0)).logits
+    assert torch.equal(with_memory[:, :16], without[:, :16])
+    assert (with_memory[:, 16:] - without[:, 16:]).abs().amax(-1).min() > 1e-6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", BASES + MORE)
+def test_off_means_off(make_base, make_model, ids, base):
+    expected = make_base(base)(ids[:, :60]).logits
+    model = make_model(base)
+    assert not torch.equal(model(ids[:, :60]).logits, expected)
+    with model.disable_adapter():
+        assert torch.equal(model(ids[:, :60]).logits, expected)
+    unloaded = model.unload()
+    assert torch.equal(unloaded(ids[:, :60]).logits, expected)
+    assert not any(hasattr(attention, "memory") for attention in attention_modules(find_decoder(unloaded)))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in unloaded.modules())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_neutral_gates_are_the_base(make_base, config_factory, ids, base, attention):
+    from peft import get_peft_model
+
+    plain = make_base(base, torch.float32, attn_implementation=attention)
+    expected = plain(ids[:, :16]).logits
+    model = get_peft_model(plain, config_factory()).eval()
+    assert (model(ids[:, :16]).logits - expected).abs().max() < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", BASES)
+def test_eager_and_sdpa_agree_with_padding(make_model, ids, base):
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    sdpa = make_model(base)(ids, attention_mask=mask).logits
+    eager = make_model(base, base={"attn_implementation": "eager"})(ids, attention_mask=mask).logits
+    assert difference(eager[mask.bool()], sdpa[mask.bool()]) < 1e-4  # eager attention takes its softmax in float32
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", BASES)
+def test_two_memories_on_one_model_in_turn(make_model, ids, base):
+    model = make_model(base)
+    expected = [model(ids[:1]).logits, model(ids[1:]).logits]
+    memories, logits = [None, None], [[], []]
+    for start in range(0, 75, 11):
+        for which in range(2):
+            output = model(ids[which : which + 1, start : start + 11], past_key_values=memories[which])
+            memories[which] = output.past_key_values
+            logits[which].append(output.logits)
+    for which in range(2):
+        assert difference(torch.cat(logits[which], 1), expected[which]) < EXACT
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", BASES)
+def test_clone_select_expand_reset(make_model, ids, base):
+    model = make_model(base)
+    whole = model(ids).logits
+    _, memory = chunked(model, ids[:, :40], 40)
+    again = memory.clone()
+    first = model(ids[:, 40:], past_key_values=memory).logits
+    second = model(ids[:, 40:], past_key_values=again.clone()).logits
+    assert torch.equal(first, second)
+    assert difference(first, whole[:, 40:]) < EXACT
+
+    swapped = again.clone()
+    swapped.select([1, 0, 1])
+    logits = model(ids[[1, 0, 1], 40:], past_key_values=swapped).logits
+    assert difference(logits, whole[[1, 0, 1], 40:]) < EXACT
+
+    twice = again.clone()
+    twice.expand(2)
+    logits = model(ids[[0, 0, 1, 1], 40:], past_key_values=twice).logits
+    assert difference(logits, whole[[0, 0, 1, 1], 40:]) < EXACT
+
+    again.reset([1])
+    logits = model(ids[:, 40:], past_key_values=again).logits
+    assert difference(logits[0], whole[0, 40:]) < EXACT
+    fresh = model(ids[1:, 40:]).logits
+    assert difference(logits[1], fresh[0]) < EXACT
+
+
+@torch.no_grad()
+def test_rows_that_share_a_store_part_when_they_write(make_model, ids):
+    model = make_model("llama_gqa")
+    memory = cacheformers.read(model, ids[:1, :32], progress=False)
+    bytes_before = memory.state.rings[1].nbytes
+    memory.expand(2)
+    assert memory.state.rings[1].nbytes == bytes_before
+    logits = model(ids[:, 32:], past_key_values=memory).logits
+    for row in range(2):
+        alone = cacheformers.read(model, ids[:1, :32], progress=False)
+        assert difference(model(ids[row : row + 1, 32:], past_key_values=alone).logits, logits[row : row + 1]) < EXACT
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", BASES)
+def test_bounded(make_model, base):
+    """Bytes stop growing when the store is full; columns never exceed two segments."""
+    model = make_model(base)
+    text = torch.randint(3, 128, (1, 16 * 40), generator=torch.Generator().manual_seed(4))
+    memory, sizes = None, []
+    for start in range(0, text.shape[1], 16):
+        memory = model(text[:, start : start + 16], past_key_values=memory).past_key_values
+        sizes.append(memory.nbytes)
+        assert memory.columns <= 32
+    assert len(set(sizes[5:])) == 1
+
+
+def train_two_segments(model, ids, checkpointing):
+    """Fill the ring, then two segments before one backward; returns the gradients."""
+    model = copy.deepcopy(model).train()
+    if checkpointing:
+        unwrap(model).gradient_checkpointing_enable({"use_reentrant": False})
+        unwrap(model).enable_input_require_grads()
+    memory = None
+    with torch.no_grad():
+        for start in range(0, 48, 16):
+            memory = model(ids[:, start : start + 16], past_key_values=memory).past_key_values
+    loss = 0.0
+    for start in (48, 64):
+        output = model(ids[:, start : start + 16], past_key_values=memory, labels=ids[:, start : start + 16])
+        memory = output.past_key_values
+        loss = loss + output.loss
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, float(loss.detach())
+
+
+@pytest.mark.parametrize(("base", "window"), rows_of_windows(BASES))
+def test_activation_checkpointing_gives_the_same_gradients(make_model, ids, base, window):
+    model = make_model(base, **window)
+    plain, plain_loss = train_two_segments(model, ids, checkpointing=False)
+    checkpointed, loss = train_two_segments(model, ids, checkpointing=True)
+    assert loss == pytest.approx(plain_loss, rel=1e-12)
+    assert plain.keys() == checkpointed.keys()
+    assert any("lora_mem_down" in name for name in plain)
+    for name, gradient in plain.items():
+        assert float((checkpointed[name] - gradient).norm()) <= 1e-9 * float(gradient.norm() + 1e-12), name
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_every_parameter_is_in_every_graph(make_model, ids, base):
+    """DDP needs it: also on the first segment, where nothing can be retrieved."""
+    model = make_model(base).train()
+    model(ids[:, :16]).logits.square().sum().backward()
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    assert not missing
+
+
+@torch.no_grad()
+def test_padding_never_enters_a_memory(make_model, ids):
+    model = make_model("llama_gqa")
+    mask = torch.ones_like(ids)
+    mask[0, :9], mask[1, -30:] = 0, 0
+    memory = cacheformers.read(model, ids, mask, progress=False)
+    assert memory.tokens_read == [66, 45]
+    assert memory.state.rings[1].written == [66, 45]
+    alone = cacheformers.read(model, ids[:1, 9:], progress=False)
+    ours = torch.cat(memory.state.rings[1].entries(0).spans)
+    assert difference(ours, torch.cat(alone.state.rings[1].entries(0).spans)) < EXACT
+
+
+@torch.no_grad()
+def test_stories260k(stories, ids):
+    """The same rules on a trained model with its own tokenizer."""
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = AutoModelForCausalLM.from_pretrained(stories).double().eval()
+    tokenizer = AutoTokenizer.from_pretrained(stories)
+    text = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. " * 12
+    text_ids = tokenizer(text, return_tensors="pt").input_ids
+    model = get_peft_model(base, cacheformers.NeurocacheAdapterConfig(segment_tokens=64, cache_size=150, topk=8)).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_mem_gate" in name:
+            parameter.fill_(0.5)
+    whole = model(text_ids).logits
+    assert bool(torch.isfinite(whole).all())
+    for size in (1, 50, 64, 65):
+        assert difference(chunked(model, text_ids, size)[0], whole) < EXACT
