@@ -284,9 +284,9 @@ def before_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
     match_rows(memory, ids.shape[0], options)
     real = real_tokens(kwargs.get("attention_mask"), ids, memory.visible)
 
-    continues = kwargs.get("use_cache") is not False
-    memory.begin_forward(continues)
-    pieces = memory.pieces(real)
+    if memory.state.forward_is_segment and kwargs.get("use_cache") is False:
+        memory.forget_columns()
+    pieces = memory.timeline.pieces(real)
     if len(pieces) > 1 and (kwargs.get("output_hidden_states") or kwargs.get("output_attentions")):
         raise ValueError(
             f"hidden_states and attentions are not available for inputs longer than a segment ({len(pieces)} pieces "
@@ -393,7 +393,7 @@ def real_tokens(mask: Tensor | None, ids: Tensor, visible: int) -> Tensor:
 
 def prepare(decoder: nn.Module, memory: MemoryCache, real: Tensor) -> SegmentCall:
     """Close what is full, and begin a piece."""
-    memory.close_full(rotation(decoder))
+    memory.close(memory.timeline.full_rows(), rotation(decoder))
     return memory.begin(real)
 
 

@@ -1,207 +1,142 @@
-"""Explicit state: the stores that memories fill, and what every method's memory must be able to do.
+"""Explicit state of the local window: which column holds which token of which row.
 
-Nothing here belongs to a module. A state goes into a forward, comes out of it, and can be cloned, moved, selected,
-expanded, reset, saved and loaded.
+Rows of a batch share one axis of columns. A column holds, for each row, a token of its open segment, a token of an
+earlier segment that the local window keeps, or nothing (padding, or a row that paused). Boundaries are each row's own;
+columns are only storage.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from cacheformers.modeling.memories.base import LocalWindow
 
-@dataclass
-class Entries:
-    """What a search looks through: one row's entries, oldest first.
+
+class Timeline:
+    """Bookkeeping of columns, on the host.
 
     Attributes:
-        spans: one or two tensors `[count_i, width]`; together, in this order, they are the entries from the oldest to
-            the newest. Two where the ring's seam lies between them.
-        first: lifelong number of the oldest entry (how many were dropped before it since the last reset).
-        index: scratch of the row's store where an approximate back end keeps its index between calls.
+        open: column belongs to the row's open segment, `[rows, columns]`.
+        kept: column is of a closed segment and still visible, `[rows, columns]`.
+        sink: kept column that stays for ever, `[rows, columns]`.
+        position: of the token in its row's local window, `[rows, columns]`.
+        closed: segments that each row has closed.
+        tokens_read: tokens that each row has read.
     """
 
-    spans: tuple[Tensor, ...]
-    first: int = 0
-    index: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, rows: int, window: LocalWindow) -> None:
+        self.window = window
+        self.closed, self.tokens_read = [0] * rows, [0] * rows
+        self.clear(rows)
 
-    @property
-    def count(self) -> int:
-        return sum(len(span) for span in self.spans)
-
-    def oldest(self, count: int) -> Entries:
-        """The oldest `count` of them."""
-        spans, left = [], max(count, 0)
-        for span in self.spans:
-            spans.append(span[:left])
-            left -= len(spans[-1])
-        return Entries(tuple(spans), self.first, self.index)
-
-
-class Ring:
-    """First-in-first-out store of at most `capacity` entries a row (Neurocache, section 3.1).
-
-    Rows of the batch share a physical row until one of them writes (`owner`), so that beams cost nothing. Memory is
-    allocated geometrically up to the capacity. Writing happens in place, except while an autograd graph may still
-    read the tensors: then they are copied first.
-
-    Args:
-        rows: number of batch rows.
-        capacity: most entries a row keeps; 0 keeps none.
-        width: size of an entry.
-        value_width: size of the second tensor kept beside each entry (training re-encodes from it), None for none.
-        dtype, device: of both tensors.
-    """
-
-    def __init__(
-        self,
-        rows: int,
-        capacity: int,
-        width: int,
-        value_width: int | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.capacity = capacity
-        self.keys = torch.zeros(rows, 0, width, dtype=dtype, device=device)  # [physical rows, allocated, width]
-        self.values = None if value_width is None else self.keys.new_zeros(rows, 0, value_width)
-        self.written = [0] * rows  # entries ever written, per physical row
-        self.owner = list(range(rows))  # batch row -> physical row
-        self.index: list[dict[str, Any]] = [{} for _ in range(rows)]
-        self._read_by_graph = False
+    def clear(self, rows: int) -> None:
+        """Forget every column."""
+        self.open = torch.zeros(rows, 0, dtype=torch.bool)
+        self.kept, self.sink = self.open.clone(), self.open.clone()
+        self.position = torch.zeros(rows, 0, dtype=torch.long)
 
     @property
     def rows(self) -> int:
-        return len(self.owner)
+        return len(self.open)
 
     @property
-    def nbytes(self) -> int:
-        return self.keys.nbytes + (0 if self.values is None else self.values.nbytes)
+    def columns(self) -> int:
+        return self.open.shape[1]
 
-    def count(self, row: int) -> int:
-        """Number of entries that batch row `row` holds."""
-        return min(self.written[self.owner[row]], self.capacity)
+    @property
+    def used(self) -> Tensor:
+        """Column holds a token that the row still sees, `[rows, columns]`."""
+        return self.open | self.kept
 
-    def view(self) -> Ring:
-        """A frozen look at the store: later writes to `self` do not change it while gradients are being recorded."""
-        view = copy.copy(self)
-        view.written, view.owner, view.index = list(self.written), list(self.owner), list(self.index)
-        self._read_by_graph = self._read_by_graph or torch.is_grad_enabled()
-        return view
-
-    def entries(self, row: int) -> Entries:
-        """The entries of one batch row, oldest first."""
-        physical = self.owner[row]
-        keys, written = self.keys[physical], self.written[physical]
-        if written <= self.capacity:
-            return Entries((keys[:written],), 0, self.index[physical])
-        seam = written % self.capacity
-        spans = (keys[seam:], keys[:seam]) if seam else (keys,)
-        return Entries(spans, written - self.capacity, self.index[physical])
-
-    def slots(self, hits: Tensor) -> Tensor:
-        """Where entries lie in `keys.flatten(0, 1)`: `hits` `[rows, ...]` counts from each row's oldest entry."""
-        written = torch.tensor([self.written[physical] for physical in self.owner])
-        seam = torch.where(written > self.capacity, written % max(self.capacity, 1), 0)
-        allocated = self.keys.shape[1]
-        shape = (-1, *[1] * (hits.dim() - 1))
-        start = (torch.tensor(self.owner) * allocated).view(shape).to(hits.device)
-        return start + (hits.clamp(min=0) + seam.view(shape).to(hits.device)) % max(allocated, 1)
-
-    def append(self, row: int, keys: Tensor, values: Tensor | None = None) -> None:
-        """Write entries `[time, width]` (and values `[time, value_width]`) of one batch row; the oldest make room."""
-        length = len(keys)
-        if length == 0 or self.capacity == 0:
-            return
-        physical = self._own(row)
-        self._grow(min(self.written[physical] + length, self.capacity))
-        if self._read_by_graph:
-            self.keys = self.keys.clone()
-            self.values = None if self.values is None else self.values.clone()
-            self._read_by_graph = False
-        skipped = max(length - self.capacity, 0)
-        start = (self.written[physical] + skipped) % self.capacity
-        head = min(length - skipped, self.capacity - start)
-        for store, new in ((self.keys, keys), (self.values, values)):
-            if store is None:
-                continue
-            if new is None:
-                raise ValueError("this store keeps values beside its entries: pass both")
-            new = new[skipped:].detach().to(store)
-            store[physical, start : start + head] = new[:head]
-            store[physical, : len(new) - head] = new[head:]
-        self.written[physical] += length
-
-    def _own(self, row: int) -> int:
-        """Give a batch row a physical row of its own if it shares one."""
-        physical = self.owner[row]
-        if self.owner.count(physical) == 1:
-            return physical
-        unused = sorted(set(range(len(self.written))) - set(self.owner))
-        if unused:
-            fresh = unused[0]
-            if self._read_by_graph:
-                self.keys = self.keys.clone()
-                self.values = None if self.values is None else self.values.clone()
-                self._read_by_graph = False
-            self.keys[fresh] = self.keys[physical]
-            if self.values is not None:
-                self.values[fresh] = self.values[physical]
-            self.written[fresh], self.index[fresh] = self.written[physical], {}
-        else:
-            fresh = len(self.written)
-            self.keys = torch.cat([self.keys, self.keys[physical : physical + 1]])
-            if self.values is not None:
-                self.values = torch.cat([self.values, self.values[physical : physical + 1]])
-            self.written.append(self.written[physical])
-            self.index.append({})
-        self.owner[row] = fresh
-        return fresh
-
-    def _grow(self, needed: int) -> None:
-        allocated = self.keys.shape[1]
-        if needed <= allocated:
-            return
-        extra = min(max(2 * allocated, needed), self.capacity) - allocated
-        self.keys = torch.cat([self.keys, self.keys.new_zeros(len(self.keys), extra, self.keys.shape[2])], 1)
-        if self.values is not None:
-            padding = self.values.new_zeros(len(self.values), extra, self.values.shape[2])
-            self.values = torch.cat([self.values, padding], 1)
-        self._read_by_graph = False
-
-    def reset(self, rows: Sequence[int]) -> None:
-        """Forget everything of the given batch rows."""
-        for row in rows:
-            if self.owner.count(self.owner[row]) > 1:
-                self._own(row)
-            self.written[self.owner[row]] = 0
-            self.index[self.owner[row]] = {}
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Make batch row i what batch row `rows[i]` was; rows may repeat (they share) or be left out."""
-        self.owner = [self.owner[row] for row in rows]
-        used = sorted(set(self.owner))
-        if len(used) < len(self.written) and len(self.owner) <= len(used):
-            keep = torch.tensor(used, device=self.keys.device)
-            self.keys = self.keys[keep]
-            self.values = None if self.values is None else self.values[keep]
-            self.written, self.index = [self.written[i] for i in used], [self.index[i] for i in used]
-            self.owner = [used.index(physical) for physical in self.owner]
-
-    def clone(self) -> Ring:
-        """An independent copy (the indexes of approximate back ends are built anew)."""
+    def clone(self) -> Timeline:
         twin = copy.copy(self)
-        twin.keys = self.keys.clone()
-        twin.values = None if self.values is None else self.values.clone()
-        twin.written, twin.owner, twin.index = list(self.written), list(self.owner), [{} for _ in self.index]
-        twin._read_by_graph = False
+        twin.open, twin.kept, twin.sink = self.open.clone(), self.kept.clone(), self.sink.clone()
+        twin.position = self.position.clone()
+        twin.closed, twin.tokens_read = list(self.closed), list(self.tokens_read)
         return twin
 
-    def to(self, device: torch.device | str) -> None:
-        self.keys = self.keys.to(device)
-        self.values = None if self.values is None else self.values.to(device)
+    def select(self, rows: Sequence[int]) -> None:
+        """Make row i what row `rows[i]` was."""
+        index = torch.tensor(rows, dtype=torch.long)
+        self.open, self.kept, self.sink = self.open[index], self.kept[index], self.sink[index]
+        self.position = self.position[index]
+        self.closed, self.tokens_read = [self.closed[i] for i in rows], [self.tokens_read[i] for i in rows]
+
+    def keep(self, columns: Tensor) -> None:
+        """Keep only the columns `[rows, kept]`, each row its own."""
+        self.open, self.kept = self.open.gather(1, columns), self.kept.gather(1, columns)
+        self.sink, self.position = self.sink.gather(1, columns), self.position.gather(1, columns)
+
+    def reset(self, rows: Sequence[int]) -> None:
+        """The given rows have read nothing."""
+        for row in rows:
+            self.open[row] = self.kept[row] = self.sink[row] = False
+            self.closed[row] = self.tokens_read[row] = 0
+
+    def pieces(self, real: Tensor) -> list[tuple[int, int]]:
+        """Cut new columns (start, end) wherever a row begins a new segment.
+
+        Args:
+            real: which of the new columns are tokens, `[rows, time]`.
+        """
+        token = self.open.sum(1, keepdim=True) + real.cumsum(1)  # the how-many-eth of its row's open segment
+        segment = (token - 1).clamp(min=0) // self.window.segment_tokens
+        begins = torch.cat([torch.zeros_like(segment[:, :1]), segment], 1).diff(dim=1) > 0
+        starts = sorted({0, *begins.any(0).nonzero()[:, 0].tolist()})
+        return list(zip(starts, [*starts[1:], real.shape[1]], strict=True))
+
+    def full_rows(self) -> list[int]:
+        """Rows whose open segment has all its tokens."""
+        return (self.open.sum(1) >= self.window.segment_tokens).nonzero()[:, 0].tolist()
+
+    def close(self, row: int) -> Tensor:
+        """End a row's segment: choose what stays visible, and give it the positions before the next segment.
+
+        Returns:
+            By how many positions each column moved, `[columns]`.
+        """
+        before, seen = self.position[row].clone(), self.used[row].nonzero()[:, 0]
+        if self.closed[row] == 0:
+            self.sink[row, seen[: self.window.sink_tokens]] = True
+        self.closed[row] += 1
+        recent = seen[~self.sink[row, seen]]
+        recent = recent[max(len(recent) - self.window.kept_tokens, 0) :]
+        self.open[row] = False
+        self.kept[row] = self.sink[row]
+        self.kept[row, recent] = True
+        stay = self.kept[row].nonzero()[:, 0]
+        self.position[row, stay] = torch.arange(len(stay))
+        return torch.where(self.kept[row], self.position[row] - before, 0)
+
+    def needed(self) -> Tensor | None:
+        """Columns `[rows, kept]` to keep, None for all. Rows are packed once gaps make the columns twice too many."""
+        if not self.columns:
+            return None
+        used = self.used
+        most = int(used.sum(1).max())
+        if self.columns > 2 * max(most, self.window.segment_tokens):
+            order = torch.argsort(used.long(), dim=1, stable=True)  # unused columns first: rows end flush right
+            return order[:, self.columns - most :]
+        first = int(used.any(0).long().argmax()) if most else self.columns
+        return torch.arange(first, self.columns).expand(self.rows, -1) if first else None
+
+    def new_positions(self, real: Tensor) -> Tensor:
+        """Positions of new columns in their rows' windows, `[rows, time]`; 0 for padding."""
+        before = self.used.sum(1, keepdim=True)
+        return torch.where(real, before + real.cumsum(1) - 1, 0)
+
+    def append(self, real: Tensor, position: Tensor) -> None:
+        """Add columns that were read."""
+        none = torch.zeros_like(real)
+        self.open, self.position = torch.cat([self.open, real], 1), torch.cat([self.position, position], 1)
+        self.kept, self.sink = torch.cat([self.kept, none], 1), torch.cat([self.sink, none], 1)
+        self.tokens_read = [have + new for have, new in zip(self.tokens_read, real.sum(1).tolist(), strict=True)]
+
+    def remove_last(self, columns: int) -> None:
+        """Undo the last columns, which all hold tokens of open segments."""
+        self.keep(torch.arange(self.columns - columns).expand(self.rows, -1))
+        self.tokens_read = [tokens - columns for tokens in self.tokens_read]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from cacheformers.modeling.memories.base import BaseShape, LocalWindow, MemoryState, SegmentCall, keep_columns
 from cacheformers.modeling.search import get_search
-from cacheformers.modeling.state import Ring
+from cacheformers.modeling.search.store import Ring
 
 COMPRESSION_EPS = 1e-5
 
@@ -308,15 +308,16 @@ class NeurocacheState(MemoryState):
                 held[layer] = torch.cat([held[layer], tensor], 1) if layer in held else tensor
 
     def commit(self, row: int, columns: Tensor) -> None:
-        for layer, ring in self.rings.items():
-            chosen = columns.to(ring.keys.device)
-            entries = self.entries[layer][row, chosen]
+        chosen = {layer: self.entries[layer][row, columns.to(ring.keys.device)] for layer, ring in self.rings.items()}
+        for layer, entries in chosen.items():
             if not bool(torch.isfinite(entries).all()):
                 raise ValueError(
                     f"The states of layer {layer} hold NaN or Inf, so they were not stored; the memory is as it was. "
                     "Check the model's weights and dtype (float16 overflows in many models: use bfloat16)."
                 )
-            ring.append(row, entries, self.values[layer][row, chosen] if layer in self.values else None)
+        for layer, ring in self.rings.items():
+            values = self.values[layer][row, columns.to(ring.keys.device)] if layer in self.values else None
+            ring.append(row, chosen[layer], values)
 
     def keep(self, columns: Tensor) -> None:
         for held in self.open_parts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from cacheformers.modeling.search.base import SIMILARITIES, Search
 from cacheformers.modeling.search.exact import ExactSearch
 from cacheformers.modeling.search.faiss_search import FaissExact, FaissIndex
@@ -10,6 +12,7 @@ from cacheformers.modeling.search.measure import recall
 __all__ = ["SIMILARITIES", "ExactSearch", "FaissExact", "FaissIndex", "Search", "get_search", "recall"]
 
 
+@cache
 def get_search(name: str) -> Search:
     """Build a search back end.
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from cacheformers.modeling.state import Entries
+    from cacheformers.modeling.search.store import Entries
 
 SIMILARITIES = ("l2", "dot")
 

@@ -11,20 +11,21 @@ from torch import Tensor
 from cacheformers.modeling.search.base import Search, between, result_dtype
 
 if TYPE_CHECKING:
-    from cacheformers.modeling.state import Entries
+    from cacheformers.modeling.search.store import Entries
 
 # Limits of one tile's buffers; with their temporaries they stay below 64 MiB together.
 ENTRY_BYTES = 8 << 20
 SCORE_BYTES = 16 << 20
-MAX_TILE = 4224
+MAX_TILE = 16896
 # Equal entries must get equal scores wherever they lie, or the oldest would not win a tie. Matrix products round the
 # same way in every column if all tiles have one shape without a remainder: a multiple of common kernels' widths
 # (24, 48, 128), and start at an aligned address.
 TILE_UNIT = 384
 ALIGNMENT = 64
 # Products are summed in pieces of this many dimensions. One long float32 sum errs by more than the 1e-6 (|q|² + |e|²)
-# that tells neighbours in a tight cluster apart.
+# that tells neighbours in a tight cluster apart. A matrix times one vector is summed in several lanes anyway.
 DEPTH = 64
+DEPTH_OF_ONE_QUERY = 256
 
 
 class ExactSearch(Search):
@@ -36,6 +37,7 @@ class ExactSearch(Search):
         scores = torch.full(shape, -torch.inf, dtype=dtype, device=device)
         hits = torch.full(shape, -1, dtype=torch.int64, device=device)
         rows, width = tile_shape(len(queries), entries.count, queries.shape[1], topk, dtype)
+        depth = DEPTH if len(queries) > 1 else DEPTH_OF_ONE_QUERY
         buffer = torch.empty(rows, width, dtype=dtype, device=device)
         for start, count, tile in _tiles(entries, width, dtype):
             bias = tile.new_zeros(width) if similarity == "dot" else -torch.linalg.vector_norm(tile, dim=1).square()
@@ -44,7 +46,7 @@ class ExactSearch(Search):
                 part = slice(low, low + rows)
                 some = queries[part].to(dtype)
                 found = buffer[: len(some)].copy_(bias)
-                for left, right in zip(some.split(DEPTH, 1), tile.split(DEPTH, 1), strict=True):
+                for left, right in zip(some.split(depth, 1), tile.split(depth, 1), strict=True):
                     found.addmm_(left, right.T, alpha=1 if similarity == "dot" else 2)
                 values, columns = top_columns(found, topk)
                 # What was found before is older and comes first, so a stable sort keeps ties in order.

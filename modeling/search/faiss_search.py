@@ -16,7 +16,7 @@ from cacheformers.modeling.search.base import Search, between, ranked, result_dt
 from cacheformers.modeling.search.exact import ExactSearch
 
 if TYPE_CHECKING:
-    from cacheformers.modeling.state import Entries
+    from cacheformers.modeling.search.store import Entries
 
 # What is converted to float32 at a time where the store has another type.
 BLOCK_BYTES = 32 << 20

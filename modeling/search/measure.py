@@ -10,7 +10,7 @@ from torch import Tensor
 from cacheformers.modeling.search.base import SIMILARITIES, between
 
 if TYPE_CHECKING:
-    from cacheformers.modeling.state import Entries
+    from cacheformers.modeling.search.store import Entries
 
 TOLERANCE = 1e-6
 # Scores in float64 at a time, `[queries, entries]`.

@@ -1,0 +1,68 @@
+"""Read a whole book into a memory with an adapter, and answer a question about it.
+
+    python recipes/ask_book.py runs/smollm2_books ../shared/data/books/test.jsonl.gz "Who tells this story?"
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+
+import torch
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
+
+import cacheformers
+from cacheformers.training.documents import load_texts
+
+PARTS = 8
+
+
+def main() -> None:
+    """Read, report memory after every eighth of the book, answer."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("adapter", help="adapter folder or Hub id")
+    parser.add_argument("book", help=".txt or .md file, or JSON lines with a field 'text'")
+    parser.add_argument("question")
+    parser.add_argument("--document", type=int, help="which document of the file, from 0 (default: the longest)")
+    parser.add_argument("--max-new-tokens", type=int, default=60)
+    options = parser.parse_args()
+
+    texts = [text for text in load_texts([options.book]) if text]
+    text = max(texts, key=len) if options.document is None else texts[options.document]
+    tokenizer = AutoTokenizer.from_pretrained(options.adapter)
+    model = AutoModelForCausalLM.from_pretrained(options.adapter).eval()
+    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids
+
+    memory, start = None, time.perf_counter()
+    parts = list(ids.chunk(PARTS, dim=1))
+    for number, part in enumerate(tqdm(parts, desc="Reading", unit=" eighths"), 1):
+        memory = cacheformers.read(model, part, memory=memory, flush=number == len(parts), progress=False)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        held = memory.nbytes / 2**20
+        tqdm.write(f"{memory.tokens_read[0]:>9,} tokens: {held:7.1f} MiB of memory, process peak {peak:,.0f} MiB")
+    print(f"Read {ids.shape[1]:,} tokens in {time.perf_counter() - start:.0f} s.\n\nQ: {options.question}\nA: ", end="")
+
+    question = prompt(tokenizer, options.question)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    model.generate(
+        question,
+        attention_mask=torch.ones_like(question),
+        past_key_values=memory,
+        max_new_tokens=options.max_new_tokens,
+        do_sample=False,
+        streamer=streamer,
+    )
+
+
+def prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> torch.Tensor:
+    """The question as ids `[1, tokens]`, through the chat template where the tokenizer has one."""
+    if tokenizer.chat_template is None:
+        return tokenizer(f"\nQuestion: {question}\nAnswer:", return_tensors="pt").input_ids
+    chat = [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True).input_ids
+
+
+if __name__ == "__main__":
+    main()
