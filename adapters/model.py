@@ -47,6 +47,8 @@ class MemoryTuner(LoraModel):
         self._check_alone(adapter_name)
         options = config.resolve(base_shape(model.config))  # type: ignore[arg-type]  # before anything is changed
         super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
+        # PeftModel does this by itself, transformers' own loading does not: the same adapter must compute the same.
+        self._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
         decoder = find_decoder(model)
         attentions = attention_modules(decoder)
         for layer in options.layers:

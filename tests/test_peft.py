@@ -68,13 +68,16 @@ def test_every_door_gives_the_same_logits(saved, ids, base, door):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("door", ["PeftModel", "AutoModel"])
+@pytest.mark.parametrize("door", [door for door in DOORS if door != "PeftModel low memory"])
 def test_bfloat16_base(saved, ids, door):
-    base_folder, adapter_folder, _ = saved("llama_gqa", ids, torch.bfloat16)
-    model = DOORS[door](base_folder, adapter_folder).eval()
-    logits = model(ids).logits
+    """The adapter stays in float32 through every door, so all compute the same.
+
+    Not with low_cpu_mem_usage: there PEFT itself rounds LoRA to the base's dtype.
+    """
+    base_folder, adapter_folder, expected = saved("llama_gqa", ids, torch.bfloat16)
+    logits = DOORS[door](base_folder, adapter_folder).eval()(ids).logits
     assert logits.dtype == torch.bfloat16
-    assert bool(torch.isfinite(logits).all())
+    assert torch.equal(logits, expected)
 
 
 FRESH = """
