@@ -43,8 +43,11 @@ smoke: wheel $(WHEEL_VENV)/.installed ## Install the wheel in an environment tha
 	$(WHEEL_PY) -m pip check
 	cd "$$(mktemp -d)" && $(CURDIR)/$(WHEEL_PY) -I $(CURDIR)/tests/smoke_wheel.py
 
-demo: install ## Adapt a small pretrained model to long texts
+demo: install ## Adapt a small pretrained model to Shakespeare's plays, read Hamlet, answer a question
 	$(PY) recipes/fetch_smollm2.py
+	$(PY) recipes/fetch_plays.py
+	HF_HUB_OFFLINE=1 $(PY) train_adapt.py recipes/demo.yaml
+	HF_HUB_OFFLINE=1 $(PY) recipes/ask_book.py runs/demo data/plays/valid/hamlet.md "Who killed Hamlet's father?"
 
 clean: ## Remove build products and caches; keep .venv, data and runs
 	rm -rf build dist *.egg-info $(WHEEL_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

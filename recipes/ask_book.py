@@ -10,7 +10,6 @@ import resource
 import time
 
 import torch
-from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 
 import cacheformers
@@ -37,11 +36,11 @@ def main() -> None:
 
     memory, start = None, time.perf_counter()
     parts = list(ids.chunk(PARTS, dim=1))
-    for number, part in enumerate(tqdm(parts, desc="Reading", unit=" eighths"), 1):
-        memory = cacheformers.read(model, part, memory=memory, flush=number == len(parts), progress=False)
+    for number, part in enumerate(parts, 1):
+        memory = cacheformers.read(model, part, memory=memory, flush=number == len(parts))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         held = memory.nbytes / 2**20
-        tqdm.write(f"{memory.tokens_read[0]:>9,} tokens: {held:7.1f} MiB of memory, process peak {peak:,.0f} MiB")
+        print(f"{memory.tokens_read[0]:>9,} tokens: {held:7.1f} MiB of memory, process peak {peak:,.0f} MiB")
     print(f"Read {ids.shape[1]:,} tokens in {time.perf_counter() - start:.0f} s.\n\nQ: {options.question}\nA: ", end="")
 
     question = prompt(tokenizer, options.question)
@@ -60,8 +59,10 @@ def prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> torch.Tensor:
     """The question as ids `[1, tokens]`, through the chat template where the tokenizer has one."""
     if tokenizer.chat_template is None:
         return tokenizer(f"\nQuestion: {question}\nAnswer:", return_tensors="pt").input_ids
-    chat = [{"role": "user", "content": question}]
-    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True).input_ids
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    return chat["input_ids"]
 
 
 if __name__ == "__main__":

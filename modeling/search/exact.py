@@ -22,8 +22,9 @@ MAX_TILE = 16896
 # (24, 48, 128), and start at an aligned address.
 TILE_UNIT = 384
 ALIGNMENT = 64
-# Products are summed in pieces of this many dimensions. One long float32 sum errs by more than the 1e-6 (|q|² + |e|²)
-# that tells neighbours in a tight cluster apart. A matrix times one vector is summed in several lanes anyway.
+# Products are summed in pieces of this many dimensions: one long float32 sum, as CUDA kernels do it, errs by more than
+# the 1e-6 (|q|² + |e|²) that tells neighbours in a tight cluster apart (seen at 1,024 dimensions). The product with a
+# single vector is summed in several lanes anyway.
 DEPTH = 64
 DEPTH_OF_ONE_QUERY = 256
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 32 << 20
 # faiss asks for this many training points a centroid.
 POINTS_PER_CENTROID = 39
+# How many lists of an inverted file are searched: the root of their number, but at least so many.
+MIN_LISTS = 8
 # How many nodes of a graph index are kept while it is walked; faiss's own default of 16 loses a tenth of the hits.
 GRAPH_CANDIDATES = 128
 # Widths at which a factory string is tried: together they are divisible by all usual numbers of sub-quantisers.
@@ -86,14 +88,17 @@ class FaissIndex(Search):
     def __init__(self, factory: str) -> None:
         self.factory = factory
         faiss = load_faiss()
-        reasons = []
+        index, reasons = None, []
         for width in TRIAL_WIDTHS:
             try:
-                faiss.index_factory(width, factory)
-                return
+                index = faiss.index_factory(width, factory)
+                break
             except RuntimeError as error:
                 reasons.append(str(error))
-        raise ValueError(f"faiss does not understand the index {factory!r}: {reasons[0]}")
+        if index is None:
+            raise ValueError(f"faiss does not understand the index {factory!r}: {reasons[0]}")
+        if isinstance(_inner(faiss, index), (faiss.IndexNSG, faiss.IndexNNDescent, faiss.IndexIDMap)):
+            raise ValueError(f"the index {factory!r} cannot follow a store that grows and forgets: try 'HNSW32'")
 
     def find(self, queries: Tensor, entries: Entries, topk: int, similarity: str) -> tuple[Tensor, Tensor]:
         kept = self._synchronised(entries, queries.shape[1], similarity)
@@ -211,13 +216,16 @@ def _inner(faiss: Any, index: Any) -> Any:
 
 def _centroids(faiss: Any, index: Any) -> list[int]:
     """Sizes of the codebooks that an index learns."""
-    index = _inner(faiss, index)
+    index = faiss.downcast_index(index)
     sizes = [1]
+    if isinstance(index, faiss.IndexPreTransform):
+        transforms = [faiss.downcast_VectorTransform(index.chain.at(i)) for i in range(index.chain.size())]
+        sizes.extend(256 for transform in transforms if isinstance(transform, faiss.OPQMatrix))
     if hasattr(index, "nlist"):
         sizes.append(index.nlist)
     if hasattr(index, "pq"):
         sizes.append(index.pq.ksub)
-    for part in ("base_index", "storage"):
+    for part in ("index", "base_index", "storage"):
         if hasattr(index, part):
             sizes.extend(_centroids(faiss, getattr(index, part)))
     return sizes
@@ -232,7 +240,8 @@ def _parameters(faiss: Any, index: Any, selector: Any) -> Any:
         inner = _parameters(faiss, index.base_index, selector)
         return faiss.IndexRefineSearchParameters(base_index_params=inner, k_factor=4)
     if isinstance(index, faiss.IndexIVF):
-        return faiss.SearchParametersIVF(sel=selector, nprobe=math.ceil(math.sqrt(index.nlist)))
+        lists = min(max(math.ceil(math.sqrt(index.nlist)), MIN_LISTS), index.nlist)
+        return faiss.SearchParametersIVF(sel=selector, nprobe=lists)
     if isinstance(index, faiss.IndexHNSW):
         return faiss.SearchParametersHNSW(sel=selector, efSearch=GRAPH_CANDIDATES)
     return faiss.SearchParameters(sel=selector)

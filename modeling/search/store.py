@@ -111,6 +111,8 @@ class Ring:
 
     def append(self, row: int, keys: Tensor, values: Tensor | None = None) -> None:
         """Write entries `[time, width]` (and values `[time, value_width]`) of one batch row; the oldest make room."""
+        if (values is None) != (self.values is None):
+            raise ValueError("pass values if, and only if, this store keeps values beside its entries")
         length = len(keys)
         if length == 0 or self.capacity == 0:
             return
@@ -124,10 +126,8 @@ class Ring:
         start = (self.written[physical] + skipped) % self.capacity
         head = min(length - skipped, self.capacity - start)
         for store, new in ((self.keys, keys), (self.values, values)):
-            if store is None:
+            if store is None or new is None:
                 continue
-            if new is None:
-                raise ValueError("this store keeps values beside its entries: pass both")
             new = new[skipped:].detach().to(store)
             store[physical, start : start + head] = new[:head]
             store[physical, : len(new) - head] = new[head:]
@@ -183,7 +183,7 @@ class Ring:
         self.owner = [self.owner[row] for row in rows]
         used = sorted(set(self.owner))
         if len(used) < len(self.written) and len(self.owner) <= len(used):
-            keep = torch.tensor(used, device=self.keys.device)
+            keep = torch.tensor(used, dtype=torch.long, device=self.keys.device)
             self.keys = self.keys[keep]
             self.values = None if self.values is None else self.values[keep]
             self.written, self.index = [self.written[i] for i in used], [self.index[i] for i in used]

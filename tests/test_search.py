@@ -1,0 +1,505 @@
+"""Nearest-neighbour search and the ring that it searches."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cacheformers.modeling.search import FaissExact, FaissIndex, get_search, recall
+from cacheformers.modeling.search import exact as exact_search
+from cacheformers.modeling.search.store import Entries, Ring
+
+SEEDS = st.integers(0, 2**20)
+SIMILARITY = st.sampled_from(["l2", "dot"])
+
+
+def gaussian(count: int, width: int, _: float) -> Tensor:
+    return torch.randn(count, width)
+
+
+def normalised(count: int, width: int, _: float) -> Tensor:
+    return F.layer_norm(torch.randn(count, width), (width,))
+
+
+def clustered(count: int, width: int, noise: float) -> Tensor:
+    """A few centres with a little noise around them."""
+    centres = torch.randn(5, width)
+    return centres[torch.randint(5, (count,))] + noise * torch.randn(count, width)
+
+
+def positional(count: int, width: int, noise: float) -> Tensor:
+    """A large vector shared by all tokens at the same position of a segment, and some content."""
+    shared = 3 * torch.randn(32, width)
+    return shared[torch.arange(count) % 32] + noise * torch.randn(count, width)
+
+
+DATA = st.sampled_from([gaussian, normalised, clustered, positional])
+NOISE = st.sampled_from([1.0, 1e-2, 1e-3, 1e-4])
+
+
+def made(data: Callable[[int, int, float], Tensor], seed: int, *counts: int, width: int, noise: float) -> list[Tensor]:
+    """Tensors `[count, width]` drawn together, in random order where the kind of data has none."""
+    torch.manual_seed(seed)
+    return list(data(sum(counts), width, noise).split(list(counts)))
+
+
+def fill(ring: Ring, stored: Tensor, piece: int) -> Entries:
+    """Append to row 0 piece by piece."""
+    for part in stored.split(piece):
+        ring.append(0, part)
+    return ring.entries(0)
+
+
+def scored(queries: Tensor, stored: Tensor, similarity: str) -> Tensor:
+    """float64 scores `[n, count]` of all entries."""
+    products = queries.double() @ stored.double().T
+    return products if similarity == "dot" else 2 * products - stored.double().square().sum(1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    data=DATA,
+    noise=NOISE,
+    similarity=SIMILARITY,
+    seed=SEEDS,
+    back_end=st.sampled_from(["exact", "exact", "faiss", "auto"]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    width=st.sampled_from([8, 33, 64, 200]),
+    stored=st.integers(0, 900),
+    capacity=st.integers(1, 600),
+    piece=st.integers(1, 700),
+    asked=st.sampled_from([0, 1, 2, 17, 70]),
+    topk=st.integers(1, 40),
+)
+def test_exact_search_finds_every_neighbour(
+    data: Callable[[int, int, float], Tensor],
+    noise: float,
+    similarity: str,
+    seed: int,
+    back_end: str,
+    dtype: torch.dtype,
+    width: int,
+    stored: int,
+    capacity: int,
+    piece: int,
+    asked: int,
+    topk: int,
+) -> None:
+    queries, everything = made(data, seed, asked, stored, width=width, noise=noise)
+    queries, everything = queries.to(dtype), everything.to(dtype)
+    ring = Ring(1, capacity, width, dtype=dtype)
+    entries = fill(ring, everything, piece)
+    kept = everything[max(stored - capacity, 0) :]
+    search = get_search(back_end)
+
+    scores, hits = search(queries, entries, topk, similarity)
+
+    assert scores.shape == hits.shape == (asked, topk)
+    assert scores.dtype == dtype and hits.dtype == torch.int64
+    found = min(topk, len(kept))
+    assert (hits[:, :found] >= 0).all() and (hits[:, :found] < max(len(kept), 1)).all()
+    assert (hits[:, found:] == -1).all() and (scores[:, found:] == -torch.inf).all()
+    assert (scores[:, 1:] <= scores[:, :-1]).all()
+    assert recall(hits, queries, Entries((kept,)), topk, similarity) == 1.0
+    if found:
+        size = queries.double().square().sum(1, keepdim=True) + kept.double().square().sum(1)
+        error = (scores[:, :found] - scored(queries, kept, similarity).gather(1, hits[:, :found])).abs()
+        assert (error <= (1e-14 if dtype == torch.float64 else 2e-6) * size.gather(1, hits[:, :found])).all()
+
+    ring.reset([0])
+    assert (search(queries, ring.entries(0), topk, similarity)[1] == -1).all()
+    ring.append(0, everything[:5])
+    again = search(queries, ring.entries(0), topk, similarity)[1]
+    assert recall(again, queries, Entries((everything[:5][-capacity:],)), topk, similarity) == 1.0
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=DATA, similarity=SIMILARITY, seed=SEEDS, back_end=st.sampled_from(["exact", "faiss"]))
+def test_bfloat16_store(data: Callable[[int, int, float], Tensor], similarity: str, seed: int, back_end: str) -> None:
+    queries, everything = made(data, seed, 60, 1500, width=128, noise=1.0)
+    entries = fill(Ring(1, 1100, 128, dtype=torch.bfloat16), everything, 300)
+    scores, hits = get_search(back_end)(queries, entries, 16, similarity)
+    assert scores.dtype == torch.float32
+    assert recall(hits, queries, entries, 16, similarity) >= 0.999
+    assert recall(hits, queries, Entries((everything[-1100:],)), 16, similarity) >= 0.99
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    similarity=SIMILARITY,
+    seed=SEEDS,
+    back_end=st.sampled_from(["exact", "faiss"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    count=st.integers(1, 1200),
+    topk=st.integers(1, 50),
+    asked=st.sampled_from([1, 3, 40]),
+    seam=st.integers(0, 1200),
+)
+def test_oldest_of_equal_scores_comes_first(
+    similarity: str, seed: int, back_end: str, dtype: torch.dtype, count: int, topk: int, asked: int, seam: int
+) -> None:
+    # Sums of ±1 are exact in float32, and there are at most 17 different scores.
+    torch.manual_seed(seed)
+    queries, stored = torch.randn(asked, 16).sign(), torch.randn(count, 16).sign()
+    queries = queries.double() if dtype == torch.float64 else queries
+    entries = Entries(tuple(part for part in stored.to(dtype).split([min(seam, count), max(count - seam, 0)])))
+    scores, hits = get_search(back_end)(queries, entries, topk, similarity)
+    best = scored(queries, stored, similarity).sort(dim=1, descending=True, stable=True)
+    found = min(topk, count)
+    assert torch.equal(hits[:, :found], best.indices[:, :found])
+    assert torch.equal(scores[:, :found].double(), best.values[:, :found])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    similarity=SIMILARITY,
+    seed=SEEDS,
+    width=st.sampled_from([16, 33, 100, 256]),
+    copies=st.integers(2, 40),
+    topk=st.integers(1, 30),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_equal_entries_score_equally_wherever_they_lie(
+    similarity: str, seed: int, width: int, copies: int, topk: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(seed)
+    kinds = torch.randn(150, width, dtype=dtype)
+    kind = torch.randint(150, (150 * copies,))
+    stored, queries = kinds[kind], torch.randn(48, width, dtype=dtype)
+    seam = int(torch.randint(len(stored), ()))
+    ring = torch.cat([stored[seam:], stored[:seam]])
+    entries = Entries((ring[len(stored) - seam :], ring[: len(stored) - seam]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact_search, "MAX_TILE", 2 * exact_search.TILE_UNIT)
+        # The product with one query, and with few, is computed in another way.
+        parts = [get_search("exact")(part, entries, topk, similarity)[1] for part in queries.split([1, 1, 2, 4, 40])]
+    hits = torch.cat(parts)
+    for row, score in zip(hits, scored(queries, kinds, similarity), strict=True):
+        nearest_kinds = score.argsort(descending=True)
+        order = torch.cat([(kind == one).nonzero()[:, 0] for one in nearest_kinds])
+        assert torch.equal(row, order[:topk])
+
+
+def test_nothing_but_numbers_is_found() -> None:
+    queries, stored = torch.randn(4, 8), torch.randn(500, 8)
+    queries[1], stored[7] = torch.nan, torch.nan
+    scores, hits = get_search("exact")(queries, Entries((stored,)), 6, "l2")
+    assert (hits[1] == -1).all() and not (hits == 7).any()
+    assert not scores.isnan().any()
+
+
+@pytest.mark.parametrize("back_end", ["exact", "faiss", "faiss:Flat"])
+def test_half_precision_around_the_search_does_not_reach_it(back_end: str) -> None:
+    queries, stored = made(gaussian, 0, 30, 800, width=64, noise=0.0)
+    search, entries = get_search(back_end), Entries((stored,))
+    scores, hits = search(queries, entries, 8, "l2")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(search(queries.requires_grad_(), entries, 8, "l2")[1], hits)
+    assert not scores.requires_grad
+    assert not exact_search._rounds_products(queries.device)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert torch.equal(search(queries, entries, 8, "l2")[1], hits)
+        assert exact_search._rounds_products(queries.device)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+MEMORY = """
+import ctypes, torch
+from cacheformers.modeling.search import ExactSearch
+from cacheformers.modeling.search.store import Entries
+
+def status(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+
+search = ExactSearch()
+for asked, count, width, topk, dtype in [
+    (1, 1_000_000, 64, 16, torch.bfloat16),
+    (600, 20_000, 1024, 16, torch.bfloat16),
+    (5000, 2_000, 64, 256, torch.float32),
+]:
+    stored = torch.randn(1000, width).to(dtype).repeat(count // 1000, 1)
+    queries, third = torch.randn(asked, width), count // 3
+    search(queries[:2], Entries((stored[:500],)), topk, "l2")
+    ctypes.CDLL(None).malloc_trim(0)
+    open("/proc/self/clear_refs", "w").write("5")
+    before = status("VmRSS")
+    search(queries, Entries((stored[third:], stored[:third])), topk, "l2")
+    print((status("VmHWM") - before) / 1024 - asked * topk * 12 / 2**20)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_is_bounded() -> None:
+    run = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    extra = [float(line) for line in run.stdout.split()]
+    assert len(extra) == 3 and max(extra) <= 64
+
+
+@given(
+    asked=st.integers(1, 10**6),
+    count=st.integers(1, 10**7),
+    width=st.integers(1, 5000),
+    topk=st.integers(1, 1024),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_tiles_are_bounded(asked: int, count: int, width: int, topk: int, dtype: torch.dtype) -> None:
+    rows, columns = exact_search.tile_shape(asked, count, width, topk, dtype)
+    assert rows * columns * dtype.itemsize <= 16 << 20
+    assert (rows + columns) * width * dtype.itemsize <= 24 << 20
+    assert rows * topk * 64 <= 16 << 20
+    assert columns % exact_search.TILE_UNIT == 0
+
+
+FACTORIES = ["IVF8,Flat", "HNSW16", "Flat", "PCA16,IVF4,Flat", "PQ8x4", "IVF4,PQ8x4fs", "SQ8"]
+
+
+@pytest.mark.parametrize("similarity", ["l2", "dot"])
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_approximate_index_follows_the_store(factory: str, similarity: str) -> None:
+    capacity = 700
+    _, everything = made(gaussian, 1, 0, 3000, width=32, noise=0.0)
+    ring, search = Ring(1, capacity, 32), get_search(f"faiss:{factory}")
+    exact = factory in ("IVF8,Flat", "HNSW16", "Flat")
+    # Reset once before the ring is full, when the old numbers would still look like living ones.
+    for sizes in ([30, 400, 200], [1, 30, 400, 250, 90, 400, 900, 20, 333, 500]):
+        written = 0
+        for size in sizes:
+            ring.append(0, everything[written : written + size])
+            written += size
+            count = min(written, capacity)
+            kept = everything[written - count : written]
+            asked = kept[-20:] + 0.1 * torch.randn(min(20, count), 32)
+            scores, hits = search(asked, ring.entries(0), 8, similarity)
+            assert (hits < count).all() and (scores[:, 1:] <= scores[:, :-1]).all()
+            assert (hits[:, 0] >= 0).all()
+            for row in hits:
+                assert len(set(row[row >= 0].tolist())) == int((row >= 0).sum())
+            if exact:
+                found = scored(asked, kept, similarity).gather(1, hits.clamp(min=0)).float()
+                torch.testing.assert_close(scores, found.masked_fill(hits < 0, -torch.inf), atol=1e-3, rtol=1e-3)
+                assert recall(hits, asked, Entries((kept,)), 8, similarity) >= 0.9
+            elif similarity == "l2":
+                assert recall(hits, asked, Entries((kept,)), 8, similarity) >= 0.1
+            for index in ring.index[0].values():
+                assert index.end == written and index.faiss.ntotal < 2 * capacity
+        ring.reset([0])
+        assert (search(everything[:3], ring.entries(0), 8, similarity)[1] == -1).all()
+
+
+@pytest.mark.parametrize("factory", ["IVF4,Flat", "HNSW16", "PQ8x4"])
+def test_approximate_index_serves_views_of_the_past(factory: str) -> None:
+    """The recomputation of a forward may search a view after the store has moved on."""
+    _, everything = made(gaussian, 2, 0, 4000, width=16, noise=0.0)
+    ring, search = Ring(1, 800, 16), get_search(f"faiss:{factory}")
+    fill(ring, everything[:900], 300)
+    search(everything[:1], ring.entries(0), 4, "l2")
+    view = ring.view()
+    assert torch.is_grad_enabled()
+    before = search(everything[100:110], view.entries(0), 4, "l2")[1]
+    for written, size in ((900, 50), (950, 1500)):
+        ring.append(0, everything[written : written + size])
+        now = everything[written + size - 5 : written + size]
+        assert (search(now, ring.entries(0), 1, "l2")[1][:, 0] >= 800 - 5 - (factory == "PQ8x4") * 800).all()
+        hits = search(everything[100:110], view.entries(0), 4, "l2")[1]
+        assert (hits < 800).all()
+        assert (hits == before).float().mean() >= 0.9
+        older = search(everything[100:110], view.entries(0).oldest(300), 4, "l2")[1]
+        assert (older < 300).all()
+
+
+def test_indexes_of_rows_that_share_or_part() -> None:
+    _, everything = made(gaussian, 4, 0, 900, width=16, noise=0.0)
+    ring, search = Ring(3, 200, 16), get_search("faiss:Flat")
+    for row in range(3):
+        ring.append(row, everything[row * 200 : row * 200 + 150])
+    for _ in range(2):
+        for row in range(3):
+            entries = ring.entries(row)
+            kept = torch.cat(entries.spans)
+            hits = search(kept, entries, 1, "l2")[1]
+            assert torch.equal(hits[:, 0], torch.arange(len(kept)))
+        ring.select([0, 0, 1])
+        ring.append(0, everything[600:700])
+        ring.append(1, everything[700:710])
+
+
+def test_too_few_entries_to_train_are_searched_exactly() -> None:
+    queries, stored = made(gaussian, 3, 20, 500, width=32, noise=0.0)
+    entries = Entries((stored,))
+    hits = get_search("faiss:IVF64,Flat")(queries, entries, 16, "l2")[1]
+    assert torch.equal(hits, get_search("exact")(queries, entries, 16, "l2")[1])
+    assert not entries.index
+
+
+def test_recall_counts_what_is_near_enough_once() -> None:
+    stored, queries = torch.arange(5.0)[:, None], torch.tensor([[0.0]])
+    entries = Entries((stored,))
+    assert recall(torch.tensor([[1, 0]]), queries, entries, 2, "l2") == 1.0
+    assert recall(torch.tensor([[0, 0]]), queries, entries, 2, "l2") == 0.5
+    assert recall(torch.tensor([[0, 2]]), queries, entries, 2, "l2") == 0.5
+    assert recall(torch.tensor([[0, -1]]), queries, entries, 2, "l2") == 0.5
+    assert recall(torch.tensor([[0, 9]]), queries, entries, 2, "l2") == 0.5
+    assert recall(torch.tensor([[4, 3]]), queries + 1, entries, 2, "dot") == 1.0
+    twins = Entries((torch.tensor([[1.0], [1 + 1e-9], [3.0]], dtype=torch.float64),))
+    assert recall(torch.tensor([[1]]), queries, twins, 1, "l2") == 1.0
+
+
+def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nearest", "", "faiss-gpu"):
+        with pytest.raises(ValueError, match="'auto', 'exact', 'faiss' or 'faiss:'"):
+            get_search(name)
+    for factory in ("", "IVF", "IVF8,Nonsense"):
+        with pytest.raises(ValueError, match="does not understand"):
+            FaissIndex(factory)
+    with pytest.raises(ValueError, match="grows and forgets"):
+        FaissIndex("NSG16")
+    entries = Entries((torch.randn(3, 4),))
+    with pytest.raises(ValueError, match="l2, dot"):
+        get_search("exact")(torch.randn(1, 4), entries, 1, "cosine")
+    with pytest.raises(ValueError, match="at least 1"):
+        get_search("exact")(torch.randn(1, 4), entries, 0, "l2")
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(ImportError, match=r"cacheformers\[cpu\].*cacheformers\[gpu\]"):
+        FaissExact()
+
+
+def contents(ring: Ring, row: int) -> list[float]:
+    return [float(entry[0]) for span in ring.entries(row).spans for entry in span]
+
+
+@settings(max_examples=60, deadline=None)
+@given(capacity=st.integers(1, 12), sizes=st.lists(st.integers(0, 30), max_size=8), keep_values=st.booleans())
+def test_ring_keeps_the_newest_in_order(capacity: int, sizes: list[int], keep_values: bool) -> None:
+    ring = Ring(2, capacity, 3, value_width=2 if keep_values else None)
+    written = 0
+    for size in sizes:
+        new = torch.arange(written, written + size, dtype=torch.float32)[:, None]
+        ring.append(1, new.expand(-1, 3), -new.expand(-1, 2) if keep_values else None)
+        written += size
+        count = min(written, capacity)
+        entries = ring.entries(1)
+        assert contents(ring, 1) == list(range(written - count, written))
+        assert (entries.first, entries.count, ring.count(1)) == (written - count, count, count)
+        assert ring.keys.shape[1] <= capacity and ring.count(0) == 0
+        if count:
+            hits = torch.arange(count).expand(2, 2, count)
+            slots = ring.slots(hits)[1]
+            assert torch.equal(ring.keys.flatten(0, 1)[slots[0]], torch.cat(entries.spans))
+            assert torch.equal(slots[0], slots[1])
+            if ring.values is not None:
+                assert torch.equal(ring.values.flatten(0, 1)[slots[0]][:, 0], -torch.cat(entries.spans)[:, 0])
+            for part in range(count + 1):
+                oldest = entries.oldest(part)
+                assert torch.equal(torch.cat(oldest.spans), torch.cat(entries.spans)[:part])
+
+
+def test_ring_of_no_capacity_keeps_nothing() -> None:
+    ring = Ring(1, 0, 2)
+    ring.append(0, torch.randn(3, 2))
+    assert ring.count(0) == ring.entries(0).count == ring.nbytes == 0
+
+
+def test_ring_grows_geometrically() -> None:
+    ring, allocations = Ring(1, 1000, 2), set()
+    for _ in range(1200):
+        ring.append(0, torch.randn(1, 2))
+        allocations.add(ring.keys.shape[1])
+    assert len(allocations) <= 12 and max(allocations) == 1000
+
+
+def numbered(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float32)[:, None].expand(-1, 2)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_ring_rows_never_mix(data: st.DataObject) -> None:
+    """Against plain lists, over any sequence of appends, selections, resets and clones."""
+    capacity, count = data.draw(st.integers(1, 5)), 0
+    ring = Ring(3, capacity, 2)
+    rows: list[list[int]] = [[], [], []]
+    snapshots: list[tuple[Ring, list[list[int]]]] = []
+    for _ in range(data.draw(st.integers(1, 12))):
+        action = data.draw(st.sampled_from(["append", "append", "select", "reset", "clone", "view"]))
+        row = data.draw(st.integers(0, len(rows) - 1))
+        if action == "append":
+            new = list(range(count, count + data.draw(st.integers(0, 7))))
+            count += len(new)
+            ring.append(row, numbered(*new) if new else torch.empty(0, 2))
+            rows[row] = (rows[row] + new)[-capacity:]
+        elif action == "select":
+            chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=5))
+            ring.select(chosen)
+            rows = [list(rows[i]) for i in chosen]
+        elif action == "reset":
+            ring.reset([row])
+            rows[row] = []
+        else:
+            snapshots.append((ring.clone() if action == "clone" else ring.view(), [list(row) for row in rows]))
+        for held, expected in [*snapshots, (ring, rows)]:
+            assert held.rows == len(expected)
+            assert [contents(held, i) for i in range(held.rows)] == expected
+    slots = ring.slots(torch.zeros(ring.rows, 1, dtype=torch.long))
+    for slot, kept in zip(slots[:, 0], rows, strict=True):
+        if kept:
+            assert float(ring.keys.flatten(0, 1)[slot, 0]) == kept[0]
+
+
+def test_ring_rows_share_until_one_writes() -> None:
+    ring = Ring(2, 4, 2)
+    ring.append(0, numbered(1, 2, 3))
+    ring.append(1, numbered(7))
+    bytes_before = ring.nbytes
+    ring.select([0, 0, 1])
+    assert ring.nbytes == bytes_before
+    ring.append(1, numbered(4, 5))
+    assert [contents(ring, row) for row in range(3)] == [[1, 2, 3], [2, 3, 4, 5], [7]]
+    ring.select([2])
+    assert contents(ring, 0) == [7] and len(ring.keys) == 1
+
+
+def test_ring_copies_on_write_only_for_graphs() -> None:
+    ring = Ring(1, 4, 2)
+    ring.append(0, numbered(1, 2, 3, 4))
+    with torch.no_grad():
+        ring.view()
+        before = ring.keys.data_ptr()
+        ring.append(0, numbered(5))
+        assert ring.keys.data_ptr() == before
+    view = ring.view()
+    weight = torch.ones((), requires_grad=True)
+    result = (view.keys * weight).sum()
+    ring.append(0, numbered(6))
+    result.backward()  # fails if what the graph saved was overwritten
+    assert contents(view, 0) == [2, 3, 4, 5] and contents(ring, 0) == [3, 4, 5, 6]
+    pointer = ring.keys.data_ptr()
+    ring.append(0, numbered(7))
+    assert ring.keys.data_ptr() == pointer
+
+
+def test_ring_refuses_half_an_entry() -> None:
+    ring = Ring(1, 2, 2, value_width=3)
+    ring.append(0, numbered(1, 2), torch.randn(2, 3))
+    with pytest.raises(ValueError, match="values"):
+        ring.append(0, numbered(3))
+    assert contents(ring, 0) == [1, 2]
+    with pytest.raises(ValueError, match="values"):
+        Ring(1, 2, 2).append(0, numbered(3), torch.randn(1, 3))
+
+
+def test_ring_without_rows() -> None:
+    ring = Ring(2, 3, 2)
+    ring.append(0, numbered(1))
+    ring.select([])
+    assert ring.rows == 0 and len(ring.keys) == 0
