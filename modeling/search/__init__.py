@@ -19,6 +19,8 @@ def get_search(name: str) -> Search:
     Args:
         name: `"exact"`; `"faiss"`, exact through faiss; `"faiss:<index_factory string>"`, approximate; or `"auto"`.
     """
+    # "auto" is exact. CPU time of one thread, k = 16: faiss takes a quarter of it for one or two queries of a float32
+    # store, and 0.7 of it for many queries of up to 16K entries, but up to six times as much for large stores.
     if name in ("exact", "auto"):
         return ExactSearch()
     if name == "faiss":
