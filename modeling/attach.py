@@ -279,8 +279,8 @@ def before_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
         return None
     check_arguments(kwargs)
     ids = kwargs["input_ids"]
-    memory = given if given is not None else cache
-    memory = memory if isinstance(memory, MemoryCache) else as_memory(decoder, memory, ids.shape[0])
+    passed = given if given is not None else cache
+    memory = passed if isinstance(passed, MemoryCache) else as_memory(decoder, passed, ids.shape[0])
     match_rows(memory, ids.shape[0], options)
     real = real_tokens(kwargs.get("attention_mask"), ids, memory.visible)
 
@@ -301,6 +301,7 @@ def before_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
             earlier.append(output.last_hidden_state)
     call = prepare(decoder, memory, real[:, pieces[-1][0] :])
     call.earlier, call.keep = earlier, keep
+    call.returned = memory is passed or kwargs.get("use_cache") is not False
     return (), piece_inputs(decoder, call, kwargs, *pieces[-1])
 
 
@@ -315,6 +316,8 @@ def after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output:
     if call.earlier is None:
         return output
     memory.detach()
+    if not call.returned:
+        output.past_key_values = None
     if call.earlier:
         output.last_hidden_state = torch.cat([*call.earlier, output.last_hidden_state], 1)
     if call.keep is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import resource
 import time
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
@@ -59,10 +60,11 @@ def prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> torch.Tensor:
     """The question as ids `[1, tokens]`, through the chat template where the tokenizer has one."""
     if tokenizer.chat_template is None:
         return tokenizer(f"\nQuestion: {question}\nAnswer:", return_tensors="pt").input_ids
-    chat = tokenizer.apply_chat_template(
+    chat: Any = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    return chat["input_ids"]
+    ids: torch.Tensor = chat["input_ids"]
+    return ids
 
 
 if __name__ == "__main__":

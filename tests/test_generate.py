@@ -36,6 +36,7 @@ def test_greedy_equals_one_pass(make_model, ids, base, window):
     expected = greedy_by_hand(model, ids[:, :45], NEW)
     assert torch.equal(generate(model, ids[:, :45]), expected)
     assert torch.equal(generate(model, ids[:, :45], prefill_chunk_size=7), expected)
+    assert torch.equal(generate(model, ids[:, :45], use_cache=False), expected)
 
 
 @torch.no_grad()

@@ -63,6 +63,7 @@ class SegmentCall:
         window_tokens: how many tokens of closed segments each row still sees (sinks apart), `[rows]`.
         earlier: hidden states of the pieces before this one; None if another piece follows.
         keep: how many of the last hidden states are wanted; None for all.
+        returned: whether the caller gets the memory back (not with use_cache=False, unless it was passed in).
     """
 
     memory: Any
@@ -75,6 +76,7 @@ class SegmentCall:
     window_tokens: list[int]
     earlier: list[Tensor] | None = None
     keep: int | None = None
+    returned: bool = True
     scratch: dict[str, Any] = field(default_factory=dict)
 
     @property
