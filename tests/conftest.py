@@ -76,6 +76,8 @@ def make_base() -> Callable[..., PreTrainedModel]:
 
     def build(name: str, dtype: torch.dtype = torch.float64, **changes: object) -> PreTrainedModel:
         torch.manual_seed(0)
+        if name == "stories260k":
+            return trained_base(dtype, **changes)
         config = AutoConfig.for_model(**{**COMMON, **{**BASES, **MORE_BASES}[name], **changes})
         attention = changes.pop("attn_implementation", "sdpa")
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
@@ -85,6 +87,14 @@ def make_base() -> Callable[..., PreTrainedModel]:
         return model.to(dtype).eval()
 
     return build
+
+
+def trained_base(dtype: torch.dtype, attn_implementation: str = "sdpa") -> PreTrainedModel:
+    """A real, trained model of five layers."""
+    folder = SHARED / "data" / "models" / "stories260K-llama"
+    if not folder.is_dir():
+        pytest.skip("stories260K is not there")
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attn_implementation, dtype=dtype).eval()
 
 
 @pytest.fixture
@@ -133,19 +143,3 @@ def opener() -> Callable[..., None]:
 def ids() -> Tensor:
     """Two rows of 75 random ids: four full segments and a partial one."""
     return torch.randint(3, 128, (2, 75), generator=torch.Generator().manual_seed(2))
-
-
-@pytest.fixture(scope="session")
-def shared() -> Path:
-    """The folder with golden data, books and models, where there is one."""
-    if not SHARED.is_dir():
-        pytest.skip("../shared is not there")
-    return SHARED
-
-
-@pytest.fixture
-def stories(shared: Path) -> Path:
-    folder = shared / "data" / "models" / "stories260K-llama"
-    if not folder.is_dir():
-        pytest.skip("stories260K is not there")
-    return folder

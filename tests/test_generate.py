@@ -9,7 +9,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import cacheformers
 
-BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "qwen3"]
+BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "qwen3", "stories260k"]
 NEW = 20
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import cacheformers
 
-BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "qwen3"]
+BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "qwen3", "stories260k"]
 
 
 @pytest.fixture

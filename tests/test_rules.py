@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 import cacheformers
 from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
 
-BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "qwen3"]
+BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "qwen3", "stories260k"]
 MORE = ["qwen2", "gemma", "phi", "gpt_neox"]
 WINDOWS = {
     "segment": {},
@@ -57,8 +57,10 @@ def test_every_chunking_gives_the_same(make_model, ids, base, window):
         assert memory.tokens_read == [75, 75]
 
 
+# Not stories260K: the states of its layers lie within 1e-4 of one another, relatively, so float32 cannot tell which of
+# two entries is nearer. In float64, above, it is exact.
 @torch.no_grad()
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", BASES[:-1])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, None)])
 def test_every_chunking_in_lower_precision(make_model, ids, base, dtype, bound):
     model = make_model(base, dtype)
@@ -303,23 +305,3 @@ def test_padding_never_enters_a_memory(make_model, ids):
     alone = cacheformers.read(model, ids[:1, 9:], progress=False)
     ours = torch.cat(memory.state.rings[1].entries(0).spans)
     assert difference(ours, torch.cat(alone.state.rings[1].entries(0).spans)) < EXACT
-
-
-@torch.no_grad()
-def test_stories260k(stories, ids):
-    """The same rules on a trained model with its own tokenizer."""
-    from peft import get_peft_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    base = AutoModelForCausalLM.from_pretrained(stories).double().eval()
-    tokenizer = AutoTokenizer.from_pretrained(stories)
-    text = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. " * 12
-    text_ids = tokenizer(text, return_tensors="pt").input_ids
-    model = get_peft_model(base, cacheformers.NeurocacheAdapterConfig(segment_tokens=64, cache_size=150, topk=8)).eval()
-    for name, parameter in model.named_parameters():
-        if "lora_mem_gate" in name:
-            parameter.fill_(0.5)
-    whole = model(text_ids).logits
-    assert bool(torch.isfinite(whole).all())
-    for size in (1, 50, 64, 65):
-        assert difference(chunked(model, text_ids, size)[0], whole) < EXACT
