@@ -179,7 +179,7 @@ def train(model: PeftModel, lanes: Lanes, options: TrainOptions) -> tuple[list[f
                 input_ids=step.input_ids.to(device),
                 attention_mask=step.attention_mask.to(device) if padded else None,
                 past_key_values=memory,
-                use_cache=False,  # keys and values end with the segment; a memory comes and goes all the same
+                use_cache=memory is not None,
             )
             memory = output.past_key_values
             loss = mean_loss(output.logits, step.labels.to(device))

@@ -28,7 +28,7 @@ class MemoryLayer(nn.Module, BaseTunerLayer):
         self.layer = layer
         self.adapter_options: dict[str, NeurocacheOptions] = {}
         self.awaited: set[str] = set()  # adapters whose tensors are to come from a file
-        self.checked: set[str] = set()  # adapters whose LoRA tensors were seen to be complete
+        self.beside: dict[str, list[tuple[str, nn.Module]]] = {}  # LoRA and saved modules, on one layer for all
         for name in self.adapter_layer_names:
             setattr(self, name, nn.ModuleDict())
         self._disable_adapters = False
@@ -57,6 +57,15 @@ class MemoryLayer(nn.Module, BaseTunerLayer):
             getattr(self, PREFIX + part)[name] = module.to(dtype) if empty else module.to(device, dtype)
 
     @property
+    def fingerprint(self) -> tuple[float, ...]:
+        """A few numbers of the active adapter's W_p and norm: two trained adapters do not share them."""
+        name = next(name for name in self.active_adapters if name in self.adapter_options)
+        parts = self.parts(name)
+        if parts.down is None or parts.norm is None:
+            return ()
+        return (*parts.down.weight.detach().flatten()[:8].tolist(), *parts.norm.weight.detach()[:4].tolist())
+
+    @property
     def options(self) -> NeurocacheOptions | None:
         """Options of the active adapter, None while adapters are disabled or the active one has nothing here.
 
@@ -70,7 +79,7 @@ class MemoryLayer(nn.Module, BaseTunerLayer):
             raise ValueError(f"Only one memory can be active at a time, got {active}: use set_adapter() with one name.")
         return self.adapter_options[active[0]] if active else None
 
-    def check_loaded(self, decoder: nn.Module) -> None:
+    def check_loaded(self) -> None:
         """Refuse to run an adapter of which a tensor was not in the file (transformers and PEFT only log it).
 
         Raises:
@@ -78,20 +87,19 @@ class MemoryLayer(nn.Module, BaseTunerLayer):
         """
         for name in self.active_adapters:
             if name in self.awaited:
-                missing = [key for key, p in self.named_parameters() if f".{name}." in key and not came_from_file(p)]
-                raise ValueError(incomplete(name, [f"layer {self.layer}: {key}" for key in missing]))
-            if name not in self.checked:
-                lora = {key: p for key, p in decoder.named_parameters() if is_lora(key, name)}
-                missing = [key for key, parameter in lora.items() if not came_from_file(parameter)]
-                if 0 < len(missing) < len(lora):
-                    raise ValueError(incomplete(name, missing))
-                self.checked.add(name)
+                raise ValueError(incomplete(name, self._missing(name)))
+
+    def _missing(self, name: str) -> list[str]:
+        """An adapter's tensors that transformers did not mark as loaded: this layer's, and those it looks after."""
+        own = {f"layer {self.layer}: {key}": p for key, p in self.named_parameters() if f".{name}." in key}
+        beside = {
+            f"{path}.{key}": p for path, module in self.beside.get(name, []) for key, p in module.named_parameters()
+        }
+        return [key for key, p in {**own, **beside}.items() if not getattr(p, "_is_hf_initialized", False)]
 
     def train(self, mode: bool = True) -> MemoryLayer:
         # transformers calls this when it has loaded an adapter; what it loaded is marked.
-        for name in list(self.awaited):
-            if all(came_from_file(p) for key, p in self.named_parameters() if f".{name}." in key):
-                self.awaited.discard(name)
+        self.awaited = {name for name in self.awaited if self._missing(name)}
         super().train(mode)
         return self
 
@@ -110,6 +118,8 @@ class MemoryLayer(nn.Module, BaseTunerLayer):
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)
         self.adapter_options.pop(adapter_name, None)
+        self.beside.pop(adapter_name, None)
+        self.awaited.discard(adapter_name)
 
     def _all_available_adapter_names(self) -> list[str]:
         return sorted(self.adapter_options)
@@ -118,20 +128,11 @@ class MemoryLayer(nn.Module, BaseTunerLayer):
         """Nothing to do: `add_adapter` creates the parts on their device, and there is no base layer."""
 
 
-def is_lora(key: str, adapter: str) -> bool:
-    """Whether a parameter name belongs to an adapter's LoRA."""
-    return f".lora_A.{adapter}." in key or f".lora_B.{adapter}." in key
-
-
-def came_from_file(parameter: Tensor) -> bool:
-    """Whether transformers loaded a parameter (its own mark)."""
-    return getattr(parameter, "_is_hf_initialized", False)
-
-
 def incomplete(adapter: str, missing: list[str]) -> str:
     """The message for an adapter that lacks tensors."""
     shown = ", ".join(sorted(missing)[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
     return (
         f"Adapter {adapter!r} is incomplete: its file had no tensors for {shown}. The file is damaged, or belongs to "
-        "another configuration or version; save the adapter again with save_pretrained()."
+        "another configuration or version; save the adapter again with save_pretrained(). (If there was no file and it "
+        "is to start fresh: set inference_mode=False in its config.)"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import suppress
 from typing import Any
 
@@ -14,11 +15,17 @@ from cacheformers.adapters.layer import MemoryLayer, incomplete
 from cacheformers.modeling.attach import (
     ARCHITECTURES,
     add_hooks,
+    architecture,
     attention_modules,
     base_shape,
     branch_hook,
     find_decoder,
     projection_weights,
+)
+
+CANNOT_MERGE = (
+    "A memory cannot be merged into the base weights: it is computation, not a weight update. Keep the adapter, or "
+    "unload() it."
 )
 
 
@@ -31,8 +38,10 @@ class MemoryTuner(LoraModel):
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: Any) -> Any:
         if peft_config.target_modules is None and peft_config.layers_to_transform is None:
-            options = peft_config.resolve(base_shape(self.model.config))
-            peft_config.layers_to_transform = list(options.attention_layers)
+            layers = peft_config.resolve(base_shape(self.model.config)).attention_layers
+            names = architecture(self.model.config).feed_forward
+            within = rf"layers\.({'|'.join(map(str, layers))})\."
+            peft_config.target_modules = rf"(.*\.)?{within}(.*\.)?({'|'.join(names)})"
         return super()._prepare_adapter_config(peft_config, model_config)  # type: ignore[no-untyped-call]
 
     def inject_adapter(
@@ -43,7 +52,8 @@ class MemoryTuner(LoraModel):
         low_cpu_mem_usage: bool = False,
         state_dict: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        config: Any = self.peft_config[adapter_name]
+        config: Any = copy.copy(self.peft_config[adapter_name])  # the user's object may serve another base
+        self.peft_config[adapter_name] = config
         self._check_alone(adapter_name)
         options = config.resolve(base_shape(model.config))  # type: ignore[arg-type]  # before anything is changed
         super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
@@ -69,6 +79,8 @@ class MemoryTuner(LoraModel):
             memory.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
             if config.inference_mode:
                 memory.awaited.add(adapter_name)
+        lowest: Any = attentions[options.layers[0]].memory
+        lowest.beside[adapter_name] = adapter_modules(model, adapter_name)
         if not hasattr(decoder, "memory_hooks"):
             decoder.memory_hooks = add_hooks(model)  # type: ignore[assignment]
             self.register_load_state_dict_post_hook(check_complete)  # type: ignore[no-untyped-call]
@@ -97,12 +109,17 @@ class MemoryTuner(LoraModel):
             "sets, or switch with set_adapter()."
         )
 
+    def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(CANNOT_MERGE)
+
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("adapter_names") is not None:
+            raise ValueError("adapter_names: a batch cannot mix memories of several adapters. Use set_adapter().")
+        return super()._enable_peft_forward_hooks(*args, **kwargs)
+
     def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
         if merge:
-            raise ValueError(
-                "A memory cannot be merged into the base weights: it is computation, not a weight update. Keep the "
-                "adapter, or unload() it."
-            )
+            raise ValueError(CANNOT_MERGE)
         self.detach_memories()
         return super()._unload_and_optionally_merge(merge, *args, **kwargs)
 
@@ -149,3 +166,12 @@ def is_adapter_key(key: str, adapter: str) -> bool:
         (holder.startswith("lora_") or holder == "modules_to_save") and name == adapter
         for holder, name in zip(parts, parts[1:], strict=False)
     )
+
+
+def adapter_modules(model: nn.Module, adapter: str) -> list[tuple[str, nn.Module]]:
+    """What an adapter trains apart from its memory: LoRA's matrices and saved modules."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if name.endswith((f".lora_A.{adapter}", f".lora_B.{adapter}", f".modules_to_save.{adapter}"))
+    ]

@@ -95,7 +95,11 @@ class LayerMemory(Protocol):
     def options(self) -> MemoryOptions | None:
         """Options of the active adapter; None while none is active here."""
 
-    def check_loaded(self, decoder: nn.Module) -> None:
+    @property
+    def fingerprint(self) -> tuple[float, ...]:
+        """A few trained numbers by which two adapters differ."""
+
+    def check_loaded(self) -> None:
         """Raise if the active adapter lacks tensors."""
 
     def branch(self, hidden: Tensor, call: SegmentCall) -> Tensor | None:
@@ -178,12 +182,16 @@ def active_options(decoder: nn.Module) -> MemoryOptions | None:
     Raises:
         ValueError: the adapter was loaded from an incomplete file.
     """
-    for attention in attention_modules(decoder):
-        memory = getattr(attention, "memory", None)
-        if memory is not None and memory.options is not None:
-            memory.check_loaded(decoder)
-            return memory.options
-    return None
+    memories = active_memories(decoder)
+    for memory in memories:
+        memory.check_loaded()
+    return memories[0].options if memories else None
+
+
+def active_memories(decoder: nn.Module) -> list[LayerMemory]:
+    """The memories of the active adapter, lowest layer first."""
+    memories = [getattr(attention, "memory", None) for attention in attention_modules(decoder)]
+    return [memory for memory in memories if memory is not None and memory.options is not None]
 
 
 def new_memory(model: nn.Module, batch_size: int, cache_size: int | None = None) -> MemoryCache:
@@ -205,7 +213,10 @@ def new_memory(model: nn.Module, batch_size: int, cache_size: int | None = None)
     dtype = next(decoder.layers.parameters()).dtype  # type: ignore[union-attr]
     dtype = dtype if dtype.is_floating_point else torch.float32
     state = options.new_state(batch_size, devices, dtype, decoder.training, cache_size)
-    return MemoryCache(state, options.window, batch_size, options.signature)
+    memory = MemoryCache(state, options.window, batch_size, options.signature)
+    if not decoder.training:  # in training the adapter changes under the memory
+        memory.fingerprint = active_memories(decoder)[0].fingerprint
+    return memory
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -278,16 +289,24 @@ def before_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
             raise ValueError("A memory was passed, but no memory adapter is active on this model.")
         return None
     check_arguments(kwargs)
+    check_checkpointing(decoder)
     ids = kwargs["input_ids"]
     passed = given if given is not None else cache
     memory = passed if isinstance(passed, MemoryCache) else as_memory(decoder, passed, ids.shape[0])
-    match_rows(memory, ids.shape[0], options)
+    match_rows(decoder, memory, ids.shape[0], options)
     real = real_tokens(kwargs.get("attention_mask"), ids, memory.visible)
+    check_positions(kwargs.get("position_ids"), real)
+    if memory is passed and kwargs.get("use_cache") is False:
+        if memory.state.forward_is_segment:
+            memory.forget_columns()
+        elif not decoder.training:
+            raise ValueError(
+                "use_cache=False with a memory: generate() would read the same ids into it again at every step. Leave "
+                "use_cache out."
+            )
 
-    if memory.state.forward_is_segment and kwargs.get("use_cache") is False:
-        memory.forget_columns()
     pieces = memory.timeline.pieces(real)
-    if len(pieces) > 1 and (kwargs.get("output_hidden_states") or kwargs.get("output_attentions")):
+    if len(pieces) > 1 and any(wanted(decoder, kwargs, name) for name in ("output_hidden_states", "output_attentions")):
         raise ValueError(
             f"hidden_states and attentions are not available for inputs longer than a segment ({len(pieces)} pieces "
             "here): pass at most segment_tokens tokens at a time."
@@ -334,12 +353,41 @@ def before_attention(attention: nn.Module, args: Any, kwargs: dict[str, Any]) ->
     return args, {**kwargs, name: call.local}
 
 
+def wanted(decoder: nn.Module, kwargs: dict[str, Any], name: str) -> bool:
+    """Whether an output is asked for, by argument or by the model's configuration."""
+    value = kwargs.get(name)
+    return bool(getattr(decoder.config, name, False) if value is None else value)
+
+
+def check_positions(position_ids: Tensor | None, real: Tensor) -> None:
+    """Refuse packed documents: positions are the memory's own, and a restart would be overlooked."""
+    if position_ids is None or position_ids.shape[-1] != real.shape[1] or real.shape[1] < 2:
+        return
+    restarts = (position_ids.cpu().expand(len(real), -1).diff(dim=1) <= 0) & real[:, 1:] & real[:, :-1]
+    if bool(restarts.any()):
+        raise ValueError("position_ids restart within a row: give each document a row of its own, do not pack them.")
+
+
+def check_checkpointing(decoder: Any) -> None:
+    """Refuse reentrant activation checkpointing, which loses gradients to what layers share."""
+    if not (decoder.training and getattr(decoder, "gradient_checkpointing", False)):
+        return
+    function = getattr(decoder.layers[0], "_gradient_checkpointing_func", None)
+    if getattr(function, "keywords", {}).get("use_reentrant"):
+        raise ValueError('Activation checkpointing needs use_reentrant=False: enable it with {"use_reentrant": False}.')
+
+
 def check_arguments(kwargs: dict[str, Any]) -> None:
     """Refuse what a memory cannot follow, before anything is computed."""
+    if kwargs.get("return_dict") is False:
+        raise ValueError("The decoder needs return_dict=True here; ask the whole model for tuples instead.")
     if kwargs.get("input_ids") is None:
         raise ValueError("A memory follows token ids: pass input_ids, not inputs_embeds.")
     if kwargs["input_ids"].shape[1] == 0:
-        raise ValueError("input_ids is empty.")
+        raise ValueError(
+            "input_ids is empty. To go on with a memory that generate() returned, pass all ids since the last read(), "
+            "not only the new ones."
+        )
     mask = kwargs.get("attention_mask")
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         raise ValueError(
@@ -362,7 +410,7 @@ def as_memory(decoder: nn.Module, cache: Cache | None, rows: int) -> MemoryCache
     return new_memory(decoder, rows)
 
 
-def match_rows(memory: MemoryCache, rows: int, options: MemoryOptions) -> None:
+def match_rows(decoder: nn.Module, memory: MemoryCache, rows: int, options: MemoryOptions) -> None:
     """Check that a memory belongs to this model and batch; expand it when its rows divide the batch (beams)."""
     if memory.signature != options.signature:
         ours, theirs = options.signature, memory.signature
@@ -371,6 +419,8 @@ def match_rows(memory: MemoryCache, rows: int, options: MemoryOptions) -> None:
             "This memory was made with another model or adapter configuration; they differ in: "
             + "; ".join(f"{key} ({theirs.get(key)} in the memory, {ours.get(key)} here)" for key in differing)
         )
+    if memory.fingerprint and not decoder.training and memory.fingerprint != active_memories(decoder)[0].fingerprint:
+        raise ValueError("This memory was made with another adapter: its entries are compressed by other weights.")
     if rows == memory.batch_size:
         return
     if rows % memory.batch_size:

@@ -67,6 +67,7 @@ class MemoryCache(Cache):
         self.timeline = Timeline(batch_size, window)
         self.local: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys, values [rows, heads, columns, dim]
         self.visible = 0
+        self.fingerprint: tuple[float, ...] = ()  # of the adapter that reads, where it stays as it is
 
     # What transformers asks of a cache
 
@@ -129,6 +130,8 @@ class MemoryCache(Cache):
             raise ValueError(f"crop() takes minus the number of tokens to remove, got {tokens_to_remove}.")
         if removed == 0:
             return
+        if self.columns and not self.local and not self.state.forward_is_segment:
+            raise ValueError("A training step does not keep the keys of a full segment, so it cannot be cropped.")
         held = min(self.columns, self.visible)
         if self.state.forward_is_segment or removed > held or not bool(self.timeline.open[:, -removed:].all()):
             raise ValueError(
@@ -202,11 +205,13 @@ class MemoryCache(Cache):
         Args:
             rotate: turns keys `[rows, heads, columns, dim]` by `[rows, columns]` positions; None where keys carry none.
         """
-        for row in rows:
-            columns = self.timeline.open[row].nonzero()[:, 0]
-            if len(columns):
-                self.state.commit(row, columns)
-                self._move_window(row, self.timeline.close(row), rotate)
+        closing = {row: self.timeline.open[row].nonzero()[:, 0] for row in rows}
+        closing = {row: columns for row, columns in closing.items() if len(columns)}
+        for row, columns in closing.items():
+            self.state.check(row, columns)
+        for row, columns in closing.items():
+            self.state.commit(row, columns)
+            self._move_window(row, self.timeline.close(row), rotate)
         self._drop_columns()
 
     def _move_window(self, row: int, shift: Tensor, rotate: Rotate | None) -> None:

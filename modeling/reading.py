@@ -49,7 +49,9 @@ def read(
         options = active_options(decoder)
         if options is None:
             raise ValueError("No memory adapter is active on this model: enable it, or set it with set_adapter().")
-        match_rows(memory, len(ids), options)
+        if cache_size is not None:
+            raise ValueError("cache_size is for an empty memory; this one has its size already.")
+        match_rows(decoder, memory, len(ids), options)
     device = next(decoder.parameters()).device
     step = active_options(decoder).segment_tokens  # type: ignore[union-attr]
     time = torch.arange(ids.shape[1])
@@ -86,7 +88,13 @@ def pack(documents: Tensor | list[list[int]] | list[Tensor], attention_mask: Ten
             )
         rows = [row[mask.bool()].cpu() for row, mask in zip(documents, attention_mask, strict=True)]
     else:
-        rows = [torch.as_tensor(row, dtype=torch.long).cpu() for row in documents]
+        if attention_mask is not None:
+            raise ValueError("A list of documents needs no attention_mask: leave padding out of the lists.")
+        documents = [documents] if documents and isinstance(documents[0], int) else documents
+        rows = [torch.as_tensor(row).cpu() for row in documents]
+        if any(row.dim() != 1 for row in rows):
+            raise ValueError("Each document of a list must be a list or tensor of ids, [tokens].")
+        rows = [row if len(row) else row.long() for row in rows]
     if not rows:
         raise ValueError("There is no document to read.")
     lengths = torch.tensor([len(row) for row in rows])

@@ -28,6 +28,8 @@ import cacheformers
         ({"compression_factor": 5}, "does not divide the hidden size"),
         ({"segment_tokens": 65}, "65 positions, but this base model has 64"),
         ({"local_window": "sliding", "window_tokens": 60}, "76 positions"),
+        ({"window_tokens": -5}, "must not be negative"),
+        ({"sink_tokens": -1}, "must not be negative"),
         ({"search": "quick"}, "exact.*faiss"),
         ({"compatibility": "published"}, "compatibility must be one of"),
     ],
@@ -55,6 +57,7 @@ def test_learned_positions_cannot_slide(make_base, config_factory):
         (torch.tensor([[5, -1]]), "vocabulary has 128 entries"),
         (torch.tensor([[5.0]]), "must be integers"),
         (torch.zeros(1, 1, 1, dtype=torch.long), "input_ids must be"),
+        ([torch.ones(1, 3, dtype=torch.long)], "must be a list or tensor of ids"),
     ],
 )
 def test_documents(make_model, documents, message):
@@ -78,6 +81,15 @@ def test_masks(make_model, ids):
         model(ids, output_hidden_states=True)
     with pytest.raises(ValueError, match="longer than a segment"):
         model(ids, output_attentions=True)
+    with pytest.raises(ValueError, match="do not pack"):
+        model(ids, position_ids=(torch.arange(75) % 25)[None])
+    with pytest.raises(ValueError, match="return_dict"):
+        model.base_model.model.model(ids, return_dict=False)
+    with pytest.raises(ValueError, match="needs no attention_mask"):
+        cacheformers.read(model, ids.tolist(), torch.ones_like(ids), progress=False)
+    model.config.output_hidden_states = True
+    with pytest.raises(ValueError, match="longer than a segment"):
+        model(ids)
 
 
 def test_memories_of_other_models_and_batches(make_model, make_base, ids):
@@ -108,16 +120,69 @@ def test_a_memory_begun_in_evaluation_cannot_train(make_model, ids):
 
 @torch.no_grad()
 def test_nan_is_not_stored(make_model, ids):
+    """Nothing of the batch is stored, and after the reset of the bad row the others go on."""
+    model = make_model("llama_gqa")
+    memory = cacheformers.read(model, ids[:, :32], progress=False)
+    expected = model(ids[:, :9], past_key_values=memory.clone()).logits
+    embedding = model.base_model.model.model.embed_tokens.weight
+    saved = embedding[3].clone()
+    bad = ids[:, 32:48].clone()
+    bad[1, 4], bad[0] = 3, bad[0].clamp(min=4)
+    embedding[3] = float("nan")
+    with pytest.raises(ValueError, match="segment of row 1 holds NaN or Inf.*nothing was stored"):
+        cacheformers.read(model, bad, memory=memory, progress=False)
+    embedding[3] = saved
+    assert memory.state.rings[1].written == [32, 32]
+    memory.reset([1])
+    assert bool(torch.isfinite(model(ids[:, :9], past_key_values=memory).logits).all())
+    fresh = cacheformers.read(model, ids[:, :32], progress=False)
+    assert torch.equal(model(ids[:, :9], past_key_values=fresh).logits, expected)
+
+
+def test_another_adapters_memory(make_model, config_factory, opener, ids):
     model = make_model("llama_gqa")
     memory = cacheformers.read(model, ids, progress=False)
-    expected = model(ids[:, :9], past_key_values=memory.clone()).logits
-    weight = model.base_model.model.model.layers[0].mlp.down_proj.weight
-    saved = weight.clone()
-    weight.fill_(float("nan"))
-    with pytest.raises(ValueError, match="NaN or Inf"):
-        cacheformers.read(model, ids, memory=memory.clone(), progress=False)
-    weight.copy_(saved)
-    assert torch.equal(model(ids[:, :9], past_key_values=memory).logits, expected)
+    model.add_adapter("second", config_factory())
+    model.set_adapter("second")
+    with pytest.raises(ValueError, match="made with another adapter"):
+        model.eval()(ids, past_key_values=memory)
+
+
+def test_reentrant_checkpointing_is_refused(make_model, ids):
+    model = make_model("llama_gqa").train()
+    model.base_model.model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        model(ids[:, :16])
+
+
+@torch.no_grad()
+def test_forwards_that_would_confuse_a_memory(make_model, ids):
+    model = make_model("llama_gqa")
+    memory = cacheformers.read(model, ids, progress=False)
+    with pytest.raises(ValueError, match="use_cache=False with a memory"):
+        model.generate(ids[:, :9], past_key_values=memory, use_cache=False, max_new_tokens=3)
+    with pytest.raises(ValueError, match="cache_size is for an empty memory"):
+        cacheformers.read(model, ids, memory=memory, cache_size=5, progress=False)
+    unflushed = cacheformers.read(model, ids, flush=False, progress=False)
+    other = make_model("llama_gqa", topk=2)
+    for parameter, value in zip(other.parameters(), model.parameters(), strict=True):
+        parameter.copy_(value)
+    with pytest.raises(ValueError, match="read with topk=4, not 2"):
+        other(ids[:, :5], past_key_values=unflushed)
+
+
+def test_a_training_step_cannot_be_cropped(make_model, ids):
+    memory = make_model("llama_gqa")(ids[:, :16]).past_key_values
+    with pytest.raises(ValueError, match="cannot be cropped"):
+        memory.crop(-3)
+
+
+def test_reading_in_inference_mode(make_model, ids):
+    model = make_model("llama_gqa")
+    with torch.inference_mode():
+        memory = cacheformers.read(model, ids, progress=False)
+    with torch.no_grad():
+        assert bool(torch.isfinite(model(ids, past_key_values=memory).logits).all())
 
 
 def test_flash_attention_with_padding_names_sdpa(make_model, ids):

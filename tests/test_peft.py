@@ -121,12 +121,16 @@ def test_the_adapter_is_one_file_with_everything_trained(saved, ids):
 
 
 @pytest.mark.parametrize("door", ["PeftModel", "AutoModel", "load_adapter", "AutoPeft"])
-@pytest.mark.parametrize("lost", ["lora_mem_down", "lora_mem_gate", "lora_A", "everything"])
+@pytest.mark.parametrize(
+    "lost", ["lora_mem_down", "lora_mem_gate", "layers.2.self_attn.memory", "lora_A", "all of lora_A", "everything"]
+)
 def test_a_missing_tensor_is_an_error(saved, ids, door, lost):
     base_folder, adapter_folder, _ = saved("llama_gqa", ids)
     file = adapter_folder / "adapter_model.safetensors"
     tensors = load_file(file)
     victims = [key for key in tensors if lost in key][:1] if lost != "everything" else list(tensors)
+    if lost == "all of lora_A":
+        victims = [key for key in tensors if "lora_A" in key or "lora_B" in key]
     kept = {key: tensor for key, tensor in tensors.items() if key not in victims}
     save_file(kept or {"foreign": torch.zeros(1)}, file)
     with pytest.raises(ValueError, match="incomplete|No tensor of the file fits"):
@@ -198,6 +202,11 @@ def test_what_cannot_work_says_why(make_base, make_model, config_factory, ids):
     model.base_model.set_adapter(["default", "second"])
     with pytest.raises(ValueError, match="one memory can be active"):
         model(ids)
+    with pytest.raises(ValueError, match="cannot be merged"):
+        model.merge_adapter()
+    model.set_adapter("default")
+    with pytest.raises(ValueError, match="cannot mix memories"):
+        model(ids, adapter_names=["default", "second"])
     with pytest.raises(ValueError, match="DoRA"):
         config_factory(use_dora=True)
 
@@ -311,3 +320,39 @@ def test_config_round_trip(config_factory, tmp_path):
     assert again.attention_layers == [1, 2]
     assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "NEUROCACHE"
     shutil.rmtree(tmp_path)
+
+
+def test_a_lost_saved_module_is_an_error(make_base, config_factory, ids, tmp_path):
+    make_base("llama_gqa", torch.float32).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    get_peft_model(base, config_factory(modules_to_save=["lm_head"])).save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({key: tensor for key, tensor in tensors.items() if "lm_head" not in key}, file)
+    with pytest.raises(ValueError, match="incomplete"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")(ids)
+
+
+def test_a_config_serves_several_bases(make_base, config_factory):
+    """Defaults are found for each base anew."""
+    config = config_factory(retrieval_map=None)
+    for layers in (4, 8):
+        model = get_peft_model(make_base("llama_gqa", num_hidden_layers=layers), config)
+        names = [name for name, _ in model.named_parameters() if "lora_A" in name]
+        found = {int(name.split("layers.")[1].split(".")[0]) for name in names}
+        assert found == set(range(3 * layers // 4, layers))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", BASES[:-1])
+def test_a_base_without_a_head(make_base, config_factory, opener, ids, base):
+    whole = make_base(base)
+    expected = get_peft_model(whole, config_factory()).eval()
+    opener(expected)
+    headless = get_peft_model(make_base(base).base_model, config_factory()).eval()
+    states = {key.split("layers.", 1)[1]: value for key, value in expected.state_dict().items() if "lora_" in key}
+    for key, value in headless.state_dict().items():
+        if "lora_" in key:
+            value.copy_(states[key.split("layers.", 1)[1]])
+    logits = whole.lm_head(headless(input_ids=ids).last_hidden_state)
+    assert torch.allclose(logits, expected(ids).logits, atol=1e-9)

@@ -328,6 +328,14 @@ def test_activation_checkpointing_changes_nothing(folder):
     assert losses_of(folder, "--memory_rate=1e-2", "--seed", "1") != pytest.approx(plain, rel=1e-3)
 
 
+def test_training_remembers_from_step_to_step(folder):
+    """How much a memory holds shows in the loss once segments have closed and the gates have opened."""
+    options = ("--memory_rate=1e-2", "--lanes", "1", "--warmup", "0")
+    large, small = losses_of(folder, *options), losses_of(folder, *options, "--cache_size", "5")
+    assert large[:2] == pytest.approx(small[:2], rel=1e-6)
+    assert abs(large[3] - small[3]) > 1e-4 * small[3]
+
+
 def test_without_lora(folder):
     losses_of(folder, "--lora_targets", "none")
     config = cacheformers.NeurocacheAdapterConfig.from_pretrained(str(folder / "adapter"))

@@ -103,12 +103,12 @@ def document_losses(
     """The losses of one document's tokens from the second on, in order, a segment `[tokens]` at a time."""
     remembers = active_options(find_decoder(unwrap(model))) is not None
     memory = new_memory(model, 1, cache_size) if remembers else None
+    continues = memory is not None and not memory.state.forward_is_segment
     device = next(model.parameters()).device
     for start in range(0, len(ids) - 1, segment_tokens):
         labels = ids[None, start + 1 : start + 1 + segment_tokens].to(device)
         inputs = ids[None, start : start + labels.shape[1]].to(device)
-        # Keys and values end with the segment; a memory comes and goes all the same.
-        output = model(input_ids=inputs, past_key_values=memory, use_cache=False)
+        output = model(input_ids=inputs, past_key_values=memory, use_cache=continues)
         yield token_losses(output.logits, labels)[0]
 
 

@@ -103,6 +103,10 @@ class MemoryState(ABC):
         """Append what a forward left behind as new columns."""
 
     @abstractmethod
+    def check(self, row: int, columns: Tensor) -> None:
+        """Raise ValueError where `commit` with the same arguments would store what must not be stored."""
+
+    @abstractmethod
     def commit(self, row: int, columns: Tensor) -> None:
         """Move one row's open segment into the memory; `columns` `[length]` are its tokens in order."""
 

@@ -75,6 +75,9 @@ class NeurocacheOptions:
         for name in ("cache_size", "compression_factor", "topk", "neighborhood_size", "context_size", "segment_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("window_tokens", "sink_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
         if size % self.compression_factor:
             raise ValueError(f"compression_factor {self.compression_factor} does not divide the hidden size {size}.")
         if self.topk > self.cache_size or self.neighborhood_size > self.cache_size:
@@ -174,6 +177,8 @@ class NeurocacheOptions:
         if self.compatibility is not None:
             from cacheformers.modeling.memories.neurocache_reference import ReferenceState
 
+            if cache_size is not None:
+                raise ValueError("compatibility modes have the cache_size of their configuration.")
             return ReferenceState(self, rows, devices, dtype, keep_values)
         return NeurocacheState(self, rows, devices, dtype, keep_values, cache_size)
 
@@ -307,17 +312,21 @@ class NeurocacheState(MemoryState):
             for layer, tensor in new.items():
                 held[layer] = torch.cat([held[layer], tensor], 1) if layer in held else tensor
 
-    def commit(self, row: int, columns: Tensor) -> None:
-        chosen = {layer: self.entries[layer][row, columns.to(ring.keys.device)] for layer, ring in self.rings.items()}
-        for layer, entries in chosen.items():
-            if not bool(torch.isfinite(entries).all()):
+    def check(self, row: int, columns: Tensor) -> None:
+        for layer in self.rings:
+            entries = self.entries[layer]
+            if not bool(torch.isfinite(entries[row, columns.to(entries.device)]).all()):
                 raise ValueError(
-                    f"The states of layer {layer} hold NaN or Inf, so they were not stored; the memory is as it was. "
-                    "Check the model's weights and dtype (float16 overflows in many models: use bfloat16)."
+                    f"The open segment of row {row} holds NaN or Inf in layer {layer}; nothing was stored, and what "
+                    f"was read before is as it was. Check the model's weights and dtype (float16 overflows in many "
+                    f"models: use bfloat16), then go on from a clone() taken before, or reset([{row}])."
                 )
+
+    def commit(self, row: int, columns: Tensor) -> None:
         for layer, ring in self.rings.items():
-            values = self.values[layer][row, columns.to(ring.keys.device)] if layer in self.values else None
-            ring.append(row, chosen[layer], values)
+            chosen = columns.to(ring.keys.device)
+            values = self.values[layer][row, chosen] if layer in self.values else None
+            ring.append(row, self.entries[layer][row, chosen], values)
 
     def keep(self, columns: Tensor) -> None:
         for held in self.open_parts:
@@ -482,6 +491,10 @@ def context_sources(context: int, call: SegmentCall, device: torch.device) -> Co
 
 def earlier_hits(past: Tensor | None, sources: ContextSources, topk: int) -> Tensor:
     """Hits of the c-1 tokens before the new ones, `[rows, c-1, k]`, -1 where there is no such token."""
+    if past is not None and past.shape[2] != topk:
+        raise ValueError(
+            f"The open segment was read with topk={past.shape[2]}, not {topk}: close it with read() first."
+        )
     if past is None or past.shape[1] == 0:
         return sources.columns.new_full((*sources.columns.shape, topk), -1)
     return keep_columns(past, sources.columns, 1).masked_fill(~sources.present[..., None], -1)

@@ -118,7 +118,7 @@ class Ring:
             return
         physical = self._own(row)
         self._grow(min(self.written[physical] + length, self.capacity))
-        if self._read_by_graph:
+        if self._read_by_graph or self.keys.is_inference():
             self.keys = self.keys.clone()
             self.values = None if self.values is None else self.values.clone()
             self._read_by_graph = False
