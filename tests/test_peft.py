@@ -305,7 +305,9 @@ def test_quantised_base(make_base, config_factory, ids, tmp_path):
     pytest.importorskip("bitsandbytes", reason="4-bit and 8-bit bases need bitsandbytes")
     from transformers import BitsAndBytesConfig
 
-    make_base("llama_gqa", torch.float32).save_pretrained(tmp_path)
+    # Widths that the 4-bit kernels take.
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+    make_base("llama_gqa", torch.float32, **sizes).save_pretrained(tmp_path)
     for quantisation in ({"load_in_4bit": True}, {"load_in_8bit": True}):
         base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=BitsAndBytesConfig(**quantisation))
         model = get_peft_model(base, config_factory()).eval()
