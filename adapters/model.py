@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from peft import LoraModel
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from peft.utils.integrations import dequantize_module_weight
+from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from cacheformers.adapters.layer import MemoryLayer, incomplete
 from cacheformers.modeling.attach import (
@@ -20,7 +22,6 @@ from cacheformers.modeling.attach import (
     base_shape,
     branch_hook,
     find_decoder,
-    projection_weights,
 )
 
 CANNOT_MERGE = (
@@ -166,6 +167,20 @@ def is_adapter_key(key: str, adapter: str) -> bool:
         (holder.startswith("lora_") or holder == "modules_to_save") and name == adapter
         for holder, name in zip(parts, parts[1:], strict=False)
     )
+
+
+def projection_weights(attention: nn.Module, config: PretrainedConfig) -> tuple[Tensor, ...]:
+    """A layer's own W_q, W_k, W_v, W_o, de-quantised, without LoRA."""
+    modules = []
+    for name in architecture(config).projections:
+        module = getattr(attention, name)
+        modules.append(module.get_base_layer() if hasattr(module, "get_base_layer") else module)
+    weights = [dequantize_module_weight(module).detach() for module in modules]
+    if len(weights) == 4:
+        return tuple(weights)
+    shape = base_shape(config)  # fused, [heads * 3 * head_dim, hidden], q, k, v by head
+    fused = weights[0].view(shape.heads, 3, shape.head_dim, shape.hidden_size)
+    return (*(fused[:, i].flatten(0, 1) for i in range(3)), weights[1])
 
 
 def adapter_modules(model: nn.Module, adapter: str) -> list[tuple[str, nn.Module]]:

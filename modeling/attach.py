@@ -160,22 +160,6 @@ def attention_modules(decoder: nn.Module) -> list[nn.Module]:
     return [getattr(layer, name) for layer in decoder.layers]  # type: ignore[union-attr]
 
 
-def projection_weights(attention: nn.Module, config: PretrainedConfig) -> tuple[Tensor, ...]:
-    """A layer's own W_q, W_k, W_v, W_o, de-quantised, without LoRA."""
-    from peft.utils.integrations import dequantize_module_weight
-
-    modules = []
-    for name in architecture(config).projections:
-        module = getattr(attention, name)
-        modules.append(module.get_base_layer() if hasattr(module, "get_base_layer") else module)
-    weights = [dequantize_module_weight(module).detach() for module in modules]
-    if len(weights) == 4:
-        return tuple(weights)
-    shape = base_shape(config)  # fused, [heads * 3 * head_dim, hidden], q, k, v by head
-    fused = weights[0].view(shape.heads, 3, shape.head_dim, shape.hidden_size)
-    return (*(fused[:, i].flatten(0, 1) for i in range(3)), weights[1])
-
-
 def active_options(decoder: nn.Module) -> MemoryOptions | None:
     """Options of the active memory adapter, None where there is none.
 
