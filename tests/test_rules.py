@@ -305,3 +305,26 @@ def test_padding_never_enters_a_memory(make_model, ids):
     alone = cacheformers.read(model, ids[:1, 9:], progress=False)
     ours = torch.cat(memory.state.rings[1].entries(0).spans)
     assert difference(ours, torch.cat(alone.state.rings[1].entries(0).spans)) < EXACT
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", BASES + MORE)
+def test_the_segment_window_is_the_base_on_each_segment(make_base, make_model, ids, base):
+    expected = torch.cat([make_base(base)(part).logits for part in ids.split(16, dim=1)], 1)
+    model = make_model(base, target_modules=[])
+    logits = model(ids, past_key_values=cacheformers.new_memory(model, 2, cache_size=0)).logits
+    assert difference(logits, expected) < EXACT
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", [base for base in BASES + MORE if base not in ("opt", "stories260k")])
+@pytest.mark.parametrize("padding", [0, 7])
+def test_a_window_over_everything_is_the_base_in_one_piece(make_base, make_model, ids, base, padding):
+    """Keys that were turned to new positions at every boundary must attend as if they had never moved."""
+    expected = make_base(base)(ids[:, padding:60]).logits
+    model = make_model(base, target_modules=[], local_window="sliding", window_tokens=48)
+    mask = torch.ones(2, 60, dtype=torch.long)
+    mask[:, :padding] = 0
+    memory = cacheformers.new_memory(model, 2, cache_size=0)
+    logits = model(ids[:, :60], attention_mask=mask, past_key_values=memory).logits[:, padding:]
+    assert difference(logits, expected) < 1e-5  # angles are float32 in transformers
