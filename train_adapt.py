@@ -1,285 +1,299 @@
 """Adapt a pretrained model to read with a memory: train an adapter on long documents.
 
-    python train_adapt.py recipes/smollm2_books.yaml
-    python train_adapt.py recipes/smollm2_books.yaml --method lora --output runs/books_lora --steps 50
+python train_adapt.py recipes/smollm2_books.yaml
+python train_adapt.py recipes/smollm2_books.yaml --method lora --output runs/books_lora --steps 50
+torchrun --nproc_per_node 8 train_adapt.py recipes/mistral_7b_longpile.yaml --resume
 """
 
 from __future__ import annotations
 
 import json
-import platform
-import subprocess
 import sys
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any, Literal
+from typing import Any
 
-import datasets
-import peft
 import torch
-import transformers
+from accelerate import Accelerator
 from peft import LoraConfig, PeftModel, get_peft_model
-from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 import cacheformers
-from cacheformers.modeling.attach import architecture, base_shape
-from cacheformers.training.documents import Documents, load_texts
-from cacheformers.training.evaluate import HeldOut, Score, evaluate, held_out
-from cacheformers.training.lanes import Lanes
-from cacheformers.training.loss import mean_loss
-from cacheformers.training.optim import Rates, clip_gradients, make_optimizer, trained_parameters
-from cacheformers.training.options import RecipeParser, layer_map, method_options, option
+from cacheformers.evaluation.adapter import check_controls, evaluate_adapter
+from cacheformers.evaluation.options import EvalOptions
+from cacheformers.evaluation.perplexity import HeldOut, held_out
+from cacheformers.evaluation.plots import save_plots
+from cacheformers.evaluation.run import scores
+from cacheformers.evaluation.tables import print_runs
+from cacheformers.modeling.memories.neurocache import NeurocacheOptions
+from cacheformers.training.adapter import adapter_config
+from cacheformers.training.base_model import ModelOptions, base_config, check_quantization, load_base, load_tokenizer
+from cacheformers.training.checkpoints import CheckpointError, Checkpoints, write_text
+from cacheformers.training.documents import DataOptions, DocumentRow, Documents, open_documents
+from cacheformers.training.environment import environment
+from cacheformers.training.estimate import Estimate, estimate
+from cacheformers.training.groups import make_groups
+from cacheformers.training.history import History
+from cacheformers.training.loop import ProcessLost, Stopped, TrainingRun, train
+from cacheformers.training.optim import Rates, make_optimizer, make_schedule, trained_parameters
+from cacheformers.training.options import RecipeParser, method_options
+from cacheformers.training.processes import check_processes, make_accelerator, prepare
+from cacheformers.training.run_state import inner, save_adapter, trained_state
+from cacheformers.training.settings import (
+    RunOptions,
+    TrainOptions,
+    check_output,
+    check_resumable,
+    check_train_options,
+    resumed_settings,
+)
 
 # New adapters are not trained with the published package's errors.
 MemoryOptions: Any = method_options(cacheformers.NeurocacheAdapterConfig, without=("compatibility",))
 
 
 @dataclass
-class TrainOptions:
-    """What is trained, on what, and how."""
+class Options:
+    """A recipe: its options by topic."""
 
-    base: str = option(help="Pretrained causal language model: a local folder or a Hub id.")
-    train: list[str] = option(
-        help="Documents to train on: files or folders. JSON lines (.jsonl, .jsonl.gz) with a field 'text', one "
-        "document a line; .txt and .md, one document a file."
-    )
-    output: str = option(help="Folder for the adapter, its tokenizer and train_result.json.")
-    overwrite: bool = option(False, help="Write into an output folder that already holds an adapter.")
-    method: Literal["neurocache", "lora"] = option(
-        "neurocache",
-        help="'neurocache' trains a memory and LoRA. 'lora' leaves the memory out: the same LoRA on the same segments "
-        "in the same order, to compare with.",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", help="Precision of the base model's weights ('auto': as saved). The adapter is trained in float32."
-    )
-    device: str | None = option(None, help="Where to train, such as cpu or cuda:0. Default: a GPU if there is one.")
-    seed: int = option(0, help="Fixes the adapter's random start and the order of documents.")
+    model: ModelOptions
+    data: DataOptions
+    train: TrainOptions
+    run: RunOptions
+    evaluation: EvalOptions
+    memory: Any  # MemoryOptions
 
-    min_tokens: int = option(2, help="Leave out documents with fewer tokens (the paper: 20000).")
-    lanes: int = option(1, help="Documents read side by side: rows of a batch. Each lane keeps a memory of its own.")
-    steps: int = option(1000, help="Optimiser steps; each reads one segment of segment_tokens in every lane.")
 
-    lora_targets: list[str] | None = option(
-        None,
-        help="Linear layers that LoRA adapts, by name, in the layers with cache attention. Default: those of the "
-        "feed-forward block. 'none': no LoRA.",
-    )
-    lora_rate: float = option(3e-4, help="Peak learning rate of LoRA.")
-    memory_rate: float = option(3e-4, help="Peak learning rate of the memory's projections.")
-    gate_factor: float = option(
-        30.0, help="The gates' peak rate is memory_rate times this: from zero they have far to go."
-    )
-    weight_decay: float = option(0.0, help="AdamW's weight decay of matrices; gates and norms have none.")
-    warmup: float = option(0.1, help="Share of the steps in which rates rise; then they fall on a cosine to zero.")
-    clip: float = option(1.0, help="Gradients are scaled down to this norm.")
-    activation_checkpointing: bool = option(
-        False, help="Compute activations twice instead of keeping them: less memory, about a third more time."
-    )
+@dataclass
+class Plan:
+    """A checked recipe: everything that it needs but the model's weights.
 
-    valid: list[str] | None = option(None, help="Held-out documents, in the forms of --train. Default: no evaluation.")
-    valid_documents: int | None = option(None, help="Evaluate on the first so many documents. Default: on all.")
-    valid_tokens: int | None = option(None, help="Evaluate on the first so many tokens of each. Default: on all.")
-    skip_base: bool = option(False, help="Do not evaluate the base model before training.")
+    Attributes:
+        adapter, memory: what is trained, and the memory's options on this base.
+        settings: what a run that goes on from this one's checkpoints must share.
+        resumed: the checkpoint to go on from.
+    """
+
+    options: Options
+    adapter: LoraConfig
+    memory: NeurocacheOptions
+    accelerator: Accelerator
+    tokenizer: PreTrainedTokenizerBase
+    documents: DocumentRow
+    valid: list[HeldOut]
+    checkpoints: Checkpoints
+    settings: dict[str, Any]
+    resumed: Path | None
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Train as the options say."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = make_parser()
-    options: TrainOptions
-    options, memory_options = parser.parse(arguments)
-    segment = memory_options.segment_tokens
-
-    # What can be wrong is looked at before a model is loaded.
+    options = Options(*parser.parse(arguments))
     try:
-        check_options(options)
-        tokenizer = AutoTokenizer.from_pretrained(options.base)
-        documents = Documents(load_texts(options.train), tokenizer, options.min_tokens)
-        documents.check(segment)
-        valid = valid_set(options, tokenizer)
-    except (OSError, ValueError) as error:
+        if options.run.estimate:
+            print(estimated(options).table())
+            return
+        plan = make_plan(options)
+        model = load_model(plan)
+    except (OSError, ValueError, ImportError) as error:
         parser.error(str(error))
-
-    torch.manual_seed(options.seed)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    base = AutoModelForCausalLM.from_pretrained(options.base, dtype=options.dtype)
-    base.to(device)  # type: ignore[arg-type]
-    try:
-        check_vocabulary(base, tokenizer)
-        model: PeftModel = get_peft_model(base, adapter_config(base.config, options, memory_options))
-    except ValueError as error:
-        parser.error(str(error))
-    if options.activation_checkpointing:
-        base.activation_checkpointing_enable({"use_reentrant": False})
-    trained = sum(parameter.numel() for parameter in trained_parameters(model))
-    print(
-        f"{options.method} on {options.base}: {trained:,} parameters to train, {len(documents)} documents, "
-        f"{options.lanes} lanes of {segment} tokens, {options.steps} steps"
+    run = make_run(plan, model)
+    schedule = make_schedule(
+        inner(run.optimizer), run.steps, int(options.train.warmup * run.steps), done=run.history.steps
     )
-
-    scores: dict[str, Score] = {}
-    if valid and not options.skip_base:
-        with model.disable_adapter():
-            scores["base"] = evaluate(model, valid, segment, title="Base model")
-
-    lanes = Lanes(documents, options.lanes, segment, options.seed)
-    losses, seconds = train(model, lanes, options)
-    model.save_pretrained(options.output)
-    tokenizer.save_pretrained(options.output)
-
-    if valid and options.method == "lora":
-        scores["lora"] = evaluate(model, valid, segment, title="LoRA")
-    elif valid:
-        for size in (0, memory_options.cache_size):
-            name = f"cache {size:,}" if size else "cache off"
-            scores[name] = evaluate(model, valid, segment, size, title=name)
-
-    result = {
-        "command": ["train_adapt.py", *arguments],
-        "options": asdict(options),
-        "memory_options": asdict(memory_options),
-        "environment": environment(device),
-        "trained_parameters": trained,
-        "losses": losses,
-        "seconds_per_step": seconds,
-        "scores": {name: score.as_dict() for name, score in scores.items()},
-    }
-    path = Path(options.output) / "train_result.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print_table(losses, seconds, scores)
-    print(f"Adapter and train_result.json are in {options.output}")
+    failure = ""
+    try:
+        train(run, schedule, options.run.checkpoint_every, options.run.log_every, options.run.stop_after)
+    except Stopped as stopped:
+        run.accelerator.print(stopped)
+    except (FloatingPointError, CheckpointError) as error:
+        failure = str(error)
+    except ProcessLost as error:
+        sys.exit(f"\n{error}")
+    else:
+        finish(plan, run, arguments)
+    accelerator = run.accelerator
+    del run, model, schedule, plan
+    end(accelerator)
+    if failure:
+        sys.exit(f"\n{failure}")
 
 
 def make_parser() -> RecipeParser:
-    return RecipeParser([TrainOptions, MemoryOptions], (__doc__ or "").splitlines()[0])
+    kinds = [ModelOptions, DataOptions, TrainOptions, RunOptions, EvalOptions, MemoryOptions]
+    return RecipeParser(kinds, (__doc__ or "").splitlines()[0])
 
 
-def train(model: PeftModel, lanes: Lanes, options: TrainOptions) -> tuple[list[float], float]:
-    """The training loop. Returns the loss of each step and the mean seconds a step."""
-    rates = Rates(
-        options.lora_rate, options.memory_rate, options.memory_rate * options.gate_factor, options.weight_decay
+def make_plan(options: Options) -> Plan:
+    """Look at everything that can be wrong before a model is loaded.
+
+    Raises:
+        OSError, ValueError, ImportError: something is; says what to do.
+    """
+    check_train_options(options.train, options.run)
+    check_quantization(options.model.quantize)
+    check_output(options.train.output, options.run)
+    adapter, memory = adapter_config(base_config(options.model.base), options.train, options.memory)
+    accelerator = make_accelerator(options.model.device, options.train.output, options.run)
+    check_processes(accelerator, options.train, options.run.sharding)
+    with accelerator.main_process_first():  # a GGUF base is converted once
+        tokenizer = load_tokenizer(options.model.base)
+    documents = open_documents(options.data.train, tokenizer, options.data)
+    documents.check(memory.segment_tokens)
+    valid = valid_documents(options, tokenizer)
+    if valid:
+        check_controls(valid, options.evaluation, memory)
+    settings = resumed_settings(
+        options.model,
+        options.data,
+        options.train,
+        options.memory,
+        documents=documents.identity(),
+        processes=accelerator.num_processes,
     )
-    optimizer, schedule = make_optimizer(model, rates, options.steps, int(options.warmup * options.steps))
-    device = next(model.parameters()).device
-    model.train()
-    memory = None if options.method == "lora" else cacheformers.new_memory(model, options.lanes)
-    losses: list[float] = []
-    tokens = 0
-    with tqdm(range(1, options.steps + 1), desc="Training", unit=" steps") as bar:
-        for number in bar:
-            step = lanes.step()
-            padded = not bool(step.attention_mask.all())
-            if memory is not None:
-                memory.reset(step.reset.nonzero()[:, 0].tolist())
-            output = model(
-                input_ids=step.input_ids.to(device),
-                attention_mask=step.attention_mask.to(device) if padded else None,
-                past_key_values=memory,
-                use_cache=memory is not None,
-            )
-            memory = output.past_key_values
-            loss = mean_loss(output.logits, step.labels.to(device))
-            if not bool(torch.isfinite(loss)):
-                raise FloatingPointError(
-                    f"The loss of step {number} is {loss.item()} (documents {step.documents}); nothing was saved. Try "
-                    "lower learning rates or, instead of float16, bfloat16."
-                )
-            loss.backward()
-            clip_gradients(model, options.clip)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad(set_to_none=True)
-
-            losses.append(float(loss.detach()))
-            tokens += int(step.attention_mask.sum())
-            elapsed = bar.format_dict["elapsed"]
-            bar.set_postfix_str(f"loss {mean(losses[-20:]):.3f}, {tokens / elapsed:,.0f} tokens/s")
-    return losses, elapsed / options.steps
+    checkpoints = Checkpoints(Path(options.train.output) / "checkpoints", options.run.keep_checkpoints)
+    resumed = checkpoints.newest() if options.run.resume else None
+    if resumed is not None:
+        check_resumable(checkpoints.load(resumed)["settings"], settings, str(resumed))
+    return Plan(options, adapter, memory, accelerator, tokenizer, documents, valid, checkpoints, settings, resumed)
 
 
-def check_options(options: TrainOptions) -> None:
-    """Raise ValueError for numbers that make no sense and for an output folder that is taken."""
-    for name in ("lanes", "steps", "valid_documents", "valid_tokens", "clip"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{name} must be greater than 0, got {value}.")
-    if (Path(options.output) / "adapter_config.json").exists() and not options.overwrite:
-        raise ValueError(f"{options.output} already holds an adapter: choose another --output, or add --overwrite.")
-
-
-def check_vocabulary(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError where the tokenizer has ids that the model does not know."""
-    known = base.config.vocab_size
-    if len(tokenizer) > known:
-        raise ValueError(f"The tokenizer has {len(tokenizer)} entries, the model {known}: they do not belong together.")
-
-
-def valid_set(options: TrainOptions, tokenizer: PreTrainedTokenizerBase) -> list[HeldOut]:
+def valid_documents(options: Options, tokenizer: PreTrainedTokenizerBase) -> list[HeldOut]:
     """The held-out documents; none if no evaluation is wanted."""
-    if options.valid is None:
+    wanted = options.evaluation
+    if wanted.valid is None:
         return []
-    documents = Documents(load_texts(options.valid), tokenizer, options.min_tokens)
-    return held_out(documents, options.valid_documents, options.valid_tokens)
+    documents = open_documents(wanted.valid, tokenizer, replace(options.data, stream=False))
+    assert isinstance(documents, Documents)
+    return held_out(documents, wanted.valid_documents, wanted.valid_tokens)
 
 
-def adapter_config(base: PretrainedConfig, options: TrainOptions, memory_options: Any) -> LoraConfig:
-    """The adapter of the chosen method; LoRA alone has the targets that it has beside the memory."""
-    chosen = asdict(memory_options)
-    if chosen["retrieval_map"] is not None:
-        chosen["retrieval_map"] = layer_map(chosen["retrieval_map"])
-    targets = options.lora_targets or list(architecture(base).feed_forward)
-    config = cacheformers.NeurocacheAdapterConfig(
-        **chosen, target_modules=[] if targets == ["none"] else targets, task_type="CAUSAL_LM"
+def estimated(options: Options) -> Estimate:
+    """The memory of a training step, from the base's configuration alone."""
+    base, train = base_config(options.model.base), options.train
+    check_train_options(train, options.run)
+    adapter, memory = adapter_config(base, train, options.memory)
+    processes = options.run.estimate_processes
+    dtype: Any = (base.dtype or torch.float32) if options.model.dtype == "auto" else getattr(torch, options.model.dtype)
+    return estimate(
+        base,
+        adapter,
+        lanes=train.lanes // processes,
+        segment_tokens=memory.segment_tokens,
+        accumulation=train.accumulation,
+        backprop_segments=train.backprop_segments,
+        dtype=dtype,
+        quantize=None if options.model.quantize == "none" else options.model.quantize,
+        optimizer=train.optimizer,
+        activation_checkpointing=train.activation_checkpointing,
+        processes=processes,
+        sharding=None if options.run.sharding == "none" else options.run.sharding,
+        device_type="cpu" if options.model.device == "cpu" else "cuda",
     )
-    layers = list(config.resolve(base_shape(base)).attention_layers)
-    if options.method == "lora":
-        if targets == ["none"]:
-            raise ValueError("--method lora with --lora_targets none leaves nothing to train.")
-        return LoraConfig(
-            r=config.r,
-            lora_alpha=config.lora_alpha,
-            target_modules=targets,
-            layers_to_transform=layers,
-            task_type="CAUSAL_LM",
-        )
-    config.layers_to_transform = None if targets == ["none"] else layers
-    return config
 
 
-def environment(device: str) -> dict[str, Any]:
-    """When, where and with what a result came about."""
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": git_commit(Path(__file__).resolve().parent),
-        "python": platform.python_version(),
-        **{module.__name__: module.__version__ for module in (cacheformers, torch, transformers, peft, datasets)},
-        "machine": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads",
-        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
+def load_model(plan: Plan) -> PeftModel:
+    """The base with a new adapter, in training mode; the same in every process."""
+    base, _ = load_base(plan.options.model, plan.accelerator.device)
+    torch.manual_seed(plan.options.train.seed)
+    model: PeftModel = get_peft_model(base, plan.adapter)
+    if plan.options.train.activation_checkpointing:
+        base.activation_checkpointing_enable({"use_reentrant": False})
+        base.disable_input_require_grads()  # transformers asks for them; frozen layers below need no gradients
+    model.train()  # memories that begin now keep what training needs
+    return model
+
+
+def make_run(plan: Plan, model: PeftModel) -> TrainingRun:
+    """The run at its first step, or as the checkpoint has it."""
+    options, accelerator = plan.options.train, plan.accelerator
+    trained = sum(parameter.numel() for parameter in trained_parameters(model))
+    accelerator.print(
+        f"{options.method} on {plan.options.model.base}: {trained:,} parameters to train, {plan.documents}, "
+        f"{options.lanes} lane(s) of {plan.memory.segment_tokens} tokens, {options.steps} steps, "
+        f"{accelerator.num_processes} process(es)"
+    )
+    gate_rate = options.memory_rate * options.gate_factor
+    rates = Rates(options.lora_rate, options.memory_rate, gate_rate, options.weight_decay)
+
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        return make_optimizer(model, rates, options.optimizer)
+
+    wrapped, optimizer = prepare(accelerator, model, optimizer_of, plan.options.run.sharding, options)
+    torch.manual_seed(options.seed + accelerator.process_index)  # dropout differs between processes
+    run = TrainingRun(
+        accelerator=accelerator,
+        model=wrapped,
+        adapter=model,
+        optimizer=optimizer,
+        groups=make_groups(
+            model,
+            plan.documents,
+            lanes=options.lanes,
+            tokens=plan.memory.segment_tokens * options.backprop_segments,
+            seed=options.seed,
+            remembers=options.method != "lora",
+            groups=options.accumulation,
+            process=accelerator.process_index,
+            processes=accelerator.num_processes,
+        ),
+        checkpoints=plan.checkpoints,
+        settings=plan.settings,
+        steps=options.steps,
+        clip=options.clip,
+        history=History(),
+    )
+    if plan.resumed is None:
+        plan.checkpoints.clear()
+    else:
+        run.restore(plan.resumed)
+        accelerator.print(f"Going on from {plan.resumed}")
+    accelerator.init_trackers("cacheformers")
+    return run
+
+
+def finish(plan: Plan, run: TrainingRun, arguments: list[str]) -> None:
+    """Save the adapter, evaluate it, and write down what came out."""
+    options, accelerator, history = plan.options, run.accelerator, run.history
+    output = Path(options.train.output)
+    weights = trained_state(run.adapter)
+    if accelerator.is_main_process:
+        save_adapter(output, run.adapter, weights)
+        plan.tokenizer.save_pretrained(output)
+    runs = evaluate_adapter(run.adapter, plan.valid, options.evaluation, plan.memory) if plan.valid else {}
+    if not accelerator.is_main_process:
+        return
+    result = {
+        "command": ["train_adapt.py", *arguments],
+        "options": asdict(options),
+        "environment": environment(accelerator.device, accelerator.num_processes),
+        "trained_parameters": sum(tensor.numel() for tensor in weights.values()),
+        **history.as_dict(),
+        "scores": scores(runs) if runs else {},
     }
+    write_text(output / "train_result.json", json.dumps(result, indent=1) + "\n")
+    print(
+        f"\n{history.steps} steps, {history.seconds / history.steps:.2f} s a step; mean loss of the last 20: "
+        f"{mean(history.losses[-20:]):.4f}"
+    )
+    if runs:
+        print_runs(runs)
+    if options.evaluation.plots:
+        save_plots(output, runs, history.losses)
+    print(f"\nAdapter, train_result.json and plots are in {output}")
 
 
-def git_commit(folder: Path) -> str | None:
-    """The commit of a working tree, marked if files differ from it; None for an installed package."""
-    if not (folder / ".git").exists():
-        return None
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() or None
+def end(accelerator: Accelerator) -> None:
+    """Close the trackers and the connections between processes.
 
-
-def print_table(losses: list[float], seconds: float, scores: dict[str, Score]) -> None:
-    print(f"\n{len(losses)} steps, {seconds:.2f} s a step; mean loss of the last 20: {mean(losses[-20:]):.4f}")
-    if scores:
-        print(f"\n{'held-out documents':<20}{'perplexity':>12}{'bits/character':>16}{'tokens':>12}")
-    for name, score in scores.items():
-        print(f"{name:<20}{score.perplexity:>12.3f}{score.bits_per_character:>16.4f}{score.tokens:>12,}")
+    The model must be gone before: a DDP model that outlives its connections can wait for ever when it is freed (gloo).
+    """
+    accelerator.free_memory()
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

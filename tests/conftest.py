@@ -10,11 +10,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models; the test workers are the parallelism
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import datasets
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
+from recipe import WORDS, write_documents
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import cacheformers
 
@@ -143,3 +146,29 @@ def opener() -> Callable[..., None]:
 def ids() -> Tensor:
     """Two rows of 75 random ids: four full segments and a partial one."""
     return torch.randint(3, 128, (2, 75), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token a word: w0 to w124."""
+    vocabulary = {name: i for i, name in enumerate(["<pad>", "<bos>", "<eos>", *(f"w{i}" for i in range(WORDS))])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+
+@pytest.fixture
+def folder(
+    tmp_path: Path,
+    make_base: Callable[..., PreTrainedModel],
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:
+    """A tiny base model with its tokenizer in `base`, and documents in `train.jsonl` and `valid.jsonl`."""
+    make_base("llama_gqa", torch.float32).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    write_documents(tmp_path / "train.jsonl", 60, 90, 20)
+    write_documents(tmp_path / "valid.jsonl", 70, 50)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    return tmp_path

@@ -1,40 +1,201 @@
-"""Documents from files: found and checked before work starts, tokenised when their turn comes."""
+"""Documents: checked before work starts, tokenised when their turn comes, in an order that only a seed decides.
+
+They stand in an endless row, and lanes take them by their position in it. `Documents` has all of them at hand and
+shuffles them anew each epoch; `StreamedDocuments` reads them in order, once an epoch, and shuffles block by block.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from datasets import Dataset, concatenate_datasets, load_dataset
-from datasets.exceptions import DatasetGenerationError
+from datasets import IterableDataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-# Suffix -> how `datasets` calls the format.
-FORMATS = {".jsonl": "json", ".jsonl.gz": "json", ".txt": "text", ".md": "text"}
+from cacheformers.training.options import option
+from cacheformers.training.sources import UNREADABLE, load_texts, stream_texts
+
+SAMPLED = 16  # documents that a fingerprint looks at
+CHECKED = 10_000  # documents of a stream among which one must be long enough
 
 
-class Documents:
+@dataclass
+class DataOptions:
+    """Which documents to train on."""
+
+    train: list[str] = option(
+        help="Documents to train on: files, folders and datasets of the Hub. JSON lines (.jsonl, .jsonl.gz) and "
+        ".parquet hold one document a row; .txt and .md are one document each. Datasets are named owner/name, "
+        "owner/name:config or owner/name:config:split."
+    )
+    text_field: str = option("text", help="The field of a JSON line, or the column, that holds a document's text.")
+    min_tokens: int = option(2, help="Leave out documents with fewer tokens (the paper: 20000).")
+    stream: bool = option(
+        False,
+        help="Read the documents in order, as training goes on, instead of loading all of them before it starts: for "
+        "data larger than the disk.",
+    )
+    shuffle_block: int = option(1000, help="With stream: shuffle so many documents at a time. They are held in memory.")
+
+
+def open_documents(
+    paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: DataOptions
+) -> Documents | StreamedDocuments:
+    """The documents of files, folders and Hub datasets (not those of `options.train` but of `paths`).
+
+    Raises:
+        FileNotFoundError, ValueError: something is not there, cannot be read or has no such field; see `find_sources`.
+    """
+    if options.shuffle_block <= 0:
+        raise ValueError(f"shuffle_block must be greater than 0, got {options.shuffle_block}.")
+    if options.stream:
+        stream = stream_texts(paths, options.text_field)
+        return StreamedDocuments(stream, tokenizer, options.min_tokens, options.shuffle_block, paths)
+    return Documents(load_texts(paths, options.text_field), tokenizer, options.min_tokens, paths)
+
+
+class DocumentRow(ABC):
+    """Documents in an endless row: what lanes need to know of them.
+
+    Args:
+        min_tokens: documents with fewer tokens are left out.
+        sources: the paths and names they come from.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, min_tokens: int, sources: Sequence[str]) -> None:
+        self.tokenizer, self.min_tokens, self.sources = tokenizer, min_tokens, list(sources)
+        self.least = max(min_tokens, 2)  # one token alone predicts nothing
+
+    @abstractmethod
+    def at(self, position: int, seed: int) -> int:
+        """Index of the document that stands at a position of the endless row; nothing but the seed decides it."""
+
+    @abstractmethod
+    def text(self, index: int) -> str | None:
+        """The text of one document."""
+
+    @abstractmethod
+    def release(self, position: int) -> None:
+        """Say that no document before this position of the endless row will be asked for again."""
+
+    @abstractmethod
+    def check(self, segment_tokens: int) -> None:
+        """See to it that some document goes beyond a segment (reads on until it finds one).
+
+        Raises:
+            ValueError: all documents are empty or left out, or none is longer than a segment.
+        """
+
+    @abstractmethod
+    def _first_texts(self) -> Iterable[str | None]:
+        """Texts that tell these documents from others."""
+
+    def tokens(self, index: int) -> Tensor:
+        """Ids of one document, `[tokens]`; empty where the document is left out."""
+        return self._tokens(self.text(index))
+
+    def name(self, index: int) -> str:
+        """What errors and logs call a document: its index and how it begins."""
+        words = (self.text(index) or "").split(maxsplit=8)
+        start = " ".join(words[:8])[:60]
+        return f'document {index} ("{start} ...")' if start else f"document {index} (empty)"
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same to go on with these documents; holds nothing that differs between machines."""
+        return dict(self._identity)
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        texts = [text or "" for text in self._first_texts()]
+        beginnings = [self.tokenizer(text[:1000], verbose=False)["input_ids"] for text in texts]
+        return {
+            "sources": [Path(source).name if Path(source).exists() else source for source in self.sources],
+            "min_tokens": self.min_tokens,
+            "texts": fingerprint(texts),
+            "tokenizer": fingerprint([sorted(self.tokenizer.get_vocab().items()), beginnings]),
+        }
+
+    def _tokens(self, text: str | None) -> Tensor:
+        ids = self.tokenizer(text, verbose=False)["input_ids"] if text and self._may_suffice(text) else []
+        return torch.tensor(ids if len(ids) >= self.least else [], dtype=torch.long)
+
+    def _may_suffice(self, text: str) -> bool:
+        """Whether a text can have enough tokens: there is at most one a byte, whatever the vocabulary.
+
+        Bytes count after normalisation, which may lengthen a text; tokenizers may put a space before it, and special
+        tokens around it.
+        """
+        if len(text) >= self.least or not self.tokenizer.is_fast:
+            return True
+        normalizer = self.tokenizer.backend_tokenizer.normalizer
+        normalized = normalizer.normalize_str(text) if normalizer else text
+        most = len(normalized.encode()) + 1 + self.tokenizer.num_special_tokens_to_add()
+        return most >= self.least
+
+    def _check(self, texts: Iterable[str | None], segment_tokens: int, limit: int | None = None) -> None:
+        count, longest, blank = 0, 0, True
+        for text in islice(texts, limit):
+            count, longest = count + 1, max(longest, len(self._tokens(text)))
+            blank = blank and not (text or "").strip()
+            if longest > segment_tokens:
+                return
+        total = f"the first {count:,}" if count == limit else f"{count:,}"
+        if blank:
+            raise ValueError(f"All {total} documents are empty.")
+        if longest == 0:
+            raise ValueError(f"All {total} documents have fewer than {self.least} tokens.")
+        raise ValueError(
+            f"The longest of {total} documents has {longest} tokens, which is not more than one segment of "
+            f"{segment_tokens}: nothing would ever be remembered. Give longer documents or a smaller segment_tokens."
+        )
+
+
+class Documents(DocumentRow):
     """Texts with the tokenizer that turns them into ids.
 
     Args:
         texts: one string a document; None and empty strings count as empty documents.
         min_tokens: documents with fewer tokens are left out.
+        sources: the paths and names they come from.
     """
 
-    def __init__(self, texts: Sequence[str | None], tokenizer: PreTrainedTokenizerBase, min_tokens: int = 2) -> None:
-        self.texts, self.tokenizer, self.min_tokens = texts, tokenizer, min_tokens
+    def __init__(
+        self,
+        texts: Sequence[str | None],
+        tokenizer: PreTrainedTokenizerBase,
+        min_tokens: int = 2,
+        sources: Sequence[str] = (),
+    ) -> None:
+        super().__init__(tokenizer, min_tokens, sources)
+        self.texts = texts
 
     def __len__(self) -> int:
         return len(self.texts)
 
-    def tokens(self, index: int) -> Tensor:
-        """Ids of one document, `[tokens]`; empty where the document is left out."""
-        text = self.texts[index]
-        ids = self.tokenizer(text, verbose=False)["input_ids"] if text else []
-        kept = ids if len(ids) >= max(self.min_tokens, 2) else []  # one token alone predicts nothing
-        return torch.tensor(kept, dtype=torch.long)
+    def __str__(self) -> str:
+        return f"{len(self):,} documents"
+
+    def at(self, position: int, seed: int) -> int:
+        """Index of the document that stands at a position of the endless row: one permutation an epoch."""
+        epoch, place = divmod(position, len(self))
+        return int(permutation(seed, epoch, len(self))[place])
+
+    def text(self, index: int) -> str | None:
+        """The text of one document."""
+        return self.texts[index]
+
+    def release(self, position: int) -> None:
+        """Nothing to do: all documents stay at hand."""
 
     def check(self, segment_tokens: int) -> None:
         """See to it that some document goes beyond a segment (reads on until it finds one).
@@ -42,80 +203,122 @@ class Documents:
         Raises:
             ValueError: all documents are empty or left out, or none is longer than a segment.
         """
-        longest = 0
-        for index in range(len(self)):
-            longest = max(longest, len(self.tokens(index)))
-            if longest > segment_tokens:
-                return
-        if not any((text or "").strip() for text in self.texts):
-            raise ValueError(f"All {len(self)} documents are empty.")
-        if longest == 0:
-            raise ValueError(f"All {len(self)} documents have fewer than {max(self.min_tokens, 2)} tokens.")
-        raise ValueError(
-            f"The longest of {len(self)} documents has {longest} tokens, which is not more than one segment of "
-            f"{segment_tokens}: nothing would ever be remembered. Give longer documents or a smaller segment_tokens."
-        )
+        self._check(self.texts, segment_tokens)
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same to go on with these documents; holds nothing that differs between machines."""
+        return {"documents": len(self), **super().identity()}
+
+    def _first_texts(self) -> list[str | None]:
+        chosen = np.linspace(0, len(self) - 1, min(SAMPLED, len(self))).astype(int)
+        return [self.texts[int(index)] for index in chosen]
 
 
-def load_texts(paths: Sequence[str]) -> Sequence[str | None]:
-    """The texts of documents, in the order of the paths.
+class StreamedDocuments(DocumentRow):
+    """Documents read in order from a stream that begins again where it ends.
+
+    Block b is documents b * shuffle_block to (b + 1) * shuffle_block - 1 of the endless stream, and the same places of
+    the endless row, permuted. So the order depends on the seed alone, and a position is enough to go on from. Blocks
+    are held from when a document of theirs is asked for until `release`.
 
     Args:
-        paths: files, or folders that are searched for them: JSON lines (`.jsonl`, `.jsonl.gz`) with a field `text`, one
-            document a line; `.txt` and `.md`, one document a file.
-
-    Raises:
-        FileNotFoundError: a path that does not exist, or a folder without a file of these kinds.
-        ValueError: another kind of file, one that cannot be read as what its name says, no field `text`, no document.
+        texts: rows of one column, a document each.
+        min_tokens: documents with fewer tokens are left out.
+        shuffle_block: documents that are shuffled together.
+        sources: the paths and names they come from.
     """
-    groups = grouped(paths)
-    if not groups:
-        raise ValueError(f"There is no document in {', '.join(paths)}: the files are empty.")
-    texts = concatenate_datasets([load_file_group(kind, files) for kind, files in groups])
-    return texts["text"]  # a lazy column: a text is read when it is asked for
+
+    def __init__(
+        self,
+        texts: IterableDataset,
+        tokenizer: PreTrainedTokenizerBase,
+        min_tokens: int = 2,
+        shuffle_block: int = 1000,
+        sources: Sequence[str] = (),
+    ) -> None:
+        super().__init__(tokenizer, min_tokens, sources)
+        self.texts, self.shuffle_block = texts, shuffle_block
+        self._length: int | None = None  # documents of the stream, once its end has been seen
+        self._blocks: dict[int, list[str | None]] = {}
+        self._first = 0  # no block before this one is needed
+        self._next = 0  # the block that the reader comes to next
+        self._reader: Iterator[str | None] | None = None
+
+    def __str__(self) -> str:
+        return f"documents streamed from {', '.join(self.sources) or 'a dataset'}"
+
+    def at(self, position: int, seed: int) -> int:
+        """Index, in the endless stream, of the document at a position of the endless row: one permutation a block."""
+        block, place = divmod(position, self.shuffle_block)
+        return block * self.shuffle_block + int(permutation(seed, block, self.shuffle_block)[place])
+
+    def text(self, index: int) -> str | None:
+        """The text of one document, by its index in the endless stream. Reads on, or goes back, as far as that."""
+        block, place = divmod(index, self.shuffle_block)
+        if block not in self._blocks and (self._reader is None or block < self._next):
+            self._next = min(self._first, block)
+            self._reader = self._endless(self._next * self.shuffle_block)
+        while block not in self._blocks:
+            assert self._reader is not None
+            self._blocks[self._next] = list(islice(self._reader, self.shuffle_block))
+            self._next += 1
+        return self._blocks[block][place]
+
+    def release(self, position: int) -> None:
+        """Let go of the blocks before this position of the endless row. After a restart, reading begins there."""
+        self._first = position // self.shuffle_block
+        self._blocks = {block: texts for block, texts in self._blocks.items() if block >= self._first}
+
+    def check(self, segment_tokens: int) -> None:
+        """See to it that some document goes beyond a segment, among the first 10,000 (reads on until it finds one).
+
+        Raises:
+            ValueError: all of them are empty or left out, or none is longer than a segment.
+        """
+        self._check(self._from(0), segment_tokens, CHECKED)
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same to go on with these documents; holds nothing that differs between machines."""
+        return {"shuffle_block": self.shuffle_block, **super().identity()}
+
+    def _first_texts(self) -> Iterable[str | None]:
+        return islice(self._from(0), SAMPLED)
+
+    def _endless(self, index: int) -> Iterator[str | None]:
+        """Texts of the endless stream from document `index` on."""
+        while True:
+            start = stop = index if self._length is None else index % self._length
+            for text in self._from(start):
+                yield text
+                stop += 1
+            if self._length is None:
+                # Nothing came where the stream is shorter than `start`: by how much, only counting tells.
+                self._length = stop if stop > start else self._count()
+            if self._length == 0:
+                raise ValueError(f"There is no document in {self}.")
+            index += stop - start
+
+    def _count(self) -> int:
+        return sum(len(table) for table in self.texts.with_format("arrow").iter(batch_size=1000))
+
+    def _from(self, start: int) -> Iterator[str | None]:
+        """Texts of the stream from document `start` to its end."""
+        index = start
+        try:
+            for row in self.texts.skip(start):
+                (text,) = row.values()
+                yield text
+                index += 1
+        except UNREADABLE as error:
+            raise ValueError(f"Document {index} of the {self} cannot be read: {error}") from error
 
 
-def grouped(paths: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Every file that is not empty with its format; neighbours of one format together, because they load as one."""
-    groups: list[tuple[str, list[str]]] = []
-    for path in paths:
-        for file in find_files(Path(path)):
-            kind = file_format(file)
-            if file.stat().st_size == 0:
-                continue
-            if not groups or groups[-1][0] != kind:
-                groups.append((kind, []))
-            groups[-1][1].append(str(file))
-    return groups
+@lru_cache(maxsize=2)  # lanes stand in the same epoch or block, or in neighbouring ones
+def permutation(seed: int, number: int, length: int) -> np.ndarray:
+    """The order of an epoch's or a block's documents, `[length]`."""
+    return np.random.default_rng((seed, number)).permutation(length)
 
 
-def find_files(path: Path) -> list[Path]:
-    """The path itself, or a folder's files of a known format, sorted by name."""
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path} does not exist.")
-    files = sorted(file for file in path.rglob("*") if file.is_file() and file.name.endswith(tuple(FORMATS)))
-    if not files:
-        raise FileNotFoundError(f"The folder {path} holds no documents ({', '.join(FORMATS)}).")
-    return files
-
-
-def file_format(file: Path) -> str:
-    for suffix, kind in FORMATS.items():
-        if file.name.endswith(suffix):
-            return kind
-    raise ValueError(f"{file} is none of {', '.join(FORMATS)}.")
-
-
-def load_file_group(kind: str, files: list[str]) -> Dataset:
-    """Read files of one format; only the field `text` is kept."""
-    options = {"sample_by": "document"} if kind == "text" else {}
-    try:
-        loaded = load_dataset(kind, data_files=files, split="train", **options)
-    except (DatasetGenerationError, StopIteration) as error:
-        reason = error.__cause__ or error or "nothing in it"
-        raise ValueError(f"{', '.join(files)}: cannot be read as {kind}: {reason}") from error
-    if "text" not in loaded.column_names:
-        raise ValueError(f"{', '.join(files)}: no field 'text', only {', '.join(loaded.column_names) or 'nothing'}.")
-    return loaded.select_columns(["text"])
+def fingerprint(value: Any) -> str:
+    """A short hash of something that JSON can hold."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

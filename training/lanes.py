@@ -1,27 +1,27 @@
 """Lanes: each row of a batch follows one document, segment by segment, and then the next.
 
-Documents stand in an endless row: one permutation an epoch, drawn from the seed. The document at position p belongs to
-lane p modulo the number of lanes, so who reads what depends on nothing but the seed and that number.
+Documents stand in an endless row (`Documents.at`). The document at position p belongs to lane p modulo the number of
+lanes of the whole run, so who reads what depends on nothing but the seed and that number: not on how lanes are divided
+among processes and batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from cacheformers.training.documents import Documents
+from cacheformers.training.documents import DocumentRow
 
 IGNORED = -100  # the label of a position without a target
 
 
 @dataclass
 class Step:
-    """What all lanes read in one step.
+    """What lanes read in one step.
 
     Attributes:
         input_ids: `[lanes, segment_tokens]`, padded on the right where a document ends.
@@ -37,6 +37,11 @@ class Step:
     reset: Tensor
     documents: list[int]
 
+    @property
+    def targets(self) -> int:
+        """How many positions have a label; as many as there are tokens."""
+        return int(self.attention_mask.sum())
+
 
 class Lanes:
     """An endless iterator over steps.
@@ -44,16 +49,26 @@ class Lanes:
     A document of n tokens gives n - 1 inputs: its last token is only ever a label.
 
     Args:
-        count: number of lanes (rows of the batch).
+        count: number of lanes of the whole run.
         segment_tokens: tokens a step.
         pad_id: fills up last segments; its value does not matter.
+        own: the lanes that this instance reads (rows of its batch). Default: all.
     """
 
-    def __init__(self, documents: Documents, count: int, segment_tokens: int, seed: int, pad_id: int = 0) -> None:
-        self.documents, self.segment_tokens, self.seed, self.pad_id = documents, segment_tokens, seed, pad_id
-        self.position = list(range(count))  # each lane's place in the endless row
-        self.offset = [0] * count  # inputs of its document that a lane has read
-        self._tokens: list[Tensor | None] = [None] * count
+    def __init__(
+        self,
+        documents: DocumentRow,
+        count: int,
+        segment_tokens: int,
+        seed: int,
+        pad_id: int = 0,
+        own: Sequence[int] | None = None,
+    ) -> None:
+        self.documents, self.count, self.segment_tokens = documents, count, segment_tokens
+        self.seed, self.pad_id = seed, pad_id
+        self.position = list(range(count) if own is None else own)  # each lane's place in the endless row
+        self.offset = [0] * len(self.position)  # inputs of its document that a lane has read
+        self._tokens: list[Tensor | None] = [None] * len(self.position)
 
     def __iter__(self) -> Iterator[Step]:
         while True:
@@ -74,16 +89,14 @@ class Lanes:
             labels[lane, :length] = targets
             mask[lane, :length] = 1
             begins.append(start == 0)
-            documents.append(self._document(self.position[lane]))
+            documents.append(self._document(lane))
             self.offset[lane] += length
             if self.offset[lane] + 1 >= len(tokens):
                 self._advance(lane)
         return Step(ids, labels, mask, torch.tensor(begins), documents)
 
-    def _document(self, position: int) -> int:
-        """Which document stands at a position of the endless row."""
-        epoch, place = divmod(position, len(self.documents))
-        return int(np.random.default_rng((self.seed, epoch)).permutation(len(self.documents))[place])
+    def _document(self, lane: int) -> int:
+        return self.documents.at(self.position[lane], self.seed)
 
     def _current(self, lane: int) -> Tensor:
         """The tokens of a lane's document; documents that are left out are passed over."""
@@ -91,36 +104,20 @@ class Lanes:
         while tokens is None or not len(tokens):
             if tokens is not None:
                 self._advance(lane)
-            tokens = self.documents.tokens(self._document(self.position[lane]))
+            tokens = self.documents.tokens(self._document(lane))
         self._tokens[lane] = tokens
         return tokens
 
     def _advance(self, lane: int) -> None:
-        self.position[lane] += len(self.position)
+        self.position[lane] += self.count
         self.offset[lane] = 0
         self._tokens[lane] = None
 
     def state_dict(self) -> dict[str, Any]:
         """Where every lane stands: enough to go on exactly here, with the same documents."""
-        return {**self._identity(), "position": list(self.position), "offset": list(self.offset)}
+        return {"position": list(self.position), "offset": list(self.offset)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another instance stood.
-
-        Raises:
-            ValueError: it had other documents, lanes, segments or another seed.
-        """
-        own = self._identity()
-        differing = [f"{key} ({state[key]} saved, {own[key]} here)" for key in own if state[key] != own[key]]
-        if differing:
-            raise ValueError(f"These lanes cannot go on from the saved state: they differ in {', '.join(differing)}.")
+        """Go on where another instance with the same arguments stood."""
         self.position, self.offset = list(state["position"]), list(state["offset"])
         self._tokens = [None] * len(self.position)
-
-    def _identity(self) -> dict[str, int]:
-        return {
-            "documents": len(self.documents),
-            "lanes": len(self.position),
-            "segment_tokens": self.segment_tokens,
-            "seed": self.seed,
-        }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_cosine_schedule_with_warmup
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "adafactor": Adafactor}
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,17 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, object]]:
     ]
 
 
-def make_optimizer(model: nn.Module, rates: Rates, steps: int, warmup_steps: int) -> tuple[Optimizer, LRScheduler]:
-    """AdamW, with a linear warm-up and a cosine to zero."""
-    optimizer = AdamW(parameter_groups(model, rates))
-    return optimizer, get_cosine_schedule_with_warmup(optimizer, warmup_steps, steps)
+def make_optimizer(model: nn.Module, rates: Rates, name: str = "adamw") -> Optimizer:
+    """The optimiser `name` ('adamw' or 'adafactor')."""
+    return OPTIMIZERS[name](parameter_groups(model, rates))  # type: ignore[call-arg]
+
+
+def make_schedule(optimizer: Optimizer, steps: int, warmup_steps: int, done: int = 0) -> LRScheduler:
+    """A linear warm-up and a cosine to zero, as it stands after `done` steps."""
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", group["lr"])
+    return get_cosine_schedule_with_warmup(optimizer, warmup_steps, steps, last_epoch=done - 1)
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def clip_gradients(model: nn.Module, max_norm: float) -> float:
-    """Scale gradients down to a total norm of at most `max_norm`; returns the norm that they had."""
-    return float(torch.nn.utils.clip_grad_norm_(trained_parameters(model), max_norm))

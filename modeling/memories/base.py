@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,6 +134,29 @@ class MemoryState(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of everything held."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything held, by name."""
+
+    @abstractmethod
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        """Take over what `state_dict` of a state with the same options and number of rows returned."""
+
+
+def joined(**parts: Mapping[Any, Tensor]) -> dict[str, Tensor]:
+    """Tensors of several parts in one dictionary, `part.key`."""
+    return {f"{part}.{key}": tensor for part, tensors in parts.items() for key, tensor in tensors.items()}
+
+
+def part(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """The tensors of one part of a `joined` dictionary, under their own keys."""
+    return {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
+
+
+def by_layer(tensors: Mapping[str, Tensor], device: torch.device | str) -> dict[int, Tensor]:
+    """Tensors whose keys are layer numbers, on a device."""
+    return {int(layer): tensor.to(device) for layer, tensor in tensors.items()}
 
 
 def keep_columns(tensor: Tensor, columns: Tensor, dim: int) -> Tensor:

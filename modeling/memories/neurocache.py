@@ -18,7 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cacheformers.modeling.memories.base import BaseShape, LocalWindow, MemoryState, SegmentCall, keep_columns
+from cacheformers.modeling.memories.base import (
+    BaseShape,
+    LocalWindow,
+    MemoryState,
+    SegmentCall,
+    by_layer,
+    joined,
+    keep_columns,
+    part,
+)
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.search.store import Ring
 
@@ -356,6 +365,22 @@ class NeurocacheState(MemoryState):
         for held in self.open_parts:
             for layer, tensor in held.items():
                 held[layer] = tensor.to(device)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        rings = {
+            f"{layer}.{name}": held for layer, ring in self.rings.items() for name, held in ring.state_dict().items()
+        }
+        return joined(rings=rings, entries=self.entries, values=self.values, hits=self.hits)
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        for layer, ring in self.rings.items():
+            ring.load_state_dict(part(tensors, f"rings.{layer}"))
+        device = next(iter(self.rings.values())).keys.device
+        self.entries, self.values = (
+            by_layer(part(tensors, "entries"), device),
+            by_layer(part(tensors, "values"), device),
+        )
+        self.hits = by_layer(part(tensors, "hits"), device)
 
     @property
     def nbytes(self) -> int:

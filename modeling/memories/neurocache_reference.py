@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cacheformers.modeling.memories.base import MemoryState, SegmentCall
+from cacheformers.modeling.memories.base import MemoryState, SegmentCall, by_layer, joined, part
 from cacheformers.modeling.memories.neurocache import NeurocacheOptions, NeurocacheParts, project
 
 BUCKETS = 512
@@ -123,6 +123,18 @@ class ReferenceState(MemoryState):
         for stores in (self.keys, self.values, self.context):
             for layer in stores:
                 stores[layer] = stores[layer].to(device)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {
+            "written": self.written,
+            **joined(keys=self.keys, values=self.values, context=self.context),
+        }
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        device = next(iter(self.keys.values())).device
+        self.written = tensors["written"]
+        self.keys, self.values = by_layer(part(tensors, "keys"), device), by_layer(part(tensors, "values"), device)
+        self.context = by_layer(part(tensors, "context"), device)
 
     @property
     def nbytes(self) -> int:

@@ -198,6 +198,40 @@ class Ring:
         twin._read_by_graph = False
         return twin
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything but the indexes of approximate back ends, which are built anew."""
+        held = {"keys": self.keys, "written": torch.tensor(self.written), "owner": torch.tensor(self.owner)}
+        return held if self.values is None else {**held, "values": self.values}
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        """Take over what the `state_dict` of a ring with the same arguments returned.
+
+        Raises:
+            ValueError: tensors of other sizes or precision, or values on one side only.
+        """
+        for name, own in (("keys", self.keys), ("values", self.values)):
+            saved = tensors.get(name)
+            if (own is None) != (saved is None):
+                raise ValueError(
+                    f"Of two stores only one keeps {name}: saved {saved is not None}, here {own is not None}."
+                )
+            if own is None or saved is None:
+                continue
+            if saved.dtype != own.dtype or saved.dim() != 3 or saved.shape[2] != own.shape[2]:
+                raise ValueError(
+                    f"The saved store holds {name} of width {saved.shape[-1]} in {saved.dtype}, this one of width "
+                    f"{own.shape[2]} in {own.dtype}."
+                )
+            if saved.shape[1] > self.capacity:
+                raise ValueError(
+                    f"The saved store has {saved.shape[1]} entries a row, this one room for {self.capacity}."
+                )
+        self.keys = tensors["keys"].to(self.keys.device)
+        self.values = None if self.values is None else tensors["values"].to(self.values.device)
+        self.written, self.owner = tensors["written"].tolist(), tensors["owner"].tolist()
+        self.index = [{} for _ in self.written]
+        self._read_by_graph = False
+
     def to(self, device: torch.device | str) -> None:
         self.keys = self.keys.to(device)
         self.values = None if self.values is None else self.values.to(device)

@@ -1,0 +1,1 @@
+"""How well an adapted model predicts documents that it was not trained on."""

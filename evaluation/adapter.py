@@ -1,0 +1,103 @@
+"""`evaluate_adapter`: an adapted model against its base, other cache sizes and controls, on held-out documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from peft import PeftModel
+from torch import nn
+
+from cacheformers.evaluation.controls import free_positions, other_document, shuffled, window_of_equal_bytes
+from cacheformers.evaluation.options import EvalOptions
+from cacheformers.evaluation.perplexity import HeldOut, token_nats
+from cacheformers.evaluation.readers import Damaged, Forgetting, Reader, Remembering
+from cacheformers.evaluation.run import Run
+from cacheformers.modeling.attach import active_options, find_decoder, unwrap
+from cacheformers.modeling.memories.neurocache import NeurocacheOptions
+
+
+def evaluate_adapter(
+    model: nn.Module, documents: Sequence[HeldOut], options: EvalOptions, memory: NeurocacheOptions
+) -> dict[str, Run]:
+    """Everything that the options ask for: the base, the adapter with each cache size (or LoRA alone), the controls.
+
+    In several processes each reads its share of the documents, and all get the same runs.
+
+    Args:
+        model: with its adapter, wrapped (DDP, FSDP2, compile) or not.
+        memory: the options of the memory adapter, resolved against the base; for LoRA alone of the adapter that it is
+            compared with.
+
+    Raises:
+        ValueError: a control that is not possible here (see `check_controls`).
+        FloatingPointError: a loss is not finite.
+    """
+    check_controls(documents, options, memory)
+    runs: dict[str, Run] = {}
+    kept = memory.window.kept_tokens
+
+    def add(name: str, reader: Reader, cache_size: int | None = None, control: bool = False, note: str = "") -> None:
+        losses = token_nats(model, documents, reader, memory.segment_tokens, options.valid_rows, name.capitalize())
+        runs[name] = Run(documents, losses, memory.segment_tokens, kept, cache_size, control, note)
+
+    if not options.skip_base:
+        with peft_model(model).disable_adapter():
+            add("base", Forgetting(kept))
+    remembers = active_options(find_decoder(unwrap(model))) is not None
+    controls = options.controls or []
+    if remembers:
+        for size in [0, memory.cache_size] if options.cache_sizes is None else options.cache_sizes:
+            add(f"cache {size:,}" if size else "cache off", Remembering(size), size)
+        if "other_document" in controls:
+            add("other document", Damaged(other_document, together=2), memory.cache_size, control=True)
+        if "shuffled" in controls:
+            add("shuffled", Damaged(shuffled), memory.cache_size, control=True)
+    else:
+        add("lora", Forgetting(kept))
+    if "longer_window" in controls:
+        more, note = longer_window(model, memory)
+        add("longer window", Forgetting(kept + more), control=True, note=note)
+    return runs
+
+
+def check_controls(documents: Sequence[HeldOut], options: EvalOptions, memory: NeurocacheOptions) -> None:
+    """Find out before training whether the controls are possible.
+
+    Raises:
+        ValueError: one is not; says why.
+    """
+    controls = options.controls or []
+    if "other_document" in controls and len(documents) < 2:
+        raise ValueError("controls: other_document needs at least two held-out documents. Give more, or leave it out.")
+    if "shuffled" in controls and memory.neighborhood_size < 2:
+        raise ValueError(
+            "controls: shuffled changes nothing with neighborhood_size 1, because no hit brings neighbours along. "
+            "Leave it out."
+        )
+    if "longer_window" in controls and free_positions(memory) < 1:
+        raise ValueError(
+            f"controls: longer_window has no room: segment_tokens and window_tokens fill the base model's "
+            f"{memory.base.max_positions} positions. Choose a smaller segment_tokens, or leave it out."
+        )
+
+
+def longer_window(model: nn.Module, memory: NeurocacheOptions) -> tuple[int, str]:
+    """How many more tokens self-attention is shown in place of a full memory, and how that number came about."""
+    parameter = next(find_decoder(unwrap(model)).layers.parameters())  # type: ignore[union-attr]
+    wanted, free = window_of_equal_bytes(memory, parameter.device, parameter.dtype), free_positions(memory)
+    note = f"{wanted:,} more tokens of self-attention take the bytes of {memory.cache_size:,} entries"
+    if wanted > free:
+        note += f"; cut to {free:,}, which fit the base model's {memory.base.max_positions:,} positions"
+    return min(wanted, free), note
+
+
+def peft_model(model: nn.Module) -> PeftModel:
+    """The PeftModel inside wrappers.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
+    if found is None:
+        raise ValueError("The base can only be evaluated on a PeftModel, which can disable its adapter: use skip_base.")
+    return found

@@ -1,0 +1,171 @@
+"""Held-out documents, and the loss of each of their tokens: each read from its beginning with a memory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from cacheformers.evaluation.readers import Reader
+from cacheformers.training.documents import Documents
+
+Losses = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A document to evaluate on.
+
+    Attributes:
+        ids: `[tokens]`.
+        characters: how many characters the predicted tokens (all but the first) stand for.
+        name: what reports call it.
+    """
+
+    ids: Tensor
+    characters: int
+    name: str
+
+
+def held_out(documents: Documents, count: int | None = None, tokens: int | None = None) -> list[HeldOut]:
+    """The first `count` documents that are not left out, each cut after `tokens` predicted tokens.
+
+    Raises:
+        ValueError: there is none.
+    """
+    chosen: list[HeldOut] = []
+    for index in range(len(documents)):
+        if len(chosen) == count:
+            break
+        ids = documents.tokens(index)
+        ids = ids if tokens is None else ids[: tokens + 1]
+        if len(ids):
+            text = documents.tokenizer.decode(ids[1:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            chosen.append(HeldOut(ids, len(text), f"document {index}"))
+    if not chosen:
+        raise ValueError("There is no document to evaluate on.")
+    return chosen
+
+
+def token_nats(
+    model: nn.Module,
+    documents: Sequence[HeldOut],
+    reader: Reader,
+    segment_tokens: int,
+    rows: int = 1,
+    title: str = "Evaluating",
+) -> list[Losses]:
+    """The losses in nats of each document's tokens from the second on, `[tokens - 1]`, the same in every process.
+
+    Processes divide the documents among them. All make the same number of forwards (a process that is done reads one
+    token over and over), because the forwards of sharded models and of DDP wait for each other.
+
+    Args:
+        reader: how a group of documents is read (see `evaluation/readers.py`).
+        rows: documents read side by side, where the reader does not say itself.
+        title: shown before the progress bar.
+
+    Raises:
+        FloatingPointError: a loss is not finite; names the document and the position.
+    """
+    processes = PartialState()
+    lengths = [len(document.ids) - 1 for document in documents]
+    groups = side_by_side(lengths, reader.together or rows, reader.together)
+    forwards = [-(-lengths[group[0]] // segment_tokens) for group in groups]
+    shares = divide(forwards, processes.num_processes)
+    own = [groups[place] for place in shares[processes.process_index]]
+    left = max(sum(forwards[place] for place in share) for share in shares)
+
+    losses = {index: np.zeros(lengths[index], np.float32) for group in own for index in group}
+    problems: list[str] = []
+    total = sum(map(len, losses.values()))
+    hidden = not processes.is_main_process
+    with evaluating(model), tqdm(total=total, unit=" tokens", unit_scale=True, desc=title, disable=hidden) as bar:
+        try:
+            for tokens in read_groups(model, documents, own, reader, segment_tokens, losses):
+                left -= 1
+                bar.update(tokens)
+        except FloatingPointError as error:
+            left -= 1
+            problems.append(str(error))
+        for _ in range(left if processes.num_processes > 1 else 0):
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device_of(model)), use_cache=False)
+    problems = gather_object(problems)
+    if problems:
+        raise FloatingPointError(problems[0])
+    everywhere = dict(gather_object(list(losses.items())))
+    return [everywhere[index] for index in range(len(documents))]
+
+
+def read_groups(
+    model: nn.Module,
+    documents: Sequence[HeldOut],
+    groups: Sequence[Sequence[int]],
+    reader: Reader,
+    segment_tokens: int,
+    losses: dict[int, Losses],
+) -> Iterator[int]:
+    """Read groups of documents and fill in their losses; yields after each forward how many tokens it predicted."""
+    for group in groups:
+        start = 0
+        for found in reader.read(model, [documents[index].ids for index in group], segment_tokens):
+            tokens = 0
+            for index, row in zip(group, found.cpu().numpy(), strict=False):  # documents that ended may be left out
+                piece = losses[index][start : start + segment_tokens]
+                piece[:] = row[: len(piece)]
+                wrong = np.flatnonzero(~np.isfinite(piece))
+                if len(wrong):
+                    raise FloatingPointError(
+                        f"The loss of {documents[index].name} at token {start + wrong[0] + 1:,} is {piece[wrong[0]]}. "
+                        "Check the model's weights and dtype: float16 overflows in many models, bfloat16 does not."
+                    )
+                tokens += len(piece)
+            start += segment_tokens
+            yield tokens
+
+
+def side_by_side(lengths: Sequence[int], rows: int, least: int = 0) -> list[list[int]]:
+    """Groups of `rows` documents of similar length, longest first, by their index.
+
+    The last group may be smaller; with fewer than `least` documents it joins the one before.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    groups = [order[start : start + rows] for start in range(0, len(order), rows)]
+    if len(groups) > 1 and len(groups[-1]) < least:
+        groups[-2:] = [groups[-2] + groups[-1]]
+    return groups
+
+
+def divide(costs: Sequence[int], shares: int) -> list[list[int]]:
+    """Places of costs (largest first) in so many shares, each given to the share that has least so far."""
+    divided: list[list[int]] = [[] for _ in range(shares)]
+    sums = [0] * shares
+    for place, cost in enumerate(costs):
+        least = sums.index(min(sums))
+        divided[least].append(place)
+        sums[least] += cost
+    return divided
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; afterwards the mode is what it was."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

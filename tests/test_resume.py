@@ -1,0 +1,235 @@
+"""A run that is killed, at whatever moment, and resumed ends with the weights of one that never stopped."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from recipe import Recipe, adapter_weights, arguments, largest_difference, run, write_documents
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from cacheformers import train_adapt
+from cacheformers.training.checkpoints import Checkpoints
+
+STEPS = 8
+SETTINGS = (
+    *("--lanes=4", "--accumulation=2", f"--steps={STEPS}", "--checkpoint_every=2", "--memory_rate=1e-2"),
+    *("--lora_rate=1e-2", "--lora_dropout=0.1", "--log_every=3"),
+)
+
+TOUCHES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir")
+# The process kills itself just before its `moment`-th such event in the checkpoints' folder.
+AT_FILES = """
+import signal
+touched = 0
+def watch(event, facts):
+    global touched
+    if event in {events} and "checkpoints" in str(facts[0]):
+        touched += 1
+        if rank == {rank} and touched == {moment}:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(watch)
+"""
+# ... or gets a signal in the middle of a forward, at the `moment`-th call of a module.
+IN_FORWARD = """
+import torch
+calls = 0
+def watch(module, inputs):
+    global calls
+    calls += 1
+    if rank == {rank} and calls == {moment}:
+        os.kill(os.getpid(), {signal})
+torch.nn.modules.module.register_module_forward_pre_hook(watch)
+"""
+
+
+@pytest.fixture
+def documents(folder: Path) -> Path:
+    """More documents than the fixture has, so that lanes change documents between checkpoints."""
+    write_documents(folder / "train.jsonl", 60, 90, 20, 33, 47, 70)
+    return folder
+
+
+@pytest.fixture
+def uninterrupted(documents: Path) -> Path:
+    train_adapt.main(arguments(documents, *SETTINGS, output="whole"))
+    return documents / "whole"
+
+
+def check_checkpoints(folder: Path, base: Path) -> int:
+    """Every checkpoint that can be seen is whole. Returns how many there are."""
+    paths = Checkpoints(folder / "checkpoints").paths()
+    for path in paths:
+        contents = json.loads((path / "checkpoint.json").read_text())
+        assert contents["contents"]["history"]["losses"]
+        for name, size in contents["files"].items():
+            assert (path / name).stat().st_size == size
+        for file in path.glob("*.safetensors"):
+            assert load_file(file)
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), path)
+        assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+    return len(paths)
+
+
+def killed_and_resumed(documents: Path, before: str, processes: int = 1, settings: tuple[str, ...] = SETTINGS) -> None:
+    """Kill a run as `before` says, look at what it left, and let another go on from it to the end."""
+    recipe = Recipe(arguments(documents, *settings), documents / "killed.log", processes, before)
+    assert -9 in recipe.wait(), recipe.output()
+    check_checkpoints(documents / "adapter", documents / "base")
+    assert not (documents / "adapter" / "adapter_config.json").exists()
+    run(arguments(documents, *settings, "--resume"), documents / "resumed.log", processes)
+
+
+@pytest.mark.parametrize("moment", [9, 21])
+def test_killed_while_a_checkpoint_is_written(documents, uninterrupted, moment):
+    killed_and_resumed(documents, AT_FILES.format(rank=0, moment=moment, events=TOUCHES))
+    assert largest_difference(documents / "adapter", uninterrupted) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [1, 2, 3, 5, 7, 11, 13, 15, 17, 19, 25, 31, 40])
+def test_killed_at_a_file(documents, uninterrupted, moment):
+    killed_and_resumed(documents, AT_FILES.format(rank=0, moment=moment, events=TOUCHES))
+    assert largest_difference(documents / "adapter", uninterrupted) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [1, 2, 3, 4])
+def test_killed_at_a_rename(documents, uninterrupted, moment):
+    """The third and the fourth also take an old checkpoint away."""
+    killed_and_resumed(documents, AT_FILES.format(rank=0, moment=moment, events=("os.rename",)))
+    assert largest_difference(documents / "adapter", uninterrupted) <= 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [30, 700, 1111, 1300])
+def test_killed_in_a_forward(documents, uninterrupted, moment):
+    killed_and_resumed(documents, IN_FORWARD.format(rank=0, moment=moment, signal=9))
+    assert largest_difference(documents / "adapter", uninterrupted) <= 1e-6
+
+
+@pytest.mark.slow
+def test_killed_at_any_time_again_and_again(documents, uninterrupted):
+    """Killed by the clock until it comes through; each run goes on from what the one before has left."""
+    delays = random.Random(0)
+    for attempt in range(12):
+        recipe = Recipe(arguments(documents, *SETTINGS, "--resume"), documents / f"{attempt}.log")
+        started = time.monotonic()
+        while recipe.processes[0].is_alive() and "Training:" not in recipe.output():
+            assert time.monotonic() < started + 60, recipe.output()
+            time.sleep(0.01)
+        time.sleep(delays.uniform(0, 0.3))
+        recipe.kill()
+        check_checkpoints(documents / "adapter", documents / "base")
+    run(arguments(documents, *SETTINGS, "--resume"), documents / "last.log")
+    assert largest_difference(documents / "adapter", uninterrupted) <= 1e-6
+
+
+def test_stopped_and_resumed(documents, uninterrupted, capsys):
+    """A run that may train for no time at all makes one step each time that it is started."""
+    for step in range(1, STEPS):
+        train_adapt.main(arguments(documents, *SETTINGS, "--resume", "--stop_after=1e-9"))
+        assert f"Stopped after step {step} of {STEPS}. Go on with --resume." in capsys.readouterr().out
+    train_adapt.main(arguments(documents, *SETTINGS, "--resume"))
+    assert largest_difference(documents / "adapter", uninterrupted) == 0
+    ours, other = (
+        json.loads((path / "train_result.json").read_text()) for path in (documents / "adapter", uninterrupted)
+    )
+    assert ours["losses"] == other["losses"] and ours["tokens"] == other["tokens"]
+    assert [entry["step"] for entry in ours["log"]] == [3, 6, STEPS]
+
+
+def test_asked_to_stop_by_a_signal(documents, uninterrupted):
+    """SIGTERM, as batch systems send it, and Ctrl-C let the step end and write a checkpoint."""
+    for number in (15, 2):
+        before = IN_FORWARD.format(rank=0, moment=300, signal=number)
+        stopped = run(arguments(documents, *SETTINGS, "--resume"), documents / "stopped.log", before=before)
+        assert "Go on with --resume." in stopped.output()
+    assert check_checkpoints(documents / "adapter", documents / "base") == 2
+    train_adapt.main(arguments(documents, *SETTINGS, "--resume"))
+    assert largest_difference(documents / "adapter", uninterrupted) == 0
+
+
+def test_streamed_documents_go_on(documents):
+    stream = (*SETTINGS, "--stream", "--shuffle_block=4")
+    train_adapt.main(arguments(documents, *stream, output="whole"))
+    while not (documents / "adapter" / "adapter_config.json").exists():
+        train_adapt.main(arguments(documents, *stream, "--resume", "--stop_after=1e-9"))
+    assert largest_difference(documents / "adapter", documents / "whole") == 0
+
+
+@pytest.mark.parametrize("more", [("--method=lora",), ("--optimizer=adafactor",), ("--activation_checkpointing",)])
+def test_other_runs_resume_too(documents, more):
+    train_adapt.main(arguments(documents, *SETTINGS, *more, output="whole"))
+    for _ in range(3):
+        train_adapt.main(arguments(documents, *SETTINGS, *more, "--resume", "--stop_after=1e-9"))
+    train_adapt.main(arguments(documents, *SETTINGS, *more, "--resume"))
+    assert largest_difference(documents / "adapter", documents / "whole") == 0
+
+
+# What is refused
+
+
+def test_other_settings_are_refused(documents, capsys):
+    train_adapt.main(arguments(documents, *SETTINGS))
+    with pytest.raises(SystemExit):
+        train_adapt.main(arguments(documents, *SETTINGS, "--resume", "--topk=5", "--memory_rate=2e-2"))
+    said = capsys.readouterr().err
+    assert "memory_rate (0.01 in the checkpoint, 0.02 here), topk (4 in the checkpoint, 5 here)" in said
+    write_documents(documents / "train.jsonl", 60, 90)
+    with pytest.raises(SystemExit):
+        train_adapt.main(arguments(documents, *SETTINGS, "--resume"))
+    assert "documents (" in capsys.readouterr().err
+
+
+def test_an_output_folder_with_checkpoints_is_not_overwritten_by_chance(documents, capsys):
+    train_adapt.main(arguments(documents, *SETTINGS, "--stop_after=1e-9"))
+    with pytest.raises(SystemExit):
+        train_adapt.main(arguments(documents, *SETTINGS))
+    assert "holds checkpoints: add --resume to go on" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train_adapt.main(arguments(documents, *SETTINGS, "--resume", "--overwrite"))
+    assert "Choose one of" in capsys.readouterr().err
+    train_adapt.main(arguments(documents, *SETTINGS, "--overwrite"))
+    weights = adapter_weights(documents / "adapter")
+    assert weights
+
+
+def test_a_damaged_checkpoint_is_passed_over(documents, uninterrupted):
+    train_adapt.main(arguments(documents, *SETTINGS, "--stop_after=1e-9"))
+    train_adapt.main(arguments(documents, *SETTINGS, "--resume", "--stop_after=1e-9"))
+    older, newer = Checkpoints(documents / "adapter" / "checkpoints").paths()
+    file = newer / "process-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="step-00000002 is damaged .process-00000.safetensors.: it is not used"):
+        assert Checkpoints(documents / "adapter" / "checkpoints").newest() == older
+    with pytest.warns(UserWarning, match="damaged"):
+        train_adapt.main(arguments(documents, *SETTINGS, "--resume"))
+    assert largest_difference(documents / "adapter", uninterrupted) == 0
+
+
+def test_a_full_disk(documents):
+    """After the first checkpoint no file may grow beyond what the optimiser's needs; later there is room again."""
+    before = """
+import resource
+def watch(event, facts):
+    if event == "os.rename" and str(facts[1]).endswith("step-00000002"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+sys.addaudithook(watch)
+"""
+    recipe = Recipe(arguments(documents, *SETTINGS), documents / "full.log", before=before)
+    assert recipe.wait() == [1]
+    said = recipe.output()
+    assert "step-00000004 was not written (process 0:" in said and "Training goes on" in said
+    assert said.rstrip().splitlines()[-1].startswith("The checkpoint step-00000008 was not written")
+    assert [path.name for path in Checkpoints(documents / "adapter" / "checkpoints").paths()] == ["step-00000002"]
+    check_checkpoints(documents / "adapter", documents / "base")
+    assert [path.name for path in (documents / "adapter" / "checkpoints").iterdir()] == ["step-00000002"]
+    train_adapt.main(arguments(documents, *SETTINGS, "--resume"))
+    assert adapter_weights(documents / "adapter")

@@ -1,0 +1,155 @@
+"""A folder of checkpoints, each of them whole or not there.
+
+All processes write their files into a hidden folder; when everything is on disk, the first process renames it. A run
+that is killed at any moment leaves the checkpoints that it had.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+WRITING, REMOVING = ".writing-", ".removing-"  # folders that are not checkpoints yet, or no longer
+CONTENTS = "checkpoint.json"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; those before it are as they were."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, `step-00000100` and so on. Every process of the run makes the same calls.
+
+    Args:
+        folder: made when the first checkpoint is written. All processes must see the same one.
+        keep: how many are kept; the oldest go first.
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 2) -> None:
+        self.folder, self.keep = Path(folder), keep
+        self.process = PartialState()
+
+    def paths(self) -> list[Path]:
+        """Finished checkpoints, oldest first."""
+        return sorted(path for path in self.folder.glob("step-*") if path.is_dir())
+
+    def save(self, step: int, write: Callable[[Path], None], contents: dict[str, Any]) -> Path:
+        """Write a checkpoint, then remove what is too old.
+
+        Args:
+            write: called on every process with the folder to write this process's files into.
+            contents: what `load` returns (JSON).
+
+        Raises:
+            CheckpointError: a process could not write, because the disk is full for example.
+        """
+        final = self.folder / f"step-{step:08d}"
+        draft = self.folder / f"{WRITING}{final.name}"
+        self._together(draft, lambda: self._clean(draft))
+        self._together(draft, lambda: write(draft))
+        self._together(draft, lambda: self._finish(draft, final, contents))
+        return final
+
+    def newest(self) -> Path | None:
+        """The last good checkpoint; None if there is none. Damaged ones are passed over with a warning."""
+        found: list[Path | None] = [None]
+        if self.process.is_main_process:
+            found[0] = next((path for path in reversed(self.paths()) if self._whole(path)), None)
+        return broadcast_object_list(found)[0]
+
+    def clear(self) -> None:
+        """Remove all checkpoints, to start anew."""
+        if self.process.is_main_process:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.process.wait_for_everyone()
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """What `save` was given as contents."""
+        contents: dict[str, Any] = json.loads((path / CONTENTS).read_text(encoding="utf-8"))["contents"]
+        return contents
+
+    def _together(self, draft: Path, action: Callable[[], None]) -> None:
+        """Do something on every process; if one fails, remove the draft and raise on all."""
+        failure = ""
+        try:
+            action()
+        except (OSError, SafetensorError) as error:
+            failure = f"process {self.process.process_index}: {error}"
+        failures = [text for text in gather_object([failure]) if text]
+        if not failures:
+            return
+        if self.process.is_main_process:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise CheckpointError(
+            f"The checkpoint {draft.name.removeprefix(WRITING)} was not written ({'; '.join(failures)})."
+        )
+
+    def _clean(self, draft: Path) -> None:
+        """Remove what runs that were killed have left, and make the folder to write into."""
+        if not self.process.is_main_process:
+            return
+        for prefix in (WRITING, REMOVING):
+            for left in self.folder.glob(f"{prefix}*"):
+                shutil.rmtree(left)
+        draft.mkdir(parents=True)
+
+    def _finish(self, draft: Path, final: Path, contents: dict[str, Any]) -> None:
+        if not self.process.is_main_process:
+            return
+        sizes = {path.name: path.stat().st_size for path in sorted(draft.iterdir())}
+        write_text(draft / CONTENTS, json.dumps({"files": sizes, "contents": contents}) + "\n")
+        sync(draft)
+        if final.exists():  # damaged, or from steps that a resumed run repeats
+            self._remove(final)
+        os.rename(draft, final)
+        sync(self.folder)
+        for old in self.paths()[: -self.keep]:
+            self._remove(old)
+
+    def _remove(self, path: Path) -> None:
+        hidden = path.with_name(f"{REMOVING}{path.name}")
+        os.rename(path, hidden)  # from here on it is no checkpoint any more, whatever is still left of it
+        shutil.rmtree(hidden)
+
+    def _whole(self, path: Path) -> bool:
+        """Whether every file that belongs to a checkpoint is there in its full size."""
+        try:
+            files = json.loads((path / CONTENTS).read_text(encoding="utf-8"))["files"]
+            damaged = [name for name, size in files.items() if (path / name).stat().st_size != size]
+        except (OSError, ValueError, KeyError) as error:
+            damaged = [str(error)]
+        if damaged:
+            warnings.warn(f"The checkpoint {path} is damaged ({', '.join(damaged)}): it is not used.", stacklevel=2)
+        return not damaged
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file and see it onto the disk."""
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata)
+    sync(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file and see it onto the disk."""
+    path.write_text(text, encoding="utf-8")
+    sync(path)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,86 @@
+"""One process or many: how Accelerate is told, and how a model is prepared for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from peft import PeftModel
+from torch import nn
+from torch.optim import Optimizer
+
+from cacheformers.training.settings import RunOptions, TrainOptions
+from cacheformers.training.sharding import shard
+
+
+def make_accelerator(device: str, output: str, run: RunOptions) -> Accelerator:
+    """Accelerate, for however many processes the launcher has started.
+
+    Raises:
+        ValueError: a tracker that does not exist or is not installed.
+    """
+    return Accelerator(
+        # Without this, processes on a machine without accelerators would each believe that they are alone.
+        cpu=device == "cpu" or not torch.accelerator.is_available(),
+        log_with=run.trackers,
+        project_dir=str(Path(output) / "logs"),
+    )
+
+
+def check_processes(accelerator: Accelerator, train: TrainOptions, sharding: str) -> None:
+    """Raise ValueError where these options and the way in which processes were started do not fit."""
+    kind, processes = accelerator.distributed_type, accelerator.num_processes
+    if train.lanes % (processes * train.accumulation):
+        raise ValueError(
+            f"lanes {train.lanes} must be a multiple of {processes} process(es) x accumulation {train.accumulation}."
+        )
+    if kind == DistributedType.FSDP:
+        raise ValueError("Leave fsdp_config out of Accelerate's configuration: FSDP2 is --sharding fsdp2 here.")
+    if kind == DistributedType.DEEPSPEED:
+        stage = accelerator.state.deepspeed_plugin.zero_stage
+        if stage > 2:
+            raise ValueError(f"DeepSpeed ZeRO-{stage} is not supported: use ZeRO-2, or --sharding fsdp2.")
+        if train.accumulation > 1:
+            raise ValueError("With DeepSpeed, accumulation must be 1: start more processes, or use --sharding fsdp2.")
+    if sharding == "none":
+        return
+    if processes == 1:
+        raise ValueError("--sharding fsdp2 divides the model among processes: start it with torchrun, or leave it out.")
+    if kind == DistributedType.DEEPSPEED:
+        raise ValueError("Choose one of DeepSpeed and --sharding fsdp2.")
+    if train.optimizer == "adafactor":
+        raise ValueError("torch's Adafactor cannot work on divided parameters: use --optimizer adamw with fsdp2.")
+    if train.backprop_segments > 1:
+        raise ValueError(
+            "--sharding fsdp2 needs backprop_segments 1: documents end at different places, and all processes must "
+            "make the same number of forwards."
+        )
+
+
+def prepare(
+    accelerator: Accelerator,
+    model: PeftModel,
+    make: Callable[[nn.Module], Optimizer],
+    sharding: str,
+    train: TrainOptions,
+) -> tuple[nn.Module, Any]:
+    """A model and its optimiser as this number of processes needs them.
+
+    Args:
+        make: makes the optimiser of a model.
+    """
+    if sharding == "fsdp2":
+        shard(model, accelerator.device, accelerator.num_processes)
+        return model, make(model)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        accelerator.state.deepspeed_plugin.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": train.lanes // accelerator.num_processes,
+            "gradient_clipping": train.clip,
+            "zero_allow_untested_optimizer": True,
+        }
+    prepared: tuple[nn.Module, Any] = accelerator.prepare(model, make(model))
+    return prepared

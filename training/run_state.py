@@ -1,0 +1,140 @@
+"""What a run writes down to go on as if it had never stopped: adapter, optimiser, lanes, memories, random numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from cacheformers.modeling.memories.base import joined, part
+from cacheformers.training.checkpoints import sync, write_tensors
+from cacheformers.training.groups import Group
+from cacheformers.training.zero_state import find_zero, restore_zero_share, zero_share
+
+ADAPTER, OPTIMIZER = "adapter_model.safetensors", "optimizer.safetensors"
+
+# Whole tensors on the host, on the first process, whatever the model is divided into.
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+
+
+def trained_state(model: PeftModel) -> dict[str, Tensor]:
+    """Everything trained, by name, on the first process; empty on the others. Every process must call this."""
+    return get_model_state_dict(model, options=WHOLE)  # type: ignore[return-value]
+
+
+def optimizer_state(model: PeftModel, optimizer: Any) -> dict[str, Tensor]:
+    """What the optimiser remembers, `parameter.key`, on the first process. Every process must call this."""
+    if find_zero(optimizer) is not None:
+        return {}
+    state: Any = get_optimizer_state_dict(model, inner(optimizer), options=WHOLE)
+    return joined(**state.get("state", {}))
+
+
+def write_shared(folder: Path, model: PeftModel, adapter: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
+    """The first process's files: the adapter, as PEFT saves it, and the optimiser."""
+    model.save_pretrained(str(folder), state_dict=adapter)
+    for path in folder.iterdir():
+        sync(path)
+    write_tensors(folder / OPTIMIZER, optimizer)
+
+
+def save_adapter(folder: Path, model: PeftModel, adapter: dict[str, Tensor]) -> None:
+    """Put a finished adapter into a folder; whatever happens meanwhile, no half of it ever stands there."""
+    with TemporaryDirectory(dir=folder, prefix=".saving-") as draft:
+        model.save_pretrained(draft, state_dict=adapter)
+        # The configuration last: without it there is no adapter.
+        for path in sorted(Path(draft).iterdir(), key=lambda path: path.name == "adapter_config.json"):
+            sync(path)
+            os.replace(path, folder / path.name)
+
+
+def restore_shared(folder: Path, model: PeftModel, optimizer: Any) -> None:
+    """Give a model and an optimiser what `write_shared` wrote. Every process must call this.
+
+    Raises:
+        ValueError: the file lacks a tensor.
+    """
+    saved = load_file(folder / ADAPTER)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    missing = [name for name in names if saved_name(name, model.active_adapter) not in saved]
+    if missing:
+        raise ValueError(f"{folder / ADAPTER} has no tensor for {', '.join(missing[:5])}.")
+    adapter: Any = {name: saved[saved_name(name, model.active_adapter)] for name in names}
+    set_model_state_dict(model, adapter, options=StateDictOptions(full_state_dict=True, strict=False))
+
+    if find_zero(optimizer) is not None:
+        return
+    moments = load_file(folder / OPTIMIZER)
+    optimizer = inner(optimizer)
+    fresh: Any = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(ignore_frozen_params=True))
+    state: Any = {name: {key: moments[f"{name}.{key}"] for key in held} for name, held in fresh["state"].items()}
+    set_optimizer_state_dict(
+        model, optimizer, {**fresh, "state": state}, options=StateDictOptions(full_state_dict=True)
+    )
+
+
+def inner(optimizer: Any) -> Optimizer:
+    """torch's optimiser inside the wrappers of Accelerate and DeepSpeed."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def saved_name(name: str, adapter: str) -> str:
+    """A parameter's name in an adapter file: without the adapter's own name."""
+    return name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
+
+
+def own_file(process: int) -> str:
+    return f"process-{process:05d}.safetensors"
+
+
+def write_own(folder: Path, groups: list[Group], optimizer: Any, process: int) -> None:
+    """One process's file: where its lanes stand, what they remember, its random numbers, its share of ZeRO-2."""
+    memories = {str(i): group.memory.state_dict() for i, group in enumerate(groups) if group.memory is not None}
+    zero = find_zero(optimizer)
+    share = {} if zero is None else zero_share(zero)
+    tensors = joined(random=random_state(), zero=share, **{f"memory.{i}": held for i, held in memories.items()})
+    lanes = json.dumps([group.lanes.state_dict() for group in groups])
+    write_tensors(folder / own_file(process), tensors, {"lanes": lanes})
+
+
+def restore_own(folder: Path, groups: list[Group], optimizer: Any, process: int, device: torch.device) -> None:
+    """Give this process back what its `write_own` wrote."""
+    path = folder / own_file(process)
+    tensors = load_file(path)
+    with safe_open(path, "pt") as file:
+        lanes = json.loads(file.metadata()["lanes"])
+    for i, group in enumerate(groups):
+        group.lanes.load_state_dict(lanes[i])
+        if group.memory is not None:
+            group.memory.load_state_dict(part(tensors, f"memory.{i}"), device)
+    zero = find_zero(optimizer)
+    if zero is not None:
+        restore_zero_share(zero, part(tensors, "zero"))
+    random = part(tensors, "random")
+    torch.set_rng_state(random["cpu"])
+    if "cuda" in random:
+        torch.cuda.set_rng_state(random["cuda"])
+
+
+def random_state() -> dict[str, Tensor]:
+    """The states of torch's random numbers, from which dropout draws."""
+    held = {"cpu": torch.get_rng_state()}
+    return {**held, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else held

@@ -1,0 +1,141 @@
+"""The options of a training run, and which of them a resumed run must share."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cacheformers.training.options import option
+
+PLACES = ("base", "train", "output", "device")  # may differ when a run goes on
+
+
+@dataclass
+class TrainOptions:
+    """What is trained, and how."""
+
+    output: str = option(help="Folder for the adapter, its tokenizer, train_result.json, plots and checkpoints.")
+    method: Literal["neurocache", "lora"] = option(
+        "neurocache",
+        help="'neurocache' trains a memory and LoRA. 'lora' leaves the memory out: the same LoRA on the same segments "
+        "in the same order, to compare with.",
+    )
+    seed: int = option(0, help="Fixes the adapter's random start and the order of documents.")
+    steps: int = option(1000, help="Optimiser steps.")
+    lanes: int = option(
+        1,
+        help="Documents read side by side, over all processes. Each lane keeps a memory of its own; each step reads "
+        "its next segment.",
+    )
+    accumulation: int = option(
+        1,
+        help="Read a process's lanes in so many batches a step, one by one: the same gradients from less memory.",
+    )
+    backprop_segments: int = option(
+        1, help="Segments that each lane reads in a step; gradients go back through the local window to the first."
+    )
+
+    lora_targets: list[str] | None = option(
+        None,
+        help="Linear layers that LoRA adapts, by name, in the layers with cache attention. Default: those of the "
+        "feed-forward block. 'none': no LoRA.",
+    )
+    lora_dropout: float = option(0.0, help="Share of LoRA's inputs that are dropped.")
+    optimizer: Literal["adamw", "adafactor"] = option(
+        "adamw", help="'adafactor' keeps far less per trained parameter than AdamW's two moments."
+    )
+    lora_rate: float = option(3e-4, help="Peak learning rate of LoRA.")
+    memory_rate: float = option(3e-4, help="Peak learning rate of the memory's projections.")
+    gate_factor: float = option(
+        30.0, help="The gates' peak rate is memory_rate times this: from zero they have far to go."
+    )
+    weight_decay: float = option(0.0, help="Weight decay of matrices; gates and norms have none.")
+    warmup: float = option(0.1, help="Share of the steps in which rates rise; then they fall on a cosine to zero.")
+    clip: float = option(1.0, help="Gradients are scaled down to this norm.")
+    activation_checkpointing: bool = option(
+        False, help="Compute activations twice instead of keeping them: less memory, about a third more time."
+    )
+
+
+@dataclass
+class RunOptions:
+    """Going on, stopping, and what is written on the way. None of these changes what is learnt."""
+
+    resume: bool = option(
+        False, help="Go on from the last good checkpoint in output/checkpoints; start anew if there is none."
+    )
+    overwrite: bool = option(False, help="Start anew in an output folder that already holds an adapter or checkpoints.")
+    checkpoint_every: int = option(
+        500, help="Steps from one checkpoint to the next. 0: only when the run ends or stops."
+    )
+    keep_checkpoints: int = option(2, help="How many checkpoints are kept; the oldest go first.")
+    stop_after: float | None = option(
+        None, help="Write a checkpoint and stop after so many minutes of training. Default: when all steps are done."
+    )
+    log_every: int = option(10, help="Steps from one entry in the log (rates, gates, what is retrieved) to the next.")
+    trackers: list[str] | None = option(
+        None, help="Where to log beside train_result.json, through Accelerate: tensorboard, wandb, mlflow, ..."
+    )
+    sharding: Literal["none", "fsdp2"] = option(
+        "none",
+        help="How several processes hold the model. 'none': each holds all of it (DDP). 'fsdp2': weights, gradients "
+        "and optimiser are divided, and gathered a layer at a time.",
+    )
+    estimate: bool = option(
+        False, help="Print the number of trained parameters and the peak memory of a step, and stop. No weights needed."
+    )
+    estimate_processes: int = option(1, help="With estimate: how many processes the run will have.")
+
+
+def check_train_options(train: TrainOptions, run: RunOptions) -> None:
+    """Raise ValueError for numbers that make no sense."""
+    positive = {name: getattr(train, name) for name in ("steps", "lanes", "accumulation", "backprop_segments", "clip")}
+    positive |= {
+        name: getattr(run, name) for name in ("keep_checkpoints", "log_every", "stop_after", "estimate_processes")
+    }
+    for name, value in positive.items():
+        if value is not None and value <= 0:
+            raise ValueError(f"{name} must be greater than 0, got {value}.")
+    for name in ("warmup", "lora_dropout"):
+        if not 0 <= getattr(train, name) < 1:
+            raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(train, name)}.")
+    if run.checkpoint_every < 0:
+        raise ValueError(f"checkpoint_every must not be negative, got {run.checkpoint_every}.")
+
+
+def check_output(folder: str, run: RunOptions) -> None:
+    """Raise ValueError if an output folder is taken and the options do not say what to do with it."""
+    if run.resume and run.overwrite:
+        raise ValueError("Choose one of --resume (go on) and --overwrite (start anew).")
+    if run.resume or run.overwrite:
+        return
+    if any((Path(folder) / "checkpoints").glob("step-*")):
+        raise ValueError(f"{folder} holds checkpoints: add --resume to go on from them, or --overwrite to start anew.")
+    if (Path(folder) / "adapter_config.json").exists():
+        raise ValueError(f"{folder} already holds an adapter: choose another --output, or add --overwrite.")
+
+
+def resumed_settings(*options: Any, **more: Any) -> dict[str, Any]:
+    """Everything that a resumed run must share with the run that it goes on with, as JSON holds it.
+
+    Args:
+        options: dataclasses whose fields all count, but for where files and devices are.
+        more: other facts.
+    """
+    settings = {name: value for group in options for name, value in asdict(group).items() if name not in PLACES}
+    return {**settings, **more}
+
+
+def check_resumable(saved: dict[str, Any], here: dict[str, Any], checkpoint: str) -> None:
+    """Raise ValueError that names every setting in which a checkpoint and this run differ."""
+    differing = [
+        f"{name} ({saved.get(name)!r} in the checkpoint, {here.get(name)!r} here)"
+        for name in sorted({*saved, *here})
+        if saved.get(name) != here.get(name)
+    ]
+    if differing:
+        raise ValueError(
+            f"{checkpoint} was written with other settings: {', '.join(differing)}. Go on with its settings, or start "
+            "anew with another --output or with --overwrite."
+        )

@@ -1,0 +1,186 @@
+"""Where texts come from: files, folders and datasets of the Hub, loaded whole or streamed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from datasets import IterableDataset, Value, concatenate_datasets, load_dataset
+from datasets.exceptions import DatasetGenerationError
+
+# Suffix -> how `datasets` calls the format.
+FORMATS = {".jsonl": "json", ".jsonl.gz": "json", ".parquet": "parquet", ".txt": "text", ".md": "text"}
+# NAME[@REVISION][:CONFIG[:SPLIT]]; a split may be a slice, such as train[:1%].
+DATASET = re.compile(r"(?P<name>[^:@]+)(@(?P<revision>[^:]+))?(:(?P<config>[^:]*))?(:(?P<split>.+))?")
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# What `datasets` raises for data that it cannot read or reach (ConnectionError: OSError; ArrowInvalid: ValueError).
+UNREADABLE = (DatasetGenerationError, StopIteration, EOFError, OSError, ValueError)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one call of `load_dataset` reads: files of one format, or a dataset.
+
+    Attributes:
+        name: a format, a Hub id or a dataset folder.
+        files: none for a dataset.
+    """
+
+    name: str
+    files: tuple[str, ...] = ()
+    config: str | None = None
+    split: str = "train"
+    revision: str | None = None
+
+    @property
+    def title(self) -> str:
+        """What errors call it."""
+        return shortened(self.files) if self.files else self.name
+
+    def load(self, text_field: str, streaming: bool = False) -> Any:
+        """A dataset, or an iterable one, with the text field as its only column.
+
+        Raises:
+            ValueError: it cannot be read or reached, or has no such field of text.
+        """
+        try:
+            loaded = self._load(self.files, streaming)
+            fields = loaded.features or next(iter(loaded))
+        except UNREADABLE as error:
+            raise ValueError(self._unreadable(error)) from error
+        if text_field not in fields:
+            raise ValueError(
+                f"{self.title}: no field {text_field!r}, only {', '.join(fields) or 'nothing'}. Name the one that "
+                "holds the text with text_field."
+            )
+        kind = fields[text_field]
+        if isinstance(kind, Value) and kind.dtype not in ("string", "large_string", "null"):
+            raise ValueError(f"{self.title}: the field {text_field!r} holds {kind.dtype}, not text.")
+        if not isinstance(kind, Value | str | None):
+            raise ValueError(f"{self.title}: the field {text_field!r} holds {kind}, not text.")
+        return loaded.select_columns([text_field])
+
+    def _load(self, files: Sequence[str], streaming: bool) -> Any:
+        options: dict[str, Any] = {"data_files": list(files)} if files else {"revision": self.revision}
+        if self.name == "text" and files:
+            options["sample_by"] = "document"
+        return load_dataset(self.name, self.config, split=self.split, streaming=streaming, **options)
+
+    def _unreadable(self, error: Exception) -> str:
+        """What to say when `load_dataset` fails; of several files, which one it is."""
+        if not self.files:
+            return (
+                f"The dataset {self.title} cannot be read: {error}\nDatasets of the Hub are named owner/name, "
+                "owner/name:config or owner/name:config:split; of files and folders give a path that exists."
+            )
+        for file in self.files:
+            try:
+                for _ in self._load([file], streaming=True):
+                    pass
+            except UNREADABLE as cause:
+                return f"{file} cannot be read as {self.name}: {str(cause) or 'there is nothing in it'}"
+        return f"{self.title}: cannot be read as {self.name}: {error.__cause__ or error}"
+
+
+def load_texts(paths: Sequence[str], text_field: str = "text") -> Sequence[str | None]:
+    """The texts of all documents, in the order of the paths; a text is read when it is asked for.
+
+    Args:
+        paths: see `find_sources`.
+
+    Raises:
+        FileNotFoundError, ValueError: see `find_sources` and `Source.load`.
+    """
+    return joined([source.load(text_field) for source in find_sources(paths)], text_field)[text_field]
+
+
+def stream_texts(paths: Sequence[str], text_field: str = "text") -> IterableDataset:
+    """The texts of all documents, in the order of the paths, as rows with one column.
+
+    Args:
+        paths: see `find_sources`.
+
+    Raises:
+        FileNotFoundError, ValueError: see `find_sources` and `Source.load`. What is broken further on shows only when
+            it is read.
+    """
+    return joined([source.load(text_field, streaming=True) for source in find_sources(paths)], text_field)
+
+
+def joined(parts: list[Any], text_field: str) -> Any:
+    """Datasets as one."""
+    if len(parts) == 1:
+        return parts[0]
+    # Parquet files may hold large_string, which goes together with no other type.
+    large = Value("large_string")
+    return concatenate_datasets(
+        [
+            part.cast_column(text_field, Value("string")) if (part.features or {}).get(text_field) == large else part
+            for part in parts
+        ]
+    )
+
+
+def find_sources(paths: Sequence[str]) -> list[Source]:
+    """What there is to read, in the order of the paths; neighbouring files of one format are read together.
+
+    Args:
+        paths: files, and folders that are searched for files of the formats above. What is no existing path names a
+            dataset of the Hub: `owner/name`, `owner/name:config` or `owner/name:config:split`, the name with
+            `@revision` if need be. The default is the split `train`. A local folder laid out like such a dataset can
+            stand for the name: `folder::split`.
+
+    Raises:
+        FileNotFoundError: a path that does not exist, or a folder without a file of these formats.
+        ValueError: another kind of file, or nothing but empty files.
+    """
+    found: list[Source] = []
+    for path in paths:
+        if Path(path).exists():
+            kinds = [(file_format(file), file) for file in find_files(Path(path))]
+            found += [Source(kind, (str(file),)) for kind, file in kinds if file.stat().st_size > 0]
+        else:
+            found.append(dataset_source(path))
+    if not found:
+        raise ValueError(f"There is no document in {', '.join(paths)}: the files are empty.")
+    sources: list[Source] = []
+    for kind, group in groupby(found, key=lambda source: source.name if source.files else None):
+        if kind is None:
+            sources += group
+        else:
+            sources.append(Source(kind, tuple(source.files[0] for source in group)))
+    return sources
+
+
+def dataset_source(text: str) -> Source:
+    """A dataset by its name, config and split."""
+    match = DATASET.fullmatch(text)
+    is_id = match and HUB_ID.fullmatch(match["name"]) and not text.endswith(tuple(FORMATS))
+    if not match or not (is_id or Path(match["name"]).is_dir()):
+        raise FileNotFoundError(f"{text} does not exist.")
+    return Source(match["name"], (), match["config"] or None, match["split"] or "train", match["revision"])
+
+
+def find_files(path: Path) -> list[Path]:
+    """The path itself, or a folder's files of a known format, sorted by name."""
+    if path.is_file():
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file.name.endswith(tuple(FORMATS)))
+    if not files:
+        raise FileNotFoundError(f"The folder {path} holds no documents ({', '.join(FORMATS)}).")
+    return files
+
+
+def file_format(file: Path) -> str:
+    for suffix, kind in FORMATS.items():
+        if file.name.endswith(suffix):
+            return kind
+    raise ValueError(f"{file} is none of {', '.join(FORMATS)}.")
+
+
+def shortened(files: Sequence[str]) -> str:
+    return ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")

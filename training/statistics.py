@@ -1,0 +1,64 @@
+"""What a memory does while it is trained: how far its gates have opened, and what it retrieves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.memories.neurocache import NeurocacheState
+
+GATE_BINS = 10  # of the histogram of |tanh(gate)|, from 0 to 1
+
+
+def gate_statistics(model: nn.Module) -> dict[str, Any]:
+    """Size of the gates, |tanh(gate)| of every head: mean, largest, and how many fall into each tenth.
+
+    Under FSDP every process must call this.
+    """
+    gates = [whole(parameter) for name, parameter in model.named_parameters() if "lora_mem_gate" in name]
+    if not gates:
+        return {}
+    size = torch.tanh(torch.cat(gates).float()).abs().cpu()
+    histogram = torch.histc(size, GATE_BINS, 0.0, 1.0).int().tolist()
+    return {"gate_mean": float(size.mean()), "gate_max": float(size.max()), "gate_histogram": histogram}
+
+
+def retrieval_statistics(memories: list[MemoryCache]) -> dict[str, float]:
+    """What the tokens of the last step retrieved.
+
+    Returns:
+        `retrieved_age`: median number of tokens from a retrieved entry to the token that retrieved it;
+        `retrieved_age_90`: nine of ten are at most this old; `retrieved_none`: share of the k places that found
+        nothing. Empty for memories that do not search.
+    """
+    ages, none, places = [], 0, 0
+    for memory in memories:
+        state = memory.state
+        if not isinstance(state, NeurocacheState):
+            continue
+        stored = torch.tensor([next(iter(state.rings.values())).count(row) for row in range(memory.batch_size)])
+        real = memory.timeline.open
+        for hits in state.hits.values():
+            place = real.cumsum(1) - 1  # of each token in its segment
+            age = (stored[:, None] + place)[..., None] - hits.cpu()  # [rows, columns, k]
+            found = (hits.cpu() >= 0) & real[..., None]
+            ages.append(age[found])
+            places += int(real.sum()) * hits.shape[-1]
+            none += int(real.sum()) * hits.shape[-1] - int(found.sum())
+    if not places:
+        return {}
+    all_ages = torch.cat(ages).float().sort().values
+    statistics = {"retrieved_none": none / places}
+    if len(all_ages):
+        statistics["retrieved_age"] = float(all_ages[len(all_ages) // 2])
+        statistics["retrieved_age_90"] = float(all_ages[int(0.9 * (len(all_ages) - 1))])
+    return statistics
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """A parameter's numbers, gathered where they are divided among processes."""
+    gather = getattr(parameter.detach(), "full_tensor", None)
+    return parameter.detach() if gather is None else gather()
