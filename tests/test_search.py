@@ -124,7 +124,7 @@ def test_exact_search_finds_every_neighbour(
 @settings(max_examples=10, deadline=None)
 @given(data=DATA, similarity=SIMILARITY, seed=SEEDS, back_end=st.sampled_from(["exact", "faiss"]))
 def test_bfloat16_store(data: Callable[[int, int, float], Tensor], similarity: str, seed: int, back_end: str) -> None:
-    queries, everything = made(data, seed, 60, 1500, width=128, noise=1.0)
+    queries, everything = made(data, seed, 600, 1500, width=128, noise=1.0)
     entries = fill(Ring(1, 1100, 128, dtype=torch.bfloat16), everything, 300)
     scores, hits = get_search(back_end)(queries, entries, 16, similarity)
     assert scores.dtype == torch.float32
