@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 import cacheformers
 from cacheformers.modeling.attach import architecture
 from cacheformers.training.estimate import Estimate, estimate
-from cacheformers.training.loss import mean_loss
+from cacheformers.training.loss import token_losses
 
 ROOT = Path(__file__).resolve().parents[1]
 # glibc then maps and unmaps every larger tensor by itself: resident memory follows live tensors.
@@ -169,7 +169,7 @@ def train(setting: Setting, device: str) -> int:
         for memory in memories:
             inputs = ids(setting.backprop_segments)
             output = model(input_ids=inputs, past_key_values=memory, use_cache=memory is not None)
-            loss = mean_loss(output.logits, inputs) / setting.accumulation
+            loss = token_losses(output.logits, inputs).sum() / inputs.numel() / setting.accumulation
             loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

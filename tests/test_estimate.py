@@ -161,7 +161,7 @@ def test_more_takes_more_and_dividing_takes_less() -> None:
 def test_accumulation_keeps_every_store_but_one_micro_batch() -> None:
     whole, parts = of_7b(lanes=4), of_7b(lanes=4, accumulation=4)
     assert whole.moments["loss"]["store"] == parts.moments["loss"]["store"]
-    assert whole.moments["loss"]["activations"] > 4 * parts.moments["loss"]["activations"]
+    assert whole.moments["loss"]["activations"] > 3.5 * parts.moments["loss"]["activations"]
     assert parts.moments["loss"]["gradients"] == 4 * parts.trained
     with pytest.raises(ValueError, match="do not divide"):
         of_7b(lanes=3, accumulation=2)

@@ -184,8 +184,7 @@ def branch_bytes(options: NeurocacheOptions, step: Forward) -> int:
     """Cache attention, per token.
 
     Kept are x; scaled queries; queries in the space of entries; two masks; probabilities, in float32 and rounded;
-    mixed entries; the heads' outputs before and after the gate. With several rows, `matmul` also keeps two copies of
-    the states of each of the c tokens whose states are seen; with one row it keeps a view of the retrieved states.
+    mixed entries; the heads' outputs before and after the gate. Of the retrieved states it keeps views only.
     """
     base, seen = options.base, states(options) * options.context_size
     queries, entries = base.heads * base.head_dim, base.heads * options.width
@@ -193,8 +192,6 @@ def branch_bytes(options: NeurocacheOptions, step: Forward) -> int:
     kept += 2 * seen + (FLOAT32 + step.element) * base.heads * seen
     if options.gate == "zero":
         kept += step.element * queries
-    if step.rows > 1:
-        kept += 2 * step.element * seen * options.width
     return kept
 
 

@@ -19,8 +19,3 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """
     losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="none")
     return losses.view_as(labels)
-
-
-def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean over the positions that have a label."""
-    return token_losses(logits, labels).sum() / (labels != IGNORED).sum()

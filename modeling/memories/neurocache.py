@@ -560,43 +560,42 @@ def attend(options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidde
     """
     assert parts.q is not None and parts.k is not None and parts.v is not None and parts.o is not None
     base, width = options.base, options.width
-    rows, time, _ = hidden.shape
+    rows, time, size = hidden.shape
     groups = base.heads // base.kv_heads
     source = options.source(layer)
     states = call.reading.states[source].to(hidden.device)  # [rows, c-1+time, N, d]
     filled = call.reading.filled[source].to(hidden.device)  # [rows, c-1+time, N]
     sources = context_sources(options.context_size, call, hidden.device)
-
-    queries = project(parts.q, hidden).view(rows, time, base.kv_heads, groups, base.head_dim)
-    keys_weight = parts.k.weight.to(hidden.dtype).view(base.kv_heads, base.head_dim, width)
-    absorbed = torch.einsum("btkgh,khd->btkgd", queries * base.head_dim**-0.5, keys_weight).flatten(2, 3)
-
+    before = options.context_size - 1 if sources.shifted else 0
+    # One axis of tokens over all rows, from here to the end; where nothing is padded each row's begins with c-1 zeros,
+    # so that what was retrieved `back` tokens ago lies `back` places before, and is not copied.
+    tokens = F.pad(hidden, (0, 0, before, 0)).flatten(0, 1)[before:]
     window = [taken(states, filled, sources, back, options.context_size) for back in range(options.context_size)]
+
+    queries = project(parts.q, tokens).view(-1, base.kv_heads, groups, base.head_dim)
+    keys_weight = parts.k.weight.to(hidden.dtype).view(base.kv_heads, base.head_dim, width)
+    absorbed = torch.einsum("tkgh,khd->tkgd", queries * base.head_dim**-0.5, keys_weight).flatten(1, 2)
     scores = torch.cat([torch.matmul(absorbed, near.transpose(-1, -2)) for near, _ in window], -1)  # [.., heads, N*c]
-    seen = torch.cat([mask for _, mask in window], -1)[:, :, None]  # [rows, time, 1, N*c]
+    seen = torch.cat([mask for _, mask in window], -1)[:, None]  # [tokens, 1, N*c]
     probabilities = masked_softmax(scores, seen).to(hidden.dtype).split(states.shape[2], dim=-1)
     mixed = sum(torch.matmul(share, near) for share, (near, _) in zip(probabilities, window, strict=True))
 
     values_weight = parts.v.weight.to(hidden.dtype).view(base.kv_heads, base.head_dim, width)
-    mixed = mixed.view(rows, time, base.kv_heads, groups, width)  # type: ignore[union-attr]
-    per_head = torch.einsum("btkgd,khd->btkgh", mixed, values_weight).flatten(2, 3)  # [rows, time, heads, d_head]
+    mixed = mixed.view(-1, base.kv_heads, groups, width)  # type: ignore[union-attr]
+    per_head = torch.einsum("tkgd,khd->tkgh", mixed, values_weight).flatten(1, 2)  # [tokens, heads, d_head]
     if parts.gate is not None:
         per_head = parts.gate(per_head)
-    return project(parts.o, per_head.flatten(2))
+    added = project(parts.o, per_head.flatten(1))
+    return F.pad(added, (0, 0, before, 0)).view(rows, before + time, size)[:, before:]
 
 
 def taken(states: Tensor, filled: Tensor, sources: ContextSources, back: int, context: int) -> tuple[Tensor, Tensor]:
-    """The states retrieved `back` tokens before each new token, and which of them exist."""
-    time = sources.place.shape[1]
+    """The states retrieved `back` tokens before each token, `[tokens, N, d]`, and which of them exist."""
     if sources.shifted:
-        start = context - 1 - back
-        near, mask = states[:, start : start + time], filled[:, start : start + time]
-    else:
-        near, mask = (
-            keep_columns(states, sources.place[..., back], 1),
-            keep_columns(filled, sources.place[..., back], 1),
-        )
-    return near, mask & sources.valid[..., back, None]
+        start, end = context - 1 - back, states.shape[0] * states.shape[1] - back
+        return states.flatten(0, 1)[start:end], filled.flatten(0, 1)[start:end]
+    near, mask = (keep_columns(tensor, sources.place[..., back], 1) for tensor in (states, filled))
+    return near.flatten(0, 1), (mask & sources.valid[..., back, None]).flatten(0, 1)
 
 
 def masked_softmax(scores: Tensor, seen: Tensor) -> Tensor:
