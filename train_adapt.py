@@ -29,7 +29,14 @@ from cacheformers.evaluation.run import scores
 from cacheformers.evaluation.tables import print_runs
 from cacheformers.modeling.memories.neurocache import NeurocacheOptions
 from cacheformers.training.adapter import adapter_config
-from cacheformers.training.base_model import ModelOptions, base_config, check_quantization, load_base, load_tokenizer
+from cacheformers.training.base_model import (
+    ModelOptions,
+    base_config,
+    base_identity,
+    check_quantization,
+    load_base,
+    load_tokenizer,
+)
 from cacheformers.training.checkpoints import CheckpointError, Checkpoints, write_text
 from cacheformers.training.documents import DataOptions, DocumentRow, Documents, open_documents
 from cacheformers.training.environment import environment
@@ -137,7 +144,8 @@ def make_plan(options: Options) -> Plan:
     check_train_options(options.train, options.run)
     check_quantization(options.model.quantize)
     check_output(options.train.output, options.run)
-    adapter, memory = adapter_config(base_config(options.model.base), options.train, options.memory)
+    base = base_config(options.model.base)
+    adapter, memory = adapter_config(base, options.train, options.memory)
     accelerator = make_accelerator(options.model.device, options.train.output, options.run)
     check_processes(accelerator, options.train, options.run.sharding)
     with accelerator.main_process_first():  # a GGUF base is converted once
@@ -152,6 +160,7 @@ def make_plan(options: Options) -> Plan:
         options.data,
         options.train,
         options.memory,
+        base=base_identity(base),
         documents=documents.identity(),
         processes=accelerator.num_processes,
     )
@@ -252,7 +261,7 @@ def make_run(plan: Plan, model: PeftModel) -> TrainingRun:
     else:
         run.restore(plan.resumed)
         accelerator.print(f"Going on from {plan.resumed}")
-    accelerator.init_trackers("cacheformers")
+    accelerator.init_trackers("cacheformers", config={name: str(value) for name, value in plan.settings.items()})
     return run
 
 

@@ -182,10 +182,16 @@ def test_other_settings_are_refused(documents, capsys):
         train_adapt.main(arguments(documents, *SETTINGS, "--resume", "--topk=5", "--memory_rate=2e-2"))
     said = capsys.readouterr().err
     assert "memory_rate (0.01 in the checkpoint, 0.02 here), topk (4 in the checkpoint, 5 here)" in said
+    (documents / "base").rename(documents / "moved")
+    moved = (*SETTINGS, "--resume", f"--base={documents / 'moved'}")
+    train_adapt.main(arguments(documents, *moved))
+    config = json.loads((documents / "moved" / "config.json").read_text())
+    (documents / "moved" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
     write_documents(documents / "train.jsonl", 60, 90)
     with pytest.raises(SystemExit):
-        train_adapt.main(arguments(documents, *SETTINGS, "--resume"))
-    assert "documents (" in capsys.readouterr().err
+        train_adapt.main(arguments(documents, *moved))
+    said = capsys.readouterr().err
+    assert "base (" in said and "documents (" in said and "memory_rate" not in said
 
 
 def test_an_output_folder_with_checkpoints_is_not_overwritten_by_chance(documents, capsys):

@@ -242,6 +242,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(folder):
         (["--valid", "{folder}/nowhere"], "does not exist"),
         (["--output", "{folder}/taken"], "already holds an adapter"),
         (["--base", "{folder}/nowhere"], "nowhere"),
+        (["--warmup", "1"], "warmup must be at least 0 and below 1"),
+        (["--checkpoint_every", "-1"], "checkpoint_every must not be negative"),
+        (["--accumulation", "3"], "lanes 2 must be a multiple of 1 process(es) x accumulation 3"),
+        (["--trackers", "swanlab"], "Run: pip install swanlab"),
+        (["--trackers", "notebook"], "Unsupported logging capability: notebook"),
     ],
 )
 def test_bad_options(folder, capsys, more, message):
@@ -286,10 +291,3 @@ def test_help_teaches(capsys):
 
 def test_layer_maps():
     assert layer_map(["6", "12:14"]) == {6: 6, 12: 14}
-
-
-@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
-def test_recipes_name_existing_options(recipe):
-    parser = train_adapt.make_parser()
-    options = train_adapt.Options(*parser.parse([str(recipe)]))
-    assert options.train.method == "neurocache" and options.memory.segment_tokens > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from cacheformers.training.documents import fingerprint
 from cacheformers.training.gguf_base import converted, is_gguf
 from cacheformers.training.options import option
 
@@ -43,6 +45,9 @@ class ModelOptions:
     device: Literal["auto", "cpu"] = option(
         "auto", help="'auto': GPUs if there are any, one a process (CUDA_VISIBLE_DEVICES chooses)."
     )
+
+
+ModelOptions._argument_group_name = "base model"  # type: ignore[attr-defined]
 
 
 def load_base(options: ModelOptions, device: str | torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -86,6 +91,16 @@ def base_config(base: str) -> PretrainedConfig:
     if is_gguf(base):
         return AutoConfig.from_pretrained(Path(base).parent, gguf_file=Path(base).name)
     return AutoConfig.from_pretrained(base)
+
+
+def base_identity(config: PretrainedConfig) -> str:
+    """A short hash of a base's configuration, the same wherever the model lies."""
+    facts = {
+        name: value
+        for name, value in config.to_diff_dict().items()
+        if name not in ("_name_or_path", "transformers_version")
+    }
+    return fingerprint(json.loads(json.dumps(facts, default=str, sort_keys=True)))
 
 
 def base_folder(base: str) -> str:

@@ -48,6 +48,9 @@ class DataOptions:
     shuffle_block: int = option(1000, help="With stream: shuffle so many documents at a time. They are held in memory.")
 
 
+DataOptions._argument_group_name = "documents"  # type: ignore[attr-defined]
+
+
 def open_documents(
     paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: DataOptions
 ) -> Documents | StreamedDocuments:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedType, LoggerType
 from peft import PeftModel
 from torch import nn
 from torch.optim import Optimizer
@@ -23,6 +24,10 @@ def make_accelerator(device: str, output: str, run: RunOptions) -> Accelerator:
     Raises:
         ValueError: a tracker that does not exist or is not installed.
     """
+    known = get_available_trackers()
+    missing = [name for name in run.trackers or [] if name in LoggerType and LoggerType(name) not in known]
+    if missing:
+        raise ValueError(f"trackers: {', '.join(missing)} is not installed. Run: pip install {' '.join(missing)}")
     return Accelerator(
         # Without this, processes on a machine without accelerators would each believe that they are alone.
         cpu=device == "cpu" or not torch.accelerator.is_available(),

@@ -88,6 +88,10 @@ class RunOptions:
     estimate_processes: int = option(1, help="With estimate: how many processes the run will have.")
 
 
+TrainOptions._argument_group_name = "training"  # type: ignore[attr-defined]
+RunOptions._argument_group_name = "the run: going on, stopping, logging"  # type: ignore[attr-defined]
+
+
 def check_train_options(train: TrainOptions, run: RunOptions) -> None:
     """Raise ValueError for numbers that make no sense."""
     positive = {name: getattr(train, name) for name in ("steps", "lanes", "accumulation", "backprop_segments", "clip")}
