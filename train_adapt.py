@@ -46,7 +46,7 @@ from cacheformers.training.history import History
 from cacheformers.training.loop import ProcessLost, Stopped, TrainingRun, train
 from cacheformers.training.optim import Rates, make_optimizer, make_schedule, trained_parameters
 from cacheformers.training.options import RecipeParser, method_options
-from cacheformers.training.processes import check_processes, make_accelerator, prepare
+from cacheformers.training.processes import check_processes, make_accelerator, prepare, uses_deepspeed
 from cacheformers.training.run_state import inner, save_adapter, trained_state
 from cacheformers.training.settings import (
     RunOptions,
@@ -163,6 +163,7 @@ def make_plan(options: Options) -> Plan:
         base=base_identity(base),
         documents=documents.identity(),
         processes=accelerator.num_processes,
+        deepspeed=uses_deepspeed(accelerator),
     )
     checkpoints = Checkpoints(Path(options.train.output) / "checkpoints", options.run.keep_checkpoints)
     resumed = checkpoints.newest() if options.run.resume else None

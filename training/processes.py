@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType, LoggerType
+from accelerate.utils import DistributedType, LoggerType, parse_flag_from_env
 from peft import PeftModel
 from torch import nn
 from torch.optim import Optimizer
@@ -36,6 +36,10 @@ def make_accelerator(device: str, output: str, run: RunOptions) -> Accelerator:
     )
 
 
+def uses_deepspeed(accelerator: Accelerator) -> bool:
+    return bool(accelerator.distributed_type == DistributedType.DEEPSPEED)
+
+
 def check_processes(accelerator: Accelerator, train: TrainOptions, sharding: str) -> None:
     """Raise ValueError where these options and the way in which processes were started do not fit."""
     kind, processes = accelerator.distributed_type, accelerator.num_processes
@@ -45,7 +49,9 @@ def check_processes(accelerator: Accelerator, train: TrainOptions, sharding: str
         )
     if kind == DistributedType.FSDP:
         raise ValueError("Leave fsdp_config out of Accelerate's configuration: FSDP2 is --sharding fsdp2 here.")
-    if kind == DistributedType.DEEPSPEED:
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") and not uses_deepspeed(accelerator):
+        raise ValueError("DeepSpeed needs GPUs: here Accelerate would leave it out without a word. Use torchrun.")
+    if uses_deepspeed(accelerator):
         stage = accelerator.state.deepspeed_plugin.zero_stage
         if stage > 2:
             raise ValueError(f"DeepSpeed ZeRO-{stage} is not supported: use ZeRO-2, or --sharding fsdp2.")
@@ -55,7 +61,7 @@ def check_processes(accelerator: Accelerator, train: TrainOptions, sharding: str
         return
     if processes == 1:
         raise ValueError("--sharding fsdp2 divides the model among processes: start it with torchrun, or leave it out.")
-    if kind == DistributedType.DEEPSPEED:
+    if uses_deepspeed(accelerator):
         raise ValueError("Choose one of DeepSpeed and --sharding fsdp2.")
     if train.optimizer == "adafactor":
         raise ValueError("torch's Adafactor cannot work on divided parameters: use --optimizer adamw with fsdp2.")
@@ -81,7 +87,7 @@ def prepare(
     if sharding == "fsdp2":
         shard(model, accelerator.device, accelerator.num_processes)
         return model, make(model)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if uses_deepspeed(accelerator):
         accelerator.state.deepspeed_plugin.deepspeed_config |= {
             "train_micro_batch_size_per_gpu": train.lanes // accelerator.num_processes,
             "gradient_clipping": train.clip,

@@ -1,0 +1,95 @@
+"""Every recipe and launch file that ships can be read, and each recipe's estimate fits the GPU it is written for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import DistributedType
+
+from cacheformers import train_adapt
+from cacheformers.evaluation.adapter import check_controls
+from cacheformers.evaluation.perplexity import HeldOut
+from cacheformers.training.adapter import adapter_config
+from cacheformers.training.base_model import base_config
+from cacheformers.training.settings import check_train_options
+from cacheformers.training.sources import DATASET, HUB_ID
+
+# torch lists the factories that a device context redirects at its first use; conftest then replaces one of them.
+with torch.device("meta"):
+    torch.empty(0)
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+ALL = sorted(RECIPES.glob("*.yaml"))
+GIB = 2**30
+# Recipe -> the configuration of its base that ships, the processes and the GPU (GiB) that its header speaks of.
+ESTIMATED = {
+    "demo": ("smollm2-135m", 1, 2),
+    "llama2_7b_longpile": ("llama-2-7b", 8, 80),
+    "mistral_7b_longpile": ("mistral-7b", 8, 80),
+    "opt_1.3b_pg19": ("opt-1.3b", 8, 80),
+    "qlora_7b": ("mistral-7b", 1, 24),
+    "smollm2_books": ("smollm2-135m", 1, 2),
+}
+
+
+def read(recipe: Path, *more: str) -> train_adapt.Options:
+    return train_adapt.Options(*train_adapt.make_parser().parse([str(recipe), *more]))
+
+
+@pytest.mark.parametrize("recipe", ALL, ids=lambda path: path.stem)
+def test_recipes_name_existing_options(recipe):
+    options = read(recipe)
+    assert options.train.method == "neurocache" and options.memory.segment_tokens > 0
+    check_train_options(options.train, options.run)
+    for source in [*options.data.train, *(options.evaluation.valid or [])]:
+        match = DATASET.fullmatch(source)
+        assert source.startswith(("data/", "../shared/")) or (match and HUB_ID.fullmatch(match["name"]))
+
+
+def test_every_recipe_has_an_estimate():
+    assert [path.stem for path in ALL] == sorted(ESTIMATED)
+
+
+@pytest.mark.parametrize("name", list(ESTIMATED))
+def test_a_recipe_fits_its_gpu(name):
+    base, processes, memory = ESTIMATED[name]
+    options = read(
+        RECIPES / f"{name}.yaml", f"--base={RECIPES / 'base_configs' / base}", f"--estimate_processes={processes}"
+    )
+    peak = train_adapt.estimated(options).peak
+    assert peak < 0.9 * memory * GIB
+    title = (RECIPES / f"{name}.yaml").read_text().partition("\nbase:")[0]
+    if "(--estimate)" in title:
+        assert f"{peak / GIB:.1f} GiB" in title
+
+
+@pytest.mark.parametrize("name", list(ESTIMATED))
+def test_a_recipe_divides_among_processes_and_fits_its_base(name):
+    base, processes, memory = ESTIMATED[name]
+    options = read(RECIPES / f"{name}.yaml")
+    assert options.train.lanes == processes * options.train.accumulation  # one row in a micro-batch
+    config, resolved = adapter_config(base_config(str(RECIPES / "base_configs" / base)), options.train, options.memory)
+    shape = resolved.base
+    assert resolved.retrieval_map == ((3 * shape.layers // 4, 3 * shape.layers // 4),)
+    assert config.layers_to_transform == list(range(3 * shape.layers // 4, shape.layers))
+    assert resolved.segment_tokens + resolved.window.kept_tokens <= shape.max_positions
+    ids = torch.zeros(2, dtype=torch.long)
+    check_controls([HeldOut(ids, 1, "one"), HeldOut(ids, 1, "two")], options.evaluation, resolved)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("ddp", DistributedType.MULTI_GPU), ("zero2", DistributedType.DEEPSPEED)])
+def test_launch_files_load(name, kind):
+    file = RECIPES / "accelerate" / f"{name}.yaml"
+    config = load_config_from_file(str(file))
+    assert isinstance(config, ClusterConfig)
+    assert (config.distributed_type, config.num_processes, config.num_machines) == (kind, 8, 1)
+    assert config.mixed_precision == "no" and not config.fsdp_config
+    options = {action.dest for action in launch_command_parser()._actions}
+    assert set(config.deepspeed_config) <= options
+    if name == "zero2":
+        assert config.deepspeed_config["zero_stage"] == 2
+        assert config.deepspeed_config["gradient_accumulation_steps"] == 1
