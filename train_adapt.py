@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 import cacheformers
 from cacheformers.evaluation.adapter import check_controls, evaluate_adapter
+from cacheformers.evaluation.model_card import model_card
 from cacheformers.evaluation.options import EvalOptions
 from cacheformers.evaluation.perplexity import HeldOut, held_out
 from cacheformers.evaluation.plots import save_plots
@@ -286,6 +287,7 @@ def finish(plan: Plan, run: TrainingRun, arguments: list[str]) -> None:
         "scores": scores(runs) if runs else {},
     }
     write_text(output / "train_result.json", json.dumps(result, indent=1) + "\n")
+    write_text(output / "README.md", model_card(result))
     print(
         f"\n{history.steps} steps, {history.seconds / history.steps:.2f} s a step; mean loss of the last 20: "
         f"{mean(history.losses[-20:]):.4f}"
@@ -294,7 +296,7 @@ def finish(plan: Plan, run: TrainingRun, arguments: list[str]) -> None:
         print_runs(runs)
     if options.evaluation.plots:
         save_plots(output, runs, history.losses)
-    print(f"\nAdapter, train_result.json and plots are in {output}")
+    print(f"\nAdapter, model card (README.md), train_result.json and plots are in {output}")
 
 
 def end(accelerator: Accelerator) -> None:

@@ -11,7 +11,7 @@ from cacheformers.evaluation.controls import free_positions, other_document, shu
 from cacheformers.evaluation.options import EvalOptions
 from cacheformers.evaluation.perplexity import HeldOut, token_nats
 from cacheformers.evaluation.readers import Damaged, Forgetting, Reader, Remembering
-from cacheformers.evaluation.run import Run
+from cacheformers.evaluation.run import Run, measure
 from cacheformers.modeling.attach import active_options, find_decoder, unwrap
 from cacheformers.modeling.memories.neurocache import NeurocacheOptions
 
@@ -38,7 +38,7 @@ def evaluate_adapter(
 
     def add(name: str, reader: Reader, cache_size: int | None = None, control: bool = False, note: str = "") -> None:
         losses = token_nats(model, documents, reader, memory.segment_tokens, options.valid_rows, name.capitalize())
-        runs[name] = Run(documents, losses, memory.segment_tokens, kept, cache_size, control, note)
+        runs[name] = measure(documents, losses, memory.segment_tokens, kept, cache_size, control, note)
 
     if not options.skip_base:
         with peft_model(model).disable_adapter():

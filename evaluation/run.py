@@ -1,4 +1,4 @@
-"""`Run`: the losses of one way of reading held-out documents, and everything that is computed from them."""
+"""`Run`: what was measured of one way of reading held-out documents; written as JSON, and read again."""
 
 from __future__ import annotations
 
@@ -48,7 +48,18 @@ class Measure:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {"tokens": self.tokens, "perplexity": self.perplexity, "interval": self.interval}
+        return {
+            "tokens": self.tokens,
+            "perplexity": self.perplexity,
+            "interval": self.interval,
+            "nats_by_document": self.nats_by_document.tolist(),
+            "tokens_by_document": self.tokens_by_document.tolist(),
+        }
+
+    @classmethod
+    def from_dict(cls, numbers: dict[str, Any]) -> Measure:
+        """What `as_dict` gave."""
+        return cls(np.array(numbers["nats_by_document"]), np.array(numbers["tokens_by_document"]))
 
 
 @dataclass(frozen=True)
@@ -70,27 +81,26 @@ class Run:
     """How well documents were predicted.
 
     Attributes:
-        documents: what was read.
-        losses: nats of each document's tokens from the second on, `[tokens - 1]` each, float32.
-        segment_tokens, window_tokens: the configured local window, by which tokens are told apart (also where a control
-            read with a longer one).
+        documents: their names.
+        characters: how many characters the predicted tokens stand for.
+        total: all predicted tokens.
+        by_position: by how many tokens of the document were read before: the first segment, then buckets that double.
+        by_class: by where the predicted token occurred before (`CLASSES`); classes without a token are left out.
         cache_size: entries that the memory could hold; None where there was none.
         control: not a way to use the model, but something to compare with.
         note: what a reader of the numbers should know.
+        losses: nats of each document's tokens from the second on, `[tokens - 1]` each, float32; not in the JSON.
     """
 
-    documents: Sequence[HeldOut]
-    losses: Sequence[Losses]
-    segment_tokens: int
-    window_tokens: int = 0
+    documents: list[str]
+    characters: int
+    total: Measure
+    by_position: dict[str, Measure]
+    by_class: dict[str, Measure]
     cache_size: int | None = None
     control: bool = False
     note: str = ""
-
-    @cached_property
-    def total(self) -> Measure:
-        """All predicted tokens."""
-        return self.measure([np.ones(len(losses), bool) for losses in self.losses])
+    losses: Sequence[Losses] = ()
 
     @property
     def perplexity(self) -> float:
@@ -98,41 +108,8 @@ class Run:
         return self.total.perplexity
 
     @property
-    def characters(self) -> int:
-        """How many characters the predicted tokens stand for."""
-        return sum(document.characters for document in self.documents)
-
-    @property
     def bits_per_character(self) -> float:
         return self.total.nats / math.log(2) / self.characters
-
-    @cached_property
-    def by_position(self) -> dict[str, Measure]:
-        """By how many tokens of the document were read before: the first segment, then buckets that double."""
-        places = [np.arange(len(losses)) for losses in self.losses]
-        edges = position_edges(max(map(len, places)), self.segment_tokens)
-        return {
-            bucket_name(start, end): self.measure([(start <= place) & (place < end) for place in places])
-            for start, end in pairwise(edges)
-        }
-
-    @cached_property
-    def by_class(self) -> dict[str, Measure]:
-        """By where the predicted token occurred before (`CLASSES`); classes without a token are left out."""
-        found = [
-            token_classes(document.ids.numpy(), self.segment_tokens, self.window_tokens) for document in self.documents
-        ]
-        return {
-            name: self.measure([classes == place for classes in found])
-            for place, name in enumerate(CLASSES)
-            if any((classes == place).any() for classes in found)
-        }
-
-    def measure(self, chosen: Sequence[NDArray[np.bool_]]) -> Measure:
-        """The chosen tokens of each document, `[tokens - 1]` each."""
-        picked = [losses[mask] for losses, mask in zip(self.losses, chosen, strict=True)]
-        nats = [losses.sum(dtype=np.float64) for losses in picked]
-        return Measure(np.array(nats), np.array([float(len(losses)) for losses in picked]))
 
     def as_dict(self, reference: Run) -> dict[str, Any]:
         """For JSON: every number, each part also as a multiple of that part of another run over the same documents."""
@@ -153,11 +130,67 @@ class Run:
             "note": self.note,
             "by_position": parts(self.by_position, reference.by_position),
             "by_class": parts(self.by_class, reference.by_class),
-            "documents": [
-                {"name": document.name, "tokens": len(losses), "nats": float(nats)}
-                for document, losses, nats in zip(self.documents, self.losses, self.total.nats_by_document, strict=True)
-            ],
+            "documents": self.documents,
         }
+
+    @classmethod
+    def from_dict(cls, numbers: dict[str, Any]) -> Run:
+        """What `as_dict` gave."""
+        return cls(
+            numbers["documents"],
+            numbers["characters"],
+            Measure.from_dict(numbers),
+            {name: Measure.from_dict(part) for name, part in numbers["by_position"].items()},
+            {name: Measure.from_dict(part) for name, part in numbers["by_class"].items()},
+            numbers["cache_size"],
+            numbers["control"],
+            numbers["note"],
+        )
+
+
+def measure(
+    documents: Sequence[HeldOut],
+    losses: Sequence[Losses],
+    segment_tokens: int,
+    window_tokens: int = 0,
+    cache_size: int | None = None,
+    control: bool = False,
+    note: str = "",
+) -> Run:
+    """What the losses of documents say.
+
+    Args:
+        losses: nats of each document's tokens from the second on, `[tokens - 1]` each.
+        segment_tokens, window_tokens: the configured local window, by which tokens are told apart (also where a control
+            read with a longer one).
+    """
+
+    def chosen(masks: Sequence[NDArray[np.bool_]]) -> Measure:
+        picked = [each[mask] for each, mask in zip(losses, masks, strict=True)]
+        nats = [each.sum(dtype=np.float64) for each in picked]
+        return Measure(np.array(nats), np.array([float(len(each)) for each in picked]))
+
+    places = [np.arange(len(each)) for each in losses]
+    edges = position_edges(max(map(len, places)), segment_tokens)
+    classes = [token_classes(document.ids.numpy(), segment_tokens, window_tokens) for document in documents]
+    return Run(
+        [document.name for document in documents],
+        sum(document.characters for document in documents),
+        chosen([np.ones(len(each), bool) for each in losses]),
+        {
+            bucket_name(start, end): chosen([(start <= place) & (place < end) for place in places])
+            for start, end in pairwise(edges)
+        },
+        {
+            name: chosen([found == number for found in classes])
+            for number, name in enumerate(CLASSES)
+            if any((found == number).any() for found in classes)
+        },
+        cache_size,
+        control,
+        note,
+        losses,
+    )
 
 
 def reference(runs: dict[str, Run]) -> str:

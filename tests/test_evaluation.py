@@ -25,7 +25,7 @@ from cacheformers.evaluation.controls import other_document, shuffled, window_of
 from cacheformers.evaluation.options import EvalOptions
 from cacheformers.evaluation.perplexity import HeldOut, divide, held_out, side_by_side, token_nats
 from cacheformers.evaluation.readers import Damaged, Forgetting, Remembering
-from cacheformers.evaluation.run import Run, compare, reference, scores
+from cacheformers.evaluation.run import Run, compare, measure, reference, scores
 from cacheformers.evaluation.tables import print_runs
 from cacheformers.evaluation.tokens import position_edges, token_classes
 from cacheformers.modeling.attach import active_options, find_decoder, unwrap
@@ -218,7 +218,7 @@ def test_positions_double():
 def made_run(seed: int, *lengths: int, **options: object) -> Run:
     generator = np.random.default_rng(seed)
     losses = [generator.gamma(2.0, 1.0, length - 1).astype(np.float32) for length in lengths]
-    return Run(documents(*lengths), losses, N, **options)
+    return measure(documents(*lengths), losses, N, **options)
 
 
 def test_parts_add_up_to_the_whole():
@@ -259,8 +259,9 @@ def test_intervals_are_those_of_a_plain_loop():
 def test_pairs_of_runs_are_compared_document_by_document():
     """Documents differ far more than the two runs do: only a paired comparison sees that one is better everywhere."""
     losses = [np.full(100, level, np.float32) for level in (1.0, 2.0, 3.0, 4.0, 5.0)]
-    worse = Run(documents(*[101] * 5), losses, N)
-    better = Run(worse.documents, [each - 0.01 for each in losses], N)
+    chosen = documents(*[101] * 5)
+    worse = measure(chosen, losses, N)
+    better = measure(chosen, [each - 0.01 for each in losses], N)
     assert worse.total.interval[0] < better.perplexity < worse.perplexity < better.total.interval[1]
     assert compare(better.total, worse.total).interval == pytest.approx((math.exp(-0.01),) * 2, rel=1e-6)
 
@@ -295,8 +296,10 @@ def test_an_adapter_is_evaluated(make_model, capsys):
     late = [result[name]["by_position"]["64-128"] for name in ("base", "cache 100")]
     assert late[0]["compared"]["ratio"] == pytest.approx(late[0]["perplexity"] / late[1]["perplexity"])
     assert result["cache 20"]["compared"]["ratio"] == pytest.approx(perplexities[2] / perplexities[3])
-    assert [each["tokens"] for each in result["shuffled"]["documents"]] == [59, 44, 89]
-    assert sum(each["nats"] for each in result["shuffled"]["documents"]) == pytest.approx(result["shuffled"]["nats"])
+    assert result["shuffled"]["tokens_by_document"] == [59, 44, 89]
+    assert sum(result["shuffled"]["nats_by_document"]) == pytest.approx(result["shuffled"]["nats"])
+    again = {name: Run.from_dict(numbers) for name, numbers in result.items()}
+    assert json.loads(json.dumps(scores(again))) == result
     capsys.readouterr()
     print_runs(runs)
     shown = capsys.readouterr().out

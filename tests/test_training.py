@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from huggingface_hub import ModelCard
 from peft import PeftModel, get_peft_model
 from recipe import arguments, make_text
 from torch import Tensor
@@ -173,6 +174,18 @@ def test_a_run(folder, method):
     memory = {"cache off": Remembering(0), "cache 40": Remembering(40)}
     readers = memory if method == "neurocache" else {"lora": Forgetting()}
     assert set(result["scores"]) == {"base", *readers}
+
+    card = ModelCard.load(folder / "adapter" / "README.md")
+    assert card.data.library_name == "peft" and ("neurocache" in card.data.tags) == (method == "neurocache")
+    assert all(f"| {name} | {run['perplexity']:.3f} |" in card.text for name, run in result["scores"].items())
+    compare = [
+        sys.executable,
+        str(ROOT / "recipes" / "compare_runs.py"),
+        str(folder / "adapter"),
+        str(folder / "adapter"),
+    ]
+    compared = subprocess.run(compare, capture_output=True, text=True, timeout=300)
+    assert compared.returncode == 0 and f"{list(readers)[-1]} (adapter)" in compared.stdout, compared.stderr
 
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     by_peft = PeftModel.from_pretrained(base, folder / "adapter")
