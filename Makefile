@@ -43,10 +43,12 @@ smoke: wheel $(WHEEL_VENV)/.installed ## Install the wheel in an environment tha
 	$(WHEEL_PY) -m pip check
 	cd "$$(mktemp -d)" && $(CURDIR)/$(WHEEL_PY) -I $(CURDIR)/tests/smoke_wheel.py
 
-demo: install ## Adapt a small pretrained model to Shakespeare's plays, read Hamlet, answer a question
+demo: install ## Adapt a small pretrained model to plays, with and without a memory; read Hamlet, answer a question
 	$(PY) recipes/fetch_smollm2.py
 	$(PY) recipes/fetch_plays.py
 	HF_HUB_OFFLINE=1 $(PY) train_adapt.py recipes/demo.yaml
+	HF_HUB_OFFLINE=1 $(PY) train_adapt.py recipes/demo.yaml --method lora --output runs/demo_lora --skip_base
+	$(PY) recipes/compare_runs.py runs/demo_lora runs/demo --plots runs/demo/compared
 	HF_HUB_OFFLINE=1 $(PY) recipes/ask_book.py runs/demo data/plays/valid/hamlet.md "Who killed Hamlet's father?"
 
 clean: ## Remove build products and caches; keep .venv, data and runs

@@ -33,7 +33,9 @@ from cacheformers.training.adapter import adapter_config
 from cacheformers.training.base_model import (
     ModelOptions,
     base_config,
+    base_folder,
     base_identity,
+    check_attention,
     check_quantization,
     load_base,
     load_tokenizer,
@@ -42,12 +44,13 @@ from cacheformers.training.checkpoints import CheckpointError, Checkpoints, writ
 from cacheformers.training.documents import DataOptions, DocumentRow, Documents, open_documents
 from cacheformers.training.environment import environment
 from cacheformers.training.estimate import Estimate, estimate
+from cacheformers.training.gguf_base import is_gguf
 from cacheformers.training.groups import make_groups
 from cacheformers.training.history import History
 from cacheformers.training.loop import ProcessLost, Stopped, TrainingRun, train
 from cacheformers.training.optim import Rates, make_optimizer, make_schedule, trained_parameters
 from cacheformers.training.options import RecipeParser, method_options
-from cacheformers.training.processes import check_processes, make_accelerator, prepare, uses_deepspeed
+from cacheformers.training.processes import check_division, check_processes, make_accelerator, prepare, uses_deepspeed
 from cacheformers.training.run_state import inner, save_adapter, trained_state
 from cacheformers.training.settings import (
     RunOptions,
@@ -107,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
             return
         plan = make_plan(options)
         model = load_model(plan)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, CheckpointError) as error:
         parser.error(str(error))
     run = make_run(plan, model)
     schedule = make_schedule(
@@ -116,14 +119,13 @@ def main(arguments: list[str] | None = None) -> None:
     failure = ""
     try:
         train(run, schedule, options.run.checkpoint_every, options.run.log_every, options.run.stop_after)
+        finish(plan, run, arguments)
     except Stopped as stopped:
         run.accelerator.print(stopped)
-    except (FloatingPointError, CheckpointError) as error:
+    except (FloatingPointError, CheckpointError, OSError) as error:
         failure = str(error)
     except ProcessLost as error:
         sys.exit(f"\n{error}")
-    else:
-        finish(plan, run, arguments)
     accelerator = run.accelerator
     del run, model, schedule, plan
     end(accelerator)
@@ -140,17 +142,20 @@ def make_plan(options: Options) -> Plan:
     """Look at everything that can be wrong before a model is loaded.
 
     Raises:
-        OSError, ValueError, ImportError: something is; says what to do.
+        OSError, ValueError, ImportError, CheckpointError: something is; says what to do.
     """
     check_train_options(options.train, options.run)
     check_quantization(options.model.quantize)
+    check_attention(options.model.attn_implementation)
     check_output(options.train.output, options.run)
     base = base_config(options.model.base)
     adapter, memory = adapter_config(base, options.train, options.memory)
     accelerator = make_accelerator(options.model.device, options.train.output, options.run)
-    check_processes(accelerator, options.train, options.run.sharding)
-    with accelerator.main_process_first():  # a GGUF base is converted once
-        tokenizer = load_tokenizer(options.model.base)
+    check_processes(accelerator, options.train, options.run.sharding, options.model.quantize)
+    if is_gguf(options.model.base):
+        with accelerator.main_process_first():  # it is converted once
+            base_folder(options.model.base)
+    tokenizer = load_tokenizer(options.model.base)
     documents = open_documents(options.data.train, tokenizer, options.data)
     documents.check(memory.segment_tokens)
     valid = valid_documents(options, tokenizer)
@@ -170,6 +175,11 @@ def make_plan(options: Options) -> Plan:
     resumed = checkpoints.newest() if options.run.resume else None
     if resumed is not None:
         check_resumable(checkpoints.load(resumed)["settings"], settings, str(resumed))
+    elif options.run.resume and checkpoints.paths():
+        raise ValueError(
+            f"All checkpoints in {checkpoints.folder} are damaged: look why, or start anew with --overwrite."
+        )
+    checkpoints.claim()
     return Plan(options, adapter, memory, accelerator, tokenizer, documents, valid, checkpoints, settings, resumed)
 
 
@@ -189,6 +199,7 @@ def estimated(options: Options) -> Estimate:
     check_train_options(train, options.run)
     adapter, memory = adapter_config(base, train, options.memory)
     processes = options.run.estimate_processes
+    check_division(processes, train, options.run.sharding, options.model.quantize)
     dtype: Any = (base.dtype or torch.float32) if options.model.dtype == "auto" else getattr(torch, options.model.dtype)
     return estimate(
         base,

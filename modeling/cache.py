@@ -232,8 +232,9 @@ class MemoryCache(Cache):
         """
         closing = {row: self.timeline.open[row].nonzero()[:, 0] for row in rows}
         closing = {row: columns for row, columns in closing.items() if len(columns)}
-        for row, columns in closing.items():
-            self.state.check(row, columns)
+        if not torch.is_grad_enabled():  # in training the loss shows it, in every process alike
+            for row, columns in closing.items():
+                self.state.check(row, columns)
         for row, columns in closing.items():
             self.state.commit(row, columns)
             self._move_window(row, self.timeline.close(row), rotate)

@@ -17,6 +17,7 @@ import cacheformers
 from cacheformers.training.sources import load_texts
 
 PARTS = 8
+PASSAGE, SHOWN = 40, 3  # tokens of a passage, and how many are shown
 
 
 def main() -> None:
@@ -54,6 +55,24 @@ def main() -> None:
         do_sample=False,
         streamer=streamer,
     )
+    print("\nWhat question and answer retrieved most:")
+    for place, votes, passage in passages(memory, ids[0]):
+        print(f"  token {place:,} ({votes} times): {' '.join(str(tokenizer.decode(passage)).split())}")
+
+
+def passages(memory: cacheformers.MemoryCache, ids: torch.Tensor) -> list[tuple[int, int, torch.Tensor]]:
+    """The stretches of a book that the tokens of the open segment retrieved most often: place, how often, ids."""
+    state: Any = memory.state
+    ring = next(iter(state.rings.values()))
+    forgotten = ring.written[ring.owner[0]] - ring.count(0)  # entries, one a token, that have made room
+    hits = torch.cat([found[0].flatten() for found in state.hits.values()])
+    votes = torch.bincount((forgotten + hits[hits >= 0]) // PASSAGE)
+    best = votes.topk(min(SHOWN, len(votes)))
+    return [
+        (int(index) * PASSAGE, int(times), ids[int(index) * PASSAGE : (int(index) + 1) * PASSAGE])
+        for times, index in zip(best.values, best.indices, strict=True)
+        if times
+    ]
 
 
 def prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> torch.Tensor:

@@ -198,7 +198,7 @@ def test_documents_that_are_of_no_use(tokenizer):
     def build(*lengths: int, min_tokens: int = 2) -> Documents:
         return Documents([words(1, length) for length in lengths], tokenizer, min_tokens)
 
-    build(3, 17).check(16)
+    build(3, 18).check(16)
     with pytest.raises(ValueError, match="The longest of 2 documents has 16 tokens"):
         build(16, 3).check(16)
     with pytest.raises(ValueError, match="All 2 documents are empty"):
@@ -320,14 +320,14 @@ def test_lanes_of_different_speed_find_their_blocks(make_stream):
 
 
 def test_streams_of_no_use(make_stream, tokenizer, monkeypatch):
-    make_stream(11).check(2)
+    make_stream(11).check(1)
     with pytest.raises(ValueError, match="The longest of 11 documents has 3 tokens"):
-        make_stream(11).check(3)
+        make_stream(11).check(2)
     with pytest.raises(ValueError, match="All 11 documents have fewer than 4 tokens"):
         make_stream(11, min_tokens=4).check(3)
     monkeypatch.setattr(module, "CHECKED", 5)
     with pytest.raises(ValueError, match="The longest of the first 5 documents has 3 tokens"):
-        make_stream(11).check(3)
+        make_stream(11).check(2)
     with pytest.raises(ValueError, match="shuffle_block must be greater than 0"):
         make_stream(11, shuffle_block=0)
 

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from peft import PeftModel
 from recipe import Recipe, adapter_weights, arguments, largest_difference, run, write_documents
+from safetensors.torch import load_file
 from test_resume import AT_FILES, IN_FORWARD, TOUCHES, check_checkpoints
 from transformers import AutoModelForCausalLM
 
@@ -63,6 +65,25 @@ def test_two_processes_stop_and_go_on(documents, alone, sharding):
     assert check_checkpoints(documents / "adapter", documents / "base") > 0
     run(arguments(documents, *settings, "--resume"), documents / "resumed.log", 2)
     assert largest_difference(documents / "adapter", alone) <= 1e-5
+
+
+def test_two_processes_go_on_with_their_own_random_numbers(documents):
+    """Each with its own dropout. One is slow to write, and the checkpoint waits for it."""
+    settings = (*SETTINGS, "--steps=4", "--lora_dropout=0.3")
+    slow = """
+import time
+from cacheformers.training import loop
+write = loop.write_own
+loop.write_own = lambda *given: (time.sleep(0.3 * rank), write(*given))
+"""
+    run(arguments(documents, *settings, output="whole"), documents / "whole.log", 2)
+    run(arguments(documents, *settings, "--stop_after=1e-9"), documents / "stopped.log", 2, slow)
+    assert check_checkpoints(documents / "adapter", documents / "base") == 1
+    checkpoint = documents / "adapter" / "checkpoints" / "step-00000001"
+    one, other = (load_file(checkpoint / f"process-{rank:05}.safetensors")["random.cpu"] for rank in (0, 1))
+    assert not torch.equal(one, other)
+    run(arguments(documents, *settings, "--resume"), documents / "resumed.log", 2)
+    assert largest_difference(documents / "adapter", documents / "whole") == 0
 
 
 def test_lanes_follow_the_seed_and_not_the_processes(documents, capsys):

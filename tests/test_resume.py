@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
 import time
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from cacheformers import train_adapt
-from cacheformers.training.checkpoints import Checkpoints
+from cacheformers.training.checkpoints import CheckpointError, Checkpoints, write_tensors
 
 STEPS = 8
 SETTINGS = (
@@ -23,6 +25,8 @@ SETTINGS = (
     *("--lora_rate=1e-2", "--lora_dropout=0.1", "--log_every=3"),
 )
 
+# Needs the local keys, the kept columns and the number of closed segments that a checkpoint holds.
+WINDOW = ("--local_window=sliding", "--window_tokens=10", "--sink_tokens=3")
 TOUCHES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir")
 # The process kills itself just before its `moment`-th such event in the checkpoints' folder.
 AT_FILES = """
@@ -68,6 +72,7 @@ def check_checkpoints(folder: Path, base: Path) -> int:
     for path in paths:
         contents = json.loads((path / "checkpoint.json").read_text())
         assert contents["contents"]["history"]["losses"]
+        assert {file.name for file in path.iterdir()} == {*contents["files"], "checkpoint.json"}
         for name, size in contents["files"].items():
             assert (path / name).stat().st_size == size
         for file in path.glob("*.safetensors"):
@@ -164,7 +169,9 @@ def test_streamed_documents_go_on(documents):
     assert largest_difference(documents / "adapter", documents / "whole") == 0
 
 
-@pytest.mark.parametrize("more", [("--method=lora",), ("--optimizer=adafactor",), ("--activation_checkpointing",)])
+@pytest.mark.parametrize(
+    "more", [("--method=lora",), ("--optimizer=adafactor",), ("--activation_checkpointing",), WINDOW]
+)
 def test_other_runs_resume_too(documents, more):
     train_adapt.main(arguments(documents, *SETTINGS, *more, output="whole"))
     for _ in range(3):
@@ -203,8 +210,52 @@ def test_an_output_folder_with_checkpoints_is_not_overwritten_by_chance(document
         train_adapt.main(arguments(documents, *SETTINGS, "--resume", "--overwrite"))
     assert "Choose one of" in capsys.readouterr().err
     train_adapt.main(arguments(documents, *SETTINGS, "--overwrite"))
-    weights = adapter_weights(documents / "adapter")
-    assert weights
+    assert adapter_weights(documents / "adapter")
+    train_adapt.main(arguments(documents, *SETTINGS, "--overwrite", "--stop_after=1e-9"))
+    assert [path.name for path in Checkpoints(documents / "adapter" / "checkpoints").paths()] == ["step-00000001"]
+
+
+def test_a_checkpoint_without_its_contents_is_passed_over(documents):
+    for _ in range(2):
+        train_adapt.main(arguments(documents, *SETTINGS, "--resume", "--stop_after=1e-9"))
+    older, newer = Checkpoints(documents / "adapter" / "checkpoints").paths()
+    (newer / "checkpoint.json").unlink()
+    with pytest.warns(UserWarning, match="step-00000002 is damaged"):
+        assert Checkpoints(documents / "adapter" / "checkpoints").newest() == older
+
+
+def test_everything_is_on_disk_before_a_checkpoint_can_be_seen(tmp_path, monkeypatch):
+    events = []
+    sync, rename = os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda file: (events.append(os.readlink(f"/proc/self/fd/{file}")), sync(file)))
+    monkeypatch.setattr(os, "rename", lambda one, other: (events.append("rename"), rename(one, other)))
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.save(3, lambda folder: write_tensors(folder / "a.safetensors", {"a": torch.zeros(2)}), {})
+    draft = tmp_path / "checkpoints" / ".writing-step-00000003"
+    files = [str(draft / "a.safetensors"), str(draft / "checkpoint.json"), str(draft)]
+    assert events == [*files, "rename", str(tmp_path / "checkpoints")]
+
+
+@pytest.mark.parametrize("more", [("--stop_after=1e-9",), ("--steps=1",)])
+def test_a_run_whose_last_checkpoint_fails_says_so(documents, monkeypatch, more):
+    """Also where it is asked to stop: its work would be lost without a word."""
+
+    def save(*arguments: object) -> None:
+        raise CheckpointError("The disk is full.")
+
+    monkeypatch.setattr(Checkpoints, "save", save)
+    with pytest.raises(SystemExit, match="The disk is full"):
+        train_adapt.main(arguments(documents, *SETTINGS, *more))
+
+
+def test_two_runs_do_not_share_a_folder(documents, capsys):
+    checkpoints = Checkpoints(documents / "adapter" / "checkpoints")
+    checkpoints.claim()
+    with pytest.raises(SystemExit):
+        train_adapt.main(arguments(documents, *SETTINGS))
+    assert "Another run writes into" in capsys.readouterr().err
+    del checkpoints
+    train_adapt.main(arguments(documents, *SETTINGS))
 
 
 def test_a_damaged_checkpoint_is_passed_over(documents, uninterrupted):
@@ -218,6 +269,28 @@ def test_a_damaged_checkpoint_is_passed_over(documents, uninterrupted):
     with pytest.warns(UserWarning, match="damaged"):
         train_adapt.main(arguments(documents, *SETTINGS, "--resume"))
     assert largest_difference(documents / "adapter", uninterrupted) == 0
+
+
+def test_what_was_passed_over_does_not_push_good_checkpoints_out(documents):
+    """Damaged checkpoints of later steps stand in the folder while a run goes on from an earlier one."""
+    for _ in range(4):
+        train_adapt.main(arguments(documents, *SETTINGS, "--resume", "--stop_after=1e-9", "--keep_checkpoints=4"))
+    checkpoints = Checkpoints(documents / "adapter" / "checkpoints")
+    first, second, *later = checkpoints.paths()
+    shutil.rmtree(second)
+    for path in later:
+        (path / "optimizer.safetensors").write_bytes(b"")
+    train_adapt.main(arguments(documents, *SETTINGS, "--resume", "--stop_after=1e-9"))
+    assert checkpoints.newest() == second
+
+
+def test_damaged_checkpoints_alone_are_not_thrown_away(documents, capsys):
+    train_adapt.main(arguments(documents, *SETTINGS, "--stop_after=1e-9"))
+    (path,) = Checkpoints(documents / "adapter" / "checkpoints").paths()
+    (path / "optimizer.safetensors").write_bytes(b"")
+    with pytest.raises(SystemExit):
+        train_adapt.main(arguments(documents, *SETTINGS, "--resume"))
+    assert path.exists() and "--overwrite" in capsys.readouterr().err
 
 
 def test_a_full_disk(documents):

@@ -254,6 +254,18 @@ def test_bounded(make_model, base):
     assert len(set(sizes[5:])) == 1
 
 
+@torch.no_grad()
+def test_a_memory_that_was_written_down_goes_on(make_model, ids):
+    model = make_model("llama_gqa", local_window="sliding", window_tokens=10, sink_tokens=3)
+    memory, twin = cacheformers.new_memory(model, 2), cacheformers.new_memory(model, 2)
+    model(ids[:, :70], past_key_values=memory)
+    twin.load_state_dict(memory.state_dict(), "cpu")
+    held, found = memory.state_dict(), twin.state_dict()
+    assert held.keys() == found.keys() and all(torch.equal(found[name], held[name]) for name in held)
+    expected = model(ids[:, 70:], past_key_values=memory).logits
+    assert torch.equal(model(ids[:, 70:], past_key_values=twin).logits, expected)
+
+
 def train_two_segments(model, ids, checkpointing):
     """Fill the ring, then two segments before one backward; returns the gradients."""
     model = copy.deepcopy(model).train()

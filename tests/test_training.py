@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import math
 import os
@@ -13,9 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from huggingface_hub import ModelCard
 from peft import PeftModel, get_peft_model
-from recipe import arguments, make_text
+from recipe import adapter_weights, arguments, make_text
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -23,11 +27,14 @@ import cacheformers
 from cacheformers import train_adapt
 from cacheformers.evaluation.perplexity import held_out, token_nats
 from cacheformers.evaluation.readers import Forgetting, Remembering
-from cacheformers.training.documents import Documents
+from cacheformers.training.adapter import adapter_config
+from cacheformers.training.base_model import ModelOptions
+from cacheformers.training.documents import DataOptions, Documents
 from cacheformers.training.lanes import IGNORED, Lanes
 from cacheformers.training.loss import token_losses
-from cacheformers.training.optim import Rates, make_optimizer, make_schedule, parameter_groups
+from cacheformers.training.optim import OPTIMIZERS, Rates, make_optimizer, make_schedule, parameter_groups
 from cacheformers.training.options import layer_map
+from cacheformers.training.settings import TrainOptions, check_resumable, resumed_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -213,6 +220,72 @@ def test_activation_checkpointing_changes_nothing(folder):
     assert losses_of(folder, "--memory_rate=1e-2", "--seed", "1") != pytest.approx(plain, rel=1e-3)
 
 
+@pytest.fixture
+def exact(folder, make_base, monkeypatch) -> Path:
+    """A base in float64, and an optimiser whose steps are proportional to the gradients."""
+    make_base("llama_gqa").save_pretrained(folder / "base")
+    monkeypatch.setitem(OPTIMIZERS, "adamw", functools.partial(torch.optim.SGD, momentum=0.9))
+    return folder
+
+
+def weights_of(folder: Path, *more: str) -> dict[str, Tensor]:
+    options = ("--overwrite", "--lora_rate=0.1", "--memory_rate=0.1", "--lanes=2", "--steps=8", "--clip=1e9", *more)
+    train_adapt.main(arguments(folder, *options))
+    return adapter_weights(folder / "adapter")
+
+
+def assert_equal(weights: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+    assert weights.keys() == others.keys()
+    for name, tensor in weights.items():
+        assert tensor.dtype == torch.float64
+        assert float((tensor - others[name]).abs().max()) <= 1e-12, name
+
+
+def test_accumulation_equals_a_larger_batch(exact):
+    assert_equal(weights_of(exact, "--accumulation=2"), weights_of(exact))
+
+
+@pytest.mark.parametrize("window", [(), ("--local_window=sliding", "--window_tokens=10", "--sink_tokens=3")])
+def test_activation_checkpointing_of_two_segments_changes_nothing(exact, window):
+    """With a ring that is full before the second segment is written."""
+    options = ("--backprop_segments=2", "--cache_size=12", *window)
+    assert_equal(weights_of(exact, *options, "--activation_checkpointing"), weights_of(exact, *options))
+
+
+def test_a_run_is_a_plain_loop(folder):
+    """Rates, weight decay, warm-up, clipping and the mean over tokens, written out."""
+    given = arguments(folder, "--lora_rate=2e-2", "--memory_rate=1e-2", "--gate_factor=3", "--warmup=0.4", "--clip=0.5")
+    given.append("--weight_decay=0.1")
+    train_adapt.main(given)
+
+    options = train_adapt.Options(*train_adapt.make_parser().parse(given))
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    torch.manual_seed(0)
+    model = get_peft_model(base, adapter_config(base.config, options.train, options.memory)[0]).train()
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    rates = {name: 3e-2 if "mem_gate" in name else 1e-2 if "lora_mem_" in name else 2e-2 for name in trained}
+    optimizers = {name: torch.optim.AdamW([p], weight_decay=0.1 if p.dim() > 1 else 0.0) for name, p in trained.items()}
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    lanes = Lanes(Documents([make_text(length, length) for length in (60, 90, 20)], tokenizer), 2, 16, seed=0)
+    memory = cacheformers.new_memory(model, 2)
+    for step, factor in enumerate([0, 0.5, 1, 0.75, 0.25]):
+        read = lanes.step()
+        memory.reset(read.reset.nonzero()[:, 0].tolist())
+        logits = model(read.input_ids, attention_mask=read.attention_mask, past_key_values=memory).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), read.labels.flatten(), ignore_index=IGNORED)
+        gradients = torch.autograd.grad(loss, list(trained.values()))
+        norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+        assert float(norm) > 0.5 or step
+        for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
+            parameter.grad = gradient * min(1.0, 0.5 / float(norm))
+            optimizers[name].param_groups[0]["lr"] = factor * rates[name]
+            optimizers[name].step()
+    saved = adapter_weights(folder / "adapter")
+    assert len(saved) == len(trained)
+    for name, parameter in trained.items():
+        torch.testing.assert_close(saved[name.replace(".default", "")], parameter.detach(), atol=1e-6, rtol=1e-5)
+
+
 def test_training_remembers_from_step_to_step(folder):
     """How much a memory holds shows in the loss once segments have closed and the gates have opened."""
     options = ("--memory_rate=1e-2", "--lanes", "1", "--warmup", "0")
@@ -229,11 +302,35 @@ def test_without_lora(folder):
         losses_of(folder, "--lora_targets", "none", "--method", "lora")
 
 
+def test_a_loss_that_is_not_finite_stops_a_run_of_two_segments(folder):
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    base.get_input_embeddings().weight.data[3:] = float("nan")
+    base.save_pretrained(folder / "base")
+    with pytest.raises(SystemExit, match="(?s)The loss of step 1 is .*Read: document .*no checkpoint yet"):
+        train_adapt.main(arguments(folder, "--backprop_segments=2"))
+
+
+def test_accelerates_environment_changes_nothing(folder, monkeypatch):
+    plain = losses_of(folder, "--memory_rate=1e-2")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert losses_of(folder, "--memory_rate=1e-2") == plain
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(folder):
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     base.lm_head.weight.data[5] = float("inf")
     base.save_pretrained(folder / "base")
     with pytest.raises(SystemExit, match="(?s)The loss of step 1 is .*Read: document .*no checkpoint yet"):
+        train_adapt.main(arguments(folder))
+    assert not (folder / "adapter" / "adapter_config.json").exists()
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(folder, monkeypatch):
+    monkeypatch.setattr(Accelerator, "clip_grad_norm_", lambda *given: torch.tensor(math.nan))
+    with pytest.raises(SystemExit, match="(?s)The gradient of step 1 is not finite .its loss is .*Read: document"):
         train_adapt.main(arguments(folder))
     assert not (folder / "adapter" / "adapter_config.json").exists()
 
@@ -255,6 +352,14 @@ def test_a_loss_that_is_not_finite_stops_the_run(folder):
         (["--valid", "{folder}/nowhere"], "does not exist"),
         (["--output", "{folder}/taken"], "already holds an adapter"),
         (["--base", "{folder}/nowhere"], "nowhere"),
+        (["--output", "{folder}/train.jsonl/adapter"], "train.jsonl"),
+        (["--seed", "-1"], "seed"),
+        (["--lora_rate", "-1"], "lora_rate"),
+        (["--clip", "nan"], "clip"),
+        (["--lora_targets", "none", "q_proj"], "none"),
+        (["--trackers", "tensorboard"], "tensorboard"),  # not installed here
+        (["--train", "{folder}/segment.jsonl"], "nothing would ever be remembered"),
+        (["--estimate", "--lanes", "1", "--estimate_processes", "8"], "multiple of 8 process(es)"),
         (["--warmup", "1"], "warmup must be at least 0 and below 1"),
         (["--checkpoint_every", "-1"], "checkpoint_every must not be negative"),
         (["--accumulation", "3"], "lanes 2 must be a multiple of 1 process(es) x accumulation 3"),
@@ -265,6 +370,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(folder):
 def test_bad_options(folder, capsys, more, message):
     (folder / "empty").mkdir()
     (folder / "short.jsonl").write_text(json.dumps({"text": make_text(10)}))
+    (folder / "segment.jsonl").write_text(json.dumps({"text": make_text(17)}))
     (folder / "blank.jsonl").write_text(json.dumps({"text": " "}))
     (folder / "taken").mkdir()
     (folder / "taken" / "adapter_config.json").write_text("{}")
@@ -272,7 +378,7 @@ def test_bad_options(folder, capsys, more, message):
         train_adapt.main(arguments(folder, *(word.format(folder=folder) for word in more)))
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
-    assert not (folder / "adapter").exists()
+    assert not (folder / "adapter" / "adapter_config.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -300,6 +406,19 @@ def test_help_teaches(capsys):
     assert stop.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "RECIPE.yaml" in shown and "Entries a document may keep (m)" in shown and "None" not in shown
+
+
+def test_what_a_resumed_run_must_share():
+    kinds = [ModelOptions, DataOptions, TrainOptions, train_adapt.MemoryOptions]
+    options = train_adapt.make_parser().parse(["--base=a", "--train=a", "--output=a"])
+    chosen = [given for given in options if type(given) in kinds]
+    assert len(chosen) == 4
+    names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    here = resumed_settings(*chosen, processes=1)
+    assert here.keys() == names - {"base", "train", "output", "device"} | {"processes"}
+    for name in here:
+        with pytest.raises(ValueError, match=rf"other settings: {name} \("):
+            check_resumable(here, {**here, name: "another"}, "checkpoint")
 
 
 def test_layer_maps():

@@ -40,7 +40,7 @@ class ModelOptions:
         help="Hold the base model's linear layers in 4 bits (nf4, as in QLoRA) or 8 (int8). Takes bitsandbytes.",
     )
     attn_implementation: str | None = option(
-        None, help="How attention is computed: sdpa, eager, flash_attention_2, ... Default: what transformers chooses."
+        None, help="How attention is computed: sdpa or eager. Default: what transformers chooses."
     )
     device: Literal["auto", "cpu"] = option(
         "auto", help="'auto': GPUs if there are any, one a process (CUDA_VISIBLE_DEVICES chooses)."
@@ -113,6 +113,12 @@ def check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBas
     known = config.get_text_config().vocab_size
     if len(tokenizer) > known:
         raise ValueError(f"The tokenizer has {len(tokenizer)} entries, the model {known}: they do not belong together.")
+
+
+def check_attention(implementation: str | None) -> None:
+    """Raise ValueError for attention that cannot leave out the padding where documents end."""
+    if implementation not in (None, "sdpa", "eager"):
+        raise ValueError(f"attn_implementation {implementation!r} cannot mask padding in segments: use sdpa or eager.")
 
 
 def check_quantization(quantize: str) -> None:

@@ -12,10 +12,12 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -25,7 +27,7 @@ CONTENTS = "checkpoint.json"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint cannot be written; those before it are as they were."""
 
 
 class Checkpoints:
@@ -44,6 +46,28 @@ class Checkpoints:
         """Finished checkpoints, oldest first."""
         return sorted(path for path in self.folder.glob("step-*") if path.is_dir())
 
+    def claim(self) -> None:
+        """See to it that the run can write, and that no other run writes into the same folder at the same time.
+
+        Raises:
+            CheckpointError: it cannot, or another one does.
+        """
+        failure = ""
+        if self.process.is_main_process:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._lock = FileLock(self.folder.parent / ".lock", timeout=0)
+                self._lock.acquire()
+                with NamedTemporaryFile(dir=self.folder, prefix=WRITING) as probe:
+                    probe.write(b"0")
+            except Timeout:
+                failure = f"Another run writes into {self.folder.parent} just now: choose another --output."
+            except OSError as error:
+                failure = f"{self.folder} cannot be written to: {error}"
+        failures = broadcast_object_list([failure])
+        if failures[0]:
+            raise CheckpointError(failures[0])
+
     def save(self, step: int, write: Callable[[Path], None], contents: dict[str, Any]) -> Path:
         """Write a checkpoint, then remove what is too old.
 
@@ -59,6 +83,10 @@ class Checkpoints:
         self._together(draft, lambda: self._clean(draft))
         self._together(draft, lambda: write(draft))
         self._together(draft, lambda: self._finish(draft, final, contents))
+        try:
+            self._rotate(final)
+        except OSError as error:
+            warnings.warn(f"Old checkpoints could not be removed: {error}", stacklevel=2)
         return final
 
     def newest(self) -> Path | None:
@@ -71,7 +99,8 @@ class Checkpoints:
     def clear(self) -> None:
         """Remove all checkpoints, to start anew."""
         if self.process.is_main_process:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            for path in self.paths():
+                self._remove(path)
         self.process.wait_for_everyone()
 
     def load(self, path: Path) -> dict[str, Any]:
@@ -101,7 +130,10 @@ class Checkpoints:
             return
         for prefix in (WRITING, REMOVING):
             for left in self.folder.glob(f"{prefix}*"):
-                shutil.rmtree(left)
+                if left.is_dir():
+                    shutil.rmtree(left)
+                else:
+                    left.unlink()
         draft.mkdir(parents=True)
 
     def _finish(self, draft: Path, final: Path, contents: dict[str, Any]) -> None:
@@ -110,12 +142,19 @@ class Checkpoints:
         sizes = {path.name: path.stat().st_size for path in sorted(draft.iterdir())}
         write_text(draft / CONTENTS, json.dumps({"files": sizes, "contents": contents}) + "\n")
         sync(draft)
-        if final.exists():  # damaged, or from steps that a resumed run repeats
+        if final.exists():  # damaged
             self._remove(final)
         os.rename(draft, final)
         sync(self.folder)
-        for old in self.paths()[: -self.keep]:
-            self._remove(old)
+
+    def _rotate(self, final: Path) -> None:
+        """Remove what is too old, and what is left of steps that this run repeats."""
+        if not self.process.is_main_process:
+            return
+        paths = self.paths()
+        place = paths.index(final)
+        for path in paths[place + 1 :] + paths[: max(place + 1 - self.keep, 0)]:
+            self._remove(path)
 
     def _remove(self, path: Path) -> None:
         hidden = path.with_name(f"{REMOVING}{path.name}")

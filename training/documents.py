@@ -150,7 +150,7 @@ class DocumentRow(ABC):
         for text in islice(texts, limit):
             count, longest = count + 1, max(longest, len(self._tokens(text)))
             blank = blank and not (text or "").strip()
-            if longest > segment_tokens:
+            if longest > segment_tokens + 1:  # the last token is only ever a label
                 return
         total = f"the first {count:,}" if count == limit else f"{count:,}"
         if blank:
@@ -159,7 +159,8 @@ class DocumentRow(ABC):
             raise ValueError(f"All {total} documents have fewer than {self.least} tokens.")
         raise ValueError(
             f"The longest of {total} documents has {longest} tokens, which is not more than one segment of "
-            f"{segment_tokens}: nothing would ever be remembered. Give longer documents or a smaller segment_tokens."
+            f"{segment_tokens} and the label after it: nothing would ever be remembered. Give longer documents or a "
+            "smaller segment_tokens."
         )
 
 

@@ -187,6 +187,8 @@ def read_segment(model: nn.Module, group: Group, batch: Step, device: torch.devi
 
 def total(accelerator: Accelerator, *numbers: float) -> list[float]:
     """Sums over all processes."""
+    if accelerator.num_processes == 1:
+        return list(numbers)
     sums: list[float] = accelerator.reduce(
         torch.tensor(numbers, dtype=torch.float64, device=accelerator.device)
     ).tolist()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType, LoggerType, parse_flag_from_env
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, LoggerType, parse_flag_from_env
 from peft import PeftModel
 from torch import nn
 from torch.optim import Optimizer
@@ -31,6 +31,9 @@ def make_accelerator(device: str, output: str, run: RunOptions) -> Accelerator:
     return Accelerator(
         # Without this, processes on a machine without accelerators would each believe that they are alone.
         cpu=device == "cpu" or not torch.accelerator.is_available(),
+        # What `accelerate config` may have set: the recipe decides both.
+        mixed_precision="no",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         log_with=run.trackers,
         project_dir=str(Path(output) / "logs"),
     )
@@ -40,29 +43,34 @@ def uses_deepspeed(accelerator: Accelerator) -> bool:
     return bool(accelerator.distributed_type == DistributedType.DEEPSPEED)
 
 
-def check_processes(accelerator: Accelerator, train: TrainOptions, sharding: str) -> None:
+def check_processes(accelerator: Accelerator, train: TrainOptions, sharding: str, quantize: str) -> None:
     """Raise ValueError where these options and the way in which processes were started do not fit."""
-    kind, processes = accelerator.distributed_type, accelerator.num_processes
+    check_division(accelerator.num_processes, train, sharding, quantize)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        raise ValueError("Leave fsdp_config out of Accelerate's configuration: FSDP2 is --sharding fsdp2 here.")
+    if not uses_deepspeed(accelerator):
+        if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+            raise ValueError("DeepSpeed needs GPUs: here Accelerate would leave it out without a word. Use torchrun.")
+        return
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin.zero_stage > 2:
+        raise ValueError(f"DeepSpeed ZeRO-{plugin.zero_stage} is not supported: use ZeRO-2, or --sharding fsdp2.")
+    if train.accumulation > 1 or plugin.gradient_accumulation_steps not in (1, "auto"):
+        raise ValueError("With DeepSpeed, accumulation must be 1: start more processes, or use --sharding fsdp2.")
+    if sharding != "none":
+        raise ValueError("Choose one of DeepSpeed and --sharding fsdp2.")
+
+
+def check_division(processes: int, train: TrainOptions, sharding: str, quantize: str) -> None:
+    """Raise ValueError where so many processes cannot share the work of a run with these options."""
     if train.lanes % (processes * train.accumulation):
         raise ValueError(
             f"lanes {train.lanes} must be a multiple of {processes} process(es) x accumulation {train.accumulation}."
         )
-    if kind == DistributedType.FSDP:
-        raise ValueError("Leave fsdp_config out of Accelerate's configuration: FSDP2 is --sharding fsdp2 here.")
-    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") and not uses_deepspeed(accelerator):
-        raise ValueError("DeepSpeed needs GPUs: here Accelerate would leave it out without a word. Use torchrun.")
-    if uses_deepspeed(accelerator):
-        stage = accelerator.state.deepspeed_plugin.zero_stage
-        if stage > 2:
-            raise ValueError(f"DeepSpeed ZeRO-{stage} is not supported: use ZeRO-2, or --sharding fsdp2.")
-        if train.accumulation > 1:
-            raise ValueError("With DeepSpeed, accumulation must be 1: start more processes, or use --sharding fsdp2.")
     if sharding == "none":
         return
     if processes == 1:
         raise ValueError("--sharding fsdp2 divides the model among processes: start it with torchrun, or leave it out.")
-    if uses_deepspeed(accelerator):
-        raise ValueError("Choose one of DeepSpeed and --sharding fsdp2.")
     if train.optimizer == "adafactor":
         raise ValueError("torch's Adafactor cannot work on divided parameters: use --optimizer adamw with fsdp2.")
     if train.backprop_segments > 1:
@@ -70,6 +78,8 @@ def check_processes(accelerator: Accelerator, train: TrainOptions, sharding: str
             "--sharding fsdp2 needs backprop_segments 1: documents end at different places, and all processes must "
             "make the same number of forwards."
         )
+    if quantize != "none":
+        raise ValueError("--sharding fsdp2 cannot divide quantised weights: use --quantize none, or DDP.")
 
 
 def prepare(

@@ -58,10 +58,12 @@ def save_adapter(folder: Path, model: PeftModel, adapter: dict[str, Tensor]) -> 
     """Put a finished adapter into a folder; whatever happens meanwhile, no half of it ever stands there."""
     with TemporaryDirectory(dir=folder, prefix=".saving-") as draft:
         model.save_pretrained(draft, state_dict=adapter)
-        # The configuration last: without it there is no adapter.
+        # An earlier adapter's configuration goes first and the new one comes last: without it there is no adapter.
+        (folder / "adapter_config.json").unlink(missing_ok=True)
         for path in sorted(Path(draft).iterdir(), key=lambda path: path.name == "adapter_config.json"):
             sync(path)
             os.replace(path, folder / path.name)
+    sync(folder)
 
 
 def restore_shared(folder: Path, model: PeftModel, optimizer: Any) -> None:

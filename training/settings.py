@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +10,12 @@ from typing import Any, Literal
 from cacheformers.training.options import option
 
 PLACES = ("base", "train", "output", "device")  # may differ when a run goes on
+
+POSITIVE = (
+    *("steps", "lanes", "accumulation", "backprop_segments", "clip"),
+    *("keep_checkpoints", "log_every", "stop_after", "estimate_processes"),
+)
+NOT_NEGATIVE = ("seed", "lora_rate", "memory_rate", "gate_factor", "weight_decay", "checkpoint_every")
 
 
 @dataclass
@@ -94,29 +101,32 @@ RunOptions._argument_group_name = "the run: going on, stopping, logging"  # type
 
 def check_train_options(train: TrainOptions, run: RunOptions) -> None:
     """Raise ValueError for numbers that make no sense."""
-    positive = {name: getattr(train, name) for name in ("steps", "lanes", "accumulation", "backprop_segments", "clip")}
-    positive |= {
-        name: getattr(run, name) for name in ("keep_checkpoints", "log_every", "stop_after", "estimate_processes")
-    }
-    for name, value in positive.items():
-        if value is not None and value <= 0:
-            raise ValueError(f"{name} must be greater than 0, got {value}.")
+    given = {**asdict(train), **asdict(run)}
+    for name in POSITIVE:
+        if given[name] is not None and not 0 < given[name] < math.inf:
+            raise ValueError(f"{name} must be greater than 0, got {given[name]}.")
+    for name in NOT_NEGATIVE:
+        if not 0 <= given[name] < math.inf:
+            raise ValueError(f"{name} must not be negative, got {given[name]}.")
     for name in ("warmup", "lora_dropout"):
-        if not 0 <= getattr(train, name) < 1:
-            raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(train, name)}.")
-    if run.checkpoint_every < 0:
-        raise ValueError(f"checkpoint_every must not be negative, got {run.checkpoint_every}.")
+        if not 0 <= given[name] < 1:
+            raise ValueError(f"{name} must be at least 0 and below 1, got {given[name]}.")
+    if train.lora_targets and "none" in train.lora_targets and len(train.lora_targets) > 1:
+        raise ValueError("lora_targets: 'none' stands alone; or name the layers.")
 
 
 def check_output(folder: str, run: RunOptions) -> None:
     """Raise ValueError if an output folder is taken and the options do not say what to do with it."""
     if run.resume and run.overwrite:
         raise ValueError("Choose one of --resume (go on) and --overwrite (start anew).")
+    finished = (Path(folder) / "adapter_config.json").exists()
+    if run.resume and finished and not (Path(folder) / "checkpoints").exists():
+        raise ValueError(f"{folder} holds an adapter but no checkpoints to go on from: add --overwrite to start anew.")
     if run.resume or run.overwrite:
         return
     if any((Path(folder) / "checkpoints").glob("step-*")):
         raise ValueError(f"{folder} holds checkpoints: add --resume to go on from them, or --overwrite to start anew.")
-    if (Path(folder) / "adapter_config.json").exists():
+    if finished:
         raise ValueError(f"{folder} already holds an adapter: choose another --output, or add --overwrite.")
 
 

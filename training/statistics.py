@@ -27,7 +27,7 @@ def gate_statistics(model: nn.Module) -> dict[str, Any]:
 
 
 def retrieval_statistics(memories: list[MemoryCache]) -> dict[str, float]:
-    """What the tokens of the last step retrieved.
+    """What the tokens of each lane's last segment retrieved, in the lanes of this process.
 
     Returns:
         `retrieved_age`: median number of tokens from a retrieved entry to the token that retrieved it;

@@ -11,7 +11,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopping:
-    """While it is entered, a first signal only sets `reason`; a second one interrupts as usual.
+    """While it is entered, a first signal is only noted; a second one interrupts as usual.
 
     Args:
         minutes: after which to stop; None for never.
