@@ -36,10 +36,10 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.adapter).eval()
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids
 
-    memory, start = None, time.perf_counter()
+    memory, start = cacheformers.new_memory(model, 1), time.perf_counter()
     parts = list(ids.chunk(PARTS, dim=1))
     for number, part in enumerate(parts, 1):
-        memory = cacheformers.read(model, part, memory=memory, flush=number == len(parts))
+        cacheformers.read(model, part, memory=memory, flush=number == len(parts))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         held = memory.nbytes / 2**20
         print(f"{memory.tokens_read[0]:>9,} tokens: {held:7.1f} MiB of memory, process peak {peak:,.0f} MiB")
