@@ -166,7 +166,7 @@ WHOLE = gzip.compress(b'{"text": "x"}\n' * 5000)
         ("a.jsonl", b"", "the files are empty"),
         ("a.jsonl.gz", WHOLE[:-40], "a.jsonl.gz cannot be read as json: Compressed file ended"),
         ("a.jsonl.gz", b'{"text": "x"}', "a.jsonl.gz cannot be read as json: Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(b""), "there is nothing in it"),
+        ("a.jsonl.gz", gzip.compress(b"", mtime=0), "there is nothing in it"),
         ("a.parquet", b"PAR1", "a.parquet cannot be read as parquet"),
         ("a.pdf", b"x", "is none of .jsonl"),
         ("", None, "holds no documents"),
