@@ -28,7 +28,7 @@ def make_accelerator(device: str, output: str, run: RunOptions) -> Accelerator:
     missing = [name for name in run.trackers or [] if name in LoggerType and LoggerType(name) not in known]
     if missing:
         raise ValueError(f"trackers: {', '.join(missing)} is not installed. Run: pip install {' '.join(missing)}")
-    return Accelerator(
+    accelerator = Accelerator(
         # Without this, processes on a machine without accelerators would each believe that they are alone.
         cpu=device == "cpu" or not torch.accelerator.is_available(),
         # What `accelerate config` may have set: the recipe decides both.
@@ -37,6 +37,8 @@ def make_accelerator(device: str, output: str, run: RunOptions) -> Accelerator:
         log_with=run.trackers,
         project_dir=str(Path(output) / "logs"),
     )
+    accelerator.wait_for_everyone()  # so that a process that finds an error and leaves was there when others joined
+    return accelerator
 
 
 def uses_deepspeed(accelerator: Accelerator) -> bool:
