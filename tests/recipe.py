@@ -111,7 +111,7 @@ class Recipe:
             process.join()
 
     def output(self, rank: int = 0) -> str:
-        return self.logs[rank].read_text()
+        return self.logs[rank].read_text() if self.logs[rank].exists() else ""
 
 
 def launched(rank: int, processes: int, port: int) -> dict[str, str]:

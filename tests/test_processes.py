@@ -109,8 +109,8 @@ def test_when_one_process_dies_the_other_stops_and_says_so(documents, sharding):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("moment", [1, 2, 3, 5, 8])
+# The second process touches a file once for every checkpoint.
+@pytest.mark.parametrize(("rank", "moment"), [(0, 2), (0, 4), (0, 6), (0, 9), (0, 12), (1, 1), (1, 2), (1, 3), (1, 4)])
 def test_killed_between_two_processes_files(documents, alone, rank, moment):
     recipe = Recipe(
         arguments(documents, *SETTINGS),
@@ -159,9 +159,11 @@ def test_one_process_cannot_be_divided(documents, capsys):
 
 @pytest.mark.slow
 def test_under_torchrun(documents, alone):
-    """As a user starts it."""
+    """As a user starts it. The rank of LoRA is in a recipe file: torchrun takes `--r` for one of its own options."""
+    (documents / "recipe.yaml").write_text("r: 4\n")
+    options = [option for option in arguments(documents, *SETTINGS) if not option.startswith("--r=")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(ROOT / "train_adapt.py"), *arguments(documents, *SETTINGS)]
+    command += [str(ROOT / "train_adapt.py"), str(documents / "recipe.yaml"), *options]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
