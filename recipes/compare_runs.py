@@ -44,7 +44,7 @@ def load(folder: Path) -> dict[str, Run]:
 
 
 def joined(found: list[tuple[str, dict[str, Run]]]) -> dict[str, Run]:
-    """All rows under names of their own; the base once, and controls last.
+    """All rows under names of their own; the base once and first, and controls last.
 
     Raises:
         ValueError: the runs read other documents.
@@ -60,7 +60,7 @@ def joined(found: list[tuple[str, dict[str, Run]]]) -> dict[str, Run]:
                 rows.setdefault(name, run)
             else:
                 rows[f"{name} ({folder})" if names[name] > 1 else name] = run
-    return dict(sorted(rows.items(), key=lambda row: row[1].control))
+    return dict(sorted(rows.items(), key=lambda row: (row[1].control, row[0] != "base")))
 
 
 if __name__ == "__main__":
