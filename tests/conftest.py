@@ -172,3 +172,10 @@ def folder(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     return tmp_path
+
+
+@pytest.fixture
+def documents(folder: Path) -> Path:
+    """More documents than `folder` has, so that lanes change documents between checkpoints."""
+    write_documents(folder / "train.jsonl", 60, 90, 20, 33, 47, 70)
+    return folder

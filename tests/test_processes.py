@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from recipe import Recipe, adapter_weights, arguments, largest_difference, run, write_documents
+from recipe import Recipe, adapter_weights, arguments, largest_difference, run
 from safetensors.torch import load_file
 from test_resume import AT_FILES, IN_FORWARD, TOUCHES, check_checkpoints
 from transformers import AutoModelForCausalLM
@@ -21,12 +21,6 @@ from cacheformers import train_adapt
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 20
 SETTINGS = ("--lanes=4", f"--steps={STEPS}", "--checkpoint_every=5", "--memory_rate=1e-2", "--lora_rate=1e-2")
-
-
-@pytest.fixture
-def documents(folder: Path) -> Path:
-    write_documents(folder / "train.jsonl", 60, 90, 20, 33, 47, 70)
-    return folder
 
 
 @pytest.fixture

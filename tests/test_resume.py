@@ -54,13 +54,6 @@ torch.nn.modules.module.register_module_forward_pre_hook(watch)
 
 
 @pytest.fixture
-def documents(folder: Path) -> Path:
-    """More documents than the fixture has, so that lanes change documents between checkpoints."""
-    write_documents(folder / "train.jsonl", 60, 90, 20, 33, 47, 70)
-    return folder
-
-
-@pytest.fixture
 def uninterrupted(documents: Path) -> Path:
     train_adapt.main(arguments(documents, *SETTINGS, output="whole"))
     return documents / "whole"
