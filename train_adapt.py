@@ -29,7 +29,7 @@ from cacheformers.evaluation.plots import save_plots
 from cacheformers.evaluation.run import scores
 from cacheformers.evaluation.tables import print_runs
 from cacheformers.modeling.memories.neurocache import NeurocacheOptions
-from cacheformers.training.adapter import adapter_config
+from cacheformers.training.adapter import adapter_config, start_memory
 from cacheformers.training.base_model import (
     ModelOptions,
     base_config,
@@ -226,6 +226,9 @@ def load_model(plan: Plan) -> PeftModel:
     if plan.options.train.activation_checkpointing:
         base.activation_checkpointing_enable({"use_reentrant": False})
         base.disable_input_require_grads()  # transformers asks for them; frozen layers below need no gradients
+    if plan.options.train.method != "lora" and plan.options.train.memory_start == "states" and plan.resumed is None:
+        plan.accelerator.print(f"Reading {plan.options.train.start_segments} segments to start the memory from.")
+        start_memory(model, plan.documents, plan.memory.segment_tokens, plan.options.train)
     model.train()  # memories that begin now keep what training needs
     return model
 

@@ -5,6 +5,7 @@ from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
 from cacheformers.adapters.config import MemoryPeftType, NeurocacheAdapterConfig
 from cacheformers.adapters.model import MemoryTuner
+from cacheformers.adapters.start import start_from_states
 
 METHODS = {MemoryPeftType.NEUROCACHE: NeurocacheAdapterConfig}
 
@@ -13,4 +14,4 @@ for _type, _config in METHODS.items():
     PEFT_TYPE_TO_TUNER_MAPPING[_type] = MemoryTuner  # type: ignore[index]
     PEFT_TYPE_TO_PREFIX_MAPPING[_type] = "lora_"  # type: ignore[index]
 
-__all__ = ["MemoryPeftType", "MemoryTuner", "NeurocacheAdapterConfig"]
+__all__ = ["MemoryPeftType", "MemoryTuner", "NeurocacheAdapterConfig", "start_from_states"]

@@ -68,6 +68,13 @@ class NeurocacheAdapterConfig(LoraConfig):
             "help": "'zero': a gate per head, 0 at first, so adaptation starts at the base. 'none': as published."
         },
     )
+    hit_scores: bool = field(
+        default=False,
+        metadata={
+            "help": "Beyond the paper: cache attention knows how near each hit was and where a state stands beside it, "
+            "and can attend to nothing. Measured better where it was tried."
+        },
+    )
     search: str = field(
         default="auto", metadata={"help": "'auto', 'exact', 'faiss', or 'faiss:' and a faiss index factory string."}
     )
@@ -126,6 +133,7 @@ class NeurocacheAdapterConfig(LoraConfig):
             sink_tokens=self.sink_tokens,
             exclude_window=self.exclude_window,
             gate=self.gate,  # type: ignore[arg-type]
+            hit_scores=self.hit_scores,
             search=self.search,
             cache_dtype=self.cache_dtype,
             compatibility=self.compatibility,

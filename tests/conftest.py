@@ -125,11 +125,15 @@ def adapter_config(**options: object) -> cacheformers.NeurocacheAdapterConfig:
 
 
 def open_gates(model: torch.nn.Module, adapter: str = "default") -> None:
-    """Give gates and LoRA's B random values: at their initial zeros neither shows."""
+    """Give gates, hit scores and LoRA's B random values: as they start, the memory does not show."""
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if adapter in name and ("lora_mem_gate" in name or "lora_B" in name):
             parameter.data.normal_(0, 0.5)
+        if adapter in name and "lora_mem_scores" in name:
+            parameter.data.normal_(-2.5 if "near" in name or "nothing" in name else 0.0, 0.5)
+            if "nothing" in name:
+                parameter.data.sub_(4.5)  # the score of nothing is 22 at first
 
 
 @pytest.fixture

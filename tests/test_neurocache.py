@@ -27,6 +27,11 @@ ABLATIONS = {
     "store of a segment": {"cache_size": 16},
     "store larger than the text": {"cache_size": 1000},
     "segment of 5": {"segment_tokens": 5},
+    "hit scores": {"hit_scores": True},
+    "hit scores, w1, c1": {"hit_scores": True, "neighborhood_size": 1, "context_size": 1},
+    "hit scores, w4, c4": {"hit_scores": True, "neighborhood_size": 4, "context_size": 4},
+    "hit scores, d=h": {"hit_scores": True, "compression_factor": 1, "similarity": "dot"},
+    "hit scores, small store": {"hit_scores": True, "cache_size": 7, "topk": 3},
 }
 
 
@@ -84,7 +89,9 @@ def test_equals_the_specification(make_model, ids, base, ablation):
             assert torch.count_nonzero(observed[layer][1][row, :first]) == 0, "nothing read: exactly 0"
 
 
-@pytest.mark.parametrize("ablation", ["paper", "w4", "c4", "d=h/2", "small store", "dot", "no gate"])
+@pytest.mark.parametrize(
+    "ablation", ["paper", "w4", "c4", "d=h/2", "small store", "dot", "no gate", "hit scores", "hit scores, w4, c4"]
+)
 def test_gradients_equal_the_specifications(make_model, ids, ablation):
     """Gradients of every part, W_p and its norm included, for the branch of each layer."""
     model = make_model("llama_gqa", **ABLATIONS[ablation]).train()

@@ -15,8 +15,8 @@ BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "qwen3", "stories260k"]
 MORE = ["qwen2", "gemma", "phi", "gpt_neox"]
 WINDOWS = {
     "segment": {},
-    "sinks": {"sink_tokens": 3},
-    "sliding": {"local_window": "sliding", "window_tokens": 12},
+    "sinks": {"sink_tokens": 3, "hit_scores": True},
+    "sliding": {"local_window": "sliding", "window_tokens": 12, "hit_scores": True},
     "sliding sinks": {"local_window": "sliding", "window_tokens": 12, "sink_tokens": 3, "exclude_window": True},
 }
 EXACT = 1e-9

@@ -1,18 +1,26 @@
-"""The adapter that a recipe asks for."""
+"""The adapter that a recipe asks for, and what it starts from."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import Any
 
-from peft import LoraConfig
+import torch
+from accelerate.utils import broadcast
+from peft import LoraConfig, PeftModel
 from transformers import PretrainedConfig
 
 from cacheformers.adapters.config import NeurocacheAdapterConfig
+from cacheformers.adapters.start import start_from_states
 from cacheformers.modeling.attach import architecture, base_shape
 from cacheformers.modeling.memories.neurocache import NeurocacheOptions
+from cacheformers.training.documents import DocumentRow
+from cacheformers.training.lanes import Lanes
+from cacheformers.training.optim import trained_parameters
 from cacheformers.training.options import layer_map
 from cacheformers.training.settings import TrainOptions
+
+START_DOCUMENTS = 4  # whose beginnings are read for memory_start "states"
 
 
 def adapter_config(
@@ -55,3 +63,20 @@ def adapter_config(
         task_type="CAUSAL_LM",
     )
     return lora, memory
+
+
+def start_memory(model: PeftModel, documents: DocumentRow, segment_tokens: int, options: TrainOptions) -> None:
+    """Set the memory's projections from what the base makes of the run's first documents. Every process must call this.
+
+    Raises:
+        ValueError: the segments are too few (see `start_from_states`).
+    """
+    rows = min(START_DOCUMENTS, options.start_segments)
+    lanes = Lanes(documents, rows, segment_tokens, options.seed)
+    segments: list[torch.Tensor] = []
+    while len(segments) < options.start_segments:
+        step = lanes.step()
+        segments += [ids[mask.bool()] for ids, mask in zip(step.input_ids, step.attention_mask, strict=True)]
+    start_from_states(model, segments[: options.start_segments])
+    # Machines of different kinds may find directions of different sign.
+    broadcast([parameter.data for parameter in trained_parameters(model)])

@@ -19,7 +19,8 @@ class Rates:
     Attributes:
         lora: of LoRA's matrices, and of whatever else is trained.
         memory: of the memory's projections and norms.
-        gate: of the gates. They start at zero and scale what the memory adds, so they must move much faster.
+        gate: of the gates, which start at zero and scale what the memory adds, so they must move much faster; and of
+            what `hit_scores` adds.
         weight_decay: of matrices; gates, norms and biases have none.
     """
 
@@ -38,7 +39,8 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, object]]:
     groups: dict[tuple[str, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            kind = "gate" if "lora_mem_gate" in name else "memory" if "lora_mem_" in name else "lora"
+            gate = "lora_mem_gate" in name or "lora_mem_scores" in name
+            kind = "gate" if gate else "memory" if "lora_mem_" in name else "lora"
             decay = rates.weight_decay if parameter.dim() > 1 and kind != "gate" else 0.0
             groups.setdefault((kind, decay), []).append(parameter)
     if not groups:

@@ -13,7 +13,7 @@ PLACES = ("base", "train", "output", "device")  # may differ when a run goes on
 
 POSITIVE = (
     *("steps", "lanes", "accumulation", "backprop_segments", "clip"),
-    *("keep_checkpoints", "log_every", "stop_after", "estimate_processes"),
+    *("keep_checkpoints", "log_every", "stop_after", "estimate_processes", "start_segments"),
 )
 NOT_NEGATIVE = ("seed", "lora_rate", "memory_rate", "gate_factor", "weight_decay", "checkpoint_every")
 
@@ -43,6 +43,13 @@ class TrainOptions:
         1, help="Segments that each lane reads in a step; gradients go back through the local window to the first."
     )
 
+    memory_start: Literal["copies", "states"] = option(
+        "copies",
+        help="What a new memory's projections start from. 'copies': W_k and W_v are the first columns of the layer's "
+        "own, W_p is random (paper). 'states': the base first reads start_segments segments; W_p takes the main "
+        "directions of its states, and W_k and W_v are the layer's own over what an entry tells of them.",
+    )
+    start_segments: int = option(8, help="With memory_start 'states': segments that the base reads for it.")
     lora_targets: list[str] | None = option(
         None,
         help="Linear layers that LoRA adapts, by name, in the layers with cache attention. Default: those of the "

@@ -5,12 +5,15 @@
     CA_t   = softmax(W_q x_t (W_k S_t)^T / sqrt(d_head)) W_v S_t,  S_t = R_{t-c+1} ... R_t            (section 3.3)
 
 x is the input of a layer's self-attention; CA, through W_o, is added to what self-attention returns.
+
+Beyond the paper, `hit_scores` tells cache attention what the search knew: how near a hit was and where a state stands
+beside it; and it lets a head attend to nothing (see `HitScores`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +35,11 @@ from cacheformers.modeling.search import get_search
 from cacheformers.modeling.search.store import Ring
 
 COMPRESSION_EPS = 1e-5
+
+# Where `HitScores` begin: a pointer of six numbers, fitted on two books with SmolLM2-135M, gave these on both alike
+# (docs/results/neurocache_recipe.md, 1d).
+NEARNESS, BESIDE, FOLLOWING, NOTHING = 15.0, -2.6, 3.8, 22.0
+NOTHING_STEP = 3.0  # of the score of nothing, for a parameter that moves by one
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,7 @@ class NeurocacheOptions:
     sink_tokens: int = 0
     exclude_window: bool = False
     gate: Literal["zero", "none"] = "zero"
+    hit_scores: bool = False
     search: str = "auto"
     cache_dtype: str | None = None
     compatibility: str | None = None
@@ -121,6 +130,8 @@ class NeurocacheOptions:
             raise ValueError(
                 f"The published package needs a cache_size that its {buckets} buckets divide, got {self.cache_size}."
             )
+        if self.compatibility is not None and self.hit_scores:
+            raise ValueError("compatibility modes compute what was published: set hit_scores=False.")
         get_search(self.search)
 
     @property
@@ -203,11 +214,43 @@ class Gate(nn.Module):
         return per_head * torch.tanh(self.weight).to(per_head.dtype)[:, None]
 
 
+class HitScores(nn.Module):
+    """What each query head adds to the scores of retrieved states, and the score that it gives to nothing.
+
+        score(t, s) = q_t . k_s / sqrt(d_head) + 15 exp(nearness) cos(e_t', e_hit) + beside[t - t', place of s]
+        score(t, nothing) = 22 + 3 nothing, with the value 0
+
+    t' is the token whose search brought s along, and `hit` the entry that it found, 0 ... w-1 places from s. Cosines
+    carry a gradient to W_p through the entry alone, as everything retrieved does. In float32 or better.
+    """
+
+    def __init__(self, heads: int, context: int, neighborhood: int) -> None:
+        super().__init__()
+        self.nearness = nn.Parameter(torch.zeros(heads))
+        self.beside = nn.Parameter(torch.full((heads, context, neighborhood), BESIDE))
+        self.nothing = nn.Parameter(torch.zeros(heads))
+        if neighborhood > 1:
+            self.beside.data[:, 0, neighborhood // 2] = FOLLOWING  # the entry after the token's own hit
+
+    def forward(self, cosines: list[Tensor]) -> Tensor:
+        """What to add, `[tokens, heads, N*c]`, given the cosines of hits `[tokens, k]` by how many tokens ago."""
+        slope = NEARNESS * torch.exp(self.nearness)[:, None, None]
+        added = [
+            slope * near[:, None, :, None] + self.beside[:, back, None, :]  # [tokens, heads, k, w]
+            for back, near in enumerate(cosines)
+        ]
+        return torch.cat([scores.flatten(2) for scores in added], -1)
+
+    def score_of_nothing(self) -> Tensor:
+        """By head, `[heads]`."""
+        return NOTHING + NOTHING_STEP * self.nothing
+
+
 class NeurocacheParts(NamedTuple):
     """The trained parts that one layer holds; None where the layer has no use for one.
 
     Shapes: `down` `[d, h]`; `norm` LayerNorm(d); `q` `[heads*d_head, h]`; `k`, `v` `[kv_heads*d_head, d]`;
-    `o` `[h, heads*d_head]`; `gate` `[heads]`.
+    `o` `[h, heads*d_head]`; `gate` `[heads]`; `scores` `[heads]`, `[heads, c, w]`, `[heads]`.
     """
 
     down: nn.Linear | None = None
@@ -217,6 +260,7 @@ class NeurocacheParts(NamedTuple):
     v: nn.Linear | None = None
     o: nn.Linear | None = None
     gate: Gate | None = None
+    scores: HitScores | None = None
 
     def encode(self, hidden: Tensor) -> Tensor:
         """Compress x `[..., h]` to entries `[..., d]`, in float32 or better (section 3.1)."""
@@ -263,7 +307,29 @@ def make_parts(options: NeurocacheOptions, layer: int, base_weights: tuple[Tenso
                 linear.weight = nn.Parameter(weight[:, : linear.in_features].clone())
         if options.gate == "zero":
             parts["gate"] = Gate(base.heads)
+        if options.hit_scores:
+            parts["scores"] = HitScores(base.heads, options.context_size, options.neighborhood_size)
     return parts
+
+
+class Retrieved(NamedTuple):
+    """What tokens retrieved: N = k*w states each, hit by hit, each with its neighbours in time order.
+
+    Attributes:
+        states: `[..., N, d]`.
+        filled: which of them exist, `[..., N]`.
+        cosines: of each hit and the token that found it, `[..., k]`; None without `hit_scores`.
+    """
+
+    states: Tensor
+    filled: Tensor
+    cosines: Tensor | None
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Retrieved:
+        """The same with every tensor changed."""
+        return Retrieved(
+            change(self.states), change(self.filled), None if self.cosines is None else change(self.cosines)
+        )
 
 
 @dataclass
@@ -272,16 +338,17 @@ class NeurocacheReading:
 
     stores: dict[int, Ring]
     past_hits: dict[int, Tensor]
+    past_queries: dict[int, Tensor]
     new_entries: dict[int, Tensor] = field(default_factory=dict)
     new_values: dict[int, Tensor] = field(default_factory=dict)
     new_hits: dict[int, Tensor] = field(default_factory=dict)
-    states: dict[int, Tensor] = field(default_factory=dict)
-    filled: dict[int, Tensor] = field(default_factory=dict)
+    new_queries: dict[int, Tensor] = field(default_factory=dict)
+    retrieved: dict[int, Retrieved] = field(default_factory=dict)
     encoder: NeurocacheParts = NeurocacheParts()
 
 
 class NeurocacheState(MemoryState):
-    """One ring per storing layer, and what open segments hold: entries, values and the hits of their tokens."""
+    """One ring per storing layer, and what open segments hold: entries, values, hits, and queries for `hit_scores`."""
 
     def __init__(
         self,
@@ -308,16 +375,19 @@ class NeurocacheState(MemoryState):
         self.entries: dict[int, Tensor] = {}  # storing layer -> [rows, columns, d]
         self.values: dict[int, Tensor] = {}  # storing layer -> [rows, columns, h]
         self.hits: dict[int, Tensor] = {}  # retrieval layer -> [rows, columns, k]
+        self.queries: dict[int, Tensor] = {}  # retrieval layer -> [rows, columns, d], for cosines with what they found
 
     @property
     def open_parts(self) -> tuple[dict[int, Tensor], ...]:
-        return self.entries, self.values, self.hits
+        return self.entries, self.values, self.hits, self.queries
 
     def begin(self) -> NeurocacheReading:
-        return NeurocacheReading({layer: ring.view() for layer, ring in self.rings.items()}, dict(self.hits))
+        stores = {layer: ring.view() for layer, ring in self.rings.items()}
+        return NeurocacheReading(stores, dict(self.hits), dict(self.queries))
 
     def end(self, reading: NeurocacheReading) -> None:
-        for held, new in zip(self.open_parts, (reading.new_entries, reading.new_values, reading.new_hits), strict=True):
+        left_behind = (reading.new_entries, reading.new_values, reading.new_hits, reading.new_queries)
+        for held, new in zip(self.open_parts, left_behind, strict=True):
             for layer, tensor in new.items():
                 held[layer] = torch.cat([held[layer], tensor], 1) if layer in held else tensor
 
@@ -356,7 +426,8 @@ class NeurocacheState(MemoryState):
     def clone(self) -> NeurocacheState:
         twin = copy.copy(self)
         twin.rings = {layer: ring.clone() for layer, ring in self.rings.items()}
-        twin.entries, twin.values, twin.hits = dict(self.entries), dict(self.values), dict(self.hits)
+        twin.entries, twin.values = dict(self.entries), dict(self.values)
+        twin.hits, twin.queries = dict(self.hits), dict(self.queries)
         return twin
 
     def to(self, device: torch.device | str) -> None:
@@ -370,17 +441,15 @@ class NeurocacheState(MemoryState):
         rings = {
             f"{layer}.{name}": held for layer, ring in self.rings.items() for name, held in ring.state_dict().items()
         }
-        return joined(rings=rings, entries=self.entries, values=self.values, hits=self.hits)
+        return joined(rings=rings, entries=self.entries, values=self.values, hits=self.hits, queries=self.queries)
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         for layer, ring in self.rings.items():
             ring.load_state_dict(part(tensors, f"rings.{layer}"))
         device = next(iter(self.rings.values())).keys.device
-        self.entries, self.values = (
-            by_layer(part(tensors, "entries"), device),
-            by_layer(part(tensors, "values"), device),
+        self.entries, self.values, self.hits, self.queries = (
+            by_layer(part(tensors, name), device) for name in ("entries", "values", "hits", "queries")
         )
-        self.hits = by_layer(part(tensors, "hits"), device)
 
     @property
     def nbytes(self) -> int:
@@ -445,9 +514,16 @@ def retrieve(
     wide = hits[..., None] + offsets.to(hits.device)  # [rows, c-1+time, k, w]
     filled = (hits[..., None] >= 0) & (wide >= 0) & (wide < counts)
     wide, filled = wide.flatten(2), filled.flatten(2)  # [rows, c-1+time, N]
-    reading.filled[layer] = filled
     slots = ring.slots(wide.masked_fill(~filled, 0))
-    reading.states[layer] = fetch(options, ring, slots, reading.encoder, hidden.dtype, training)
+    states = fetch(options, ring, slots, reading.encoder, hidden.dtype, training)
+    cosines = None
+    if options.hit_scores:
+        reading.new_queries[layer] = queries
+        before = earlier_queries(reading.past_queries.get(layer), sources, queries)
+        found = states.unflatten(2, (options.topk, -1))[..., max(half - 1, 0), :]  # the hits alone, [.., .., k, d]
+        asked = torch.cat([before, queries], 1)[..., None, :]
+        cosines = F.cosine_similarity(asked, found.to(queries.dtype), dim=-1)
+    reading.retrieved[layer] = Retrieved(states, filled, cosines)
 
 
 def searchable(options: NeurocacheOptions, ring: Ring, row: int, call: SegmentCall) -> int:
@@ -525,6 +601,13 @@ def earlier_hits(past: Tensor | None, sources: ContextSources, topk: int) -> Ten
     return keep_columns(past, sources.columns, 1).masked_fill(~sources.present[..., None], -1)
 
 
+def earlier_queries(past: Tensor | None, sources: ContextSources, queries: Tensor) -> Tensor:
+    """Entries of the c-1 tokens before the new ones, `[rows, c-1, d]`, 0 where there is no such token."""
+    if past is None or past.shape[1] == 0:
+        return queries.new_zeros(*sources.columns.shape, queries.shape[-1])
+    return keep_columns(past, sources.columns, 1)
+
+
 def fetch(
     options: NeurocacheOptions,
     ring: Ring,
@@ -562,23 +645,28 @@ def attend(options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidde
     base, width = options.base, options.width
     rows, time, size = hidden.shape
     groups = base.heads // base.kv_heads
-    source = options.source(layer)
-    states = call.reading.states[source].to(hidden.device)  # [rows, c-1+time, N, d]
-    filled = call.reading.filled[source].to(hidden.device)  # [rows, c-1+time, N]
+    source: Retrieved = call.reading.retrieved[options.source(layer)]
+    retrieved = source.each(lambda tensor: tensor.to(hidden.device))  # [rows, c-1+time, ...]
     sources = context_sources(options.context_size, call, hidden.device)
     before = options.context_size - 1 if sources.shifted else 0
     # One axis of tokens over all rows, from here to the end; where nothing is padded each row's begins with c-1 zeros,
     # so that what was retrieved `back` tokens ago lies `back` places before, and is not copied.
     tokens = F.pad(hidden, (0, 0, before, 0)).flatten(0, 1)[before:]
-    window = [taken(states, filled, sources, back, options.context_size) for back in range(options.context_size)]
+    window = [taken(retrieved, sources, back, options.context_size) for back in range(options.context_size)]
 
     queries = project(parts.q, tokens).view(-1, base.kv_heads, groups, base.head_dim)
     keys_weight = parts.k.weight.to(hidden.dtype).view(base.kv_heads, base.head_dim, width)
     absorbed = torch.einsum("tkgh,khd->tkgd", queries * base.head_dim**-0.5, keys_weight).flatten(1, 2)
-    scores = torch.cat([torch.matmul(absorbed, near.transpose(-1, -2)) for near, _ in window], -1)  # [.., heads, N*c]
-    seen = torch.cat([mask for _, mask in window], -1)[:, None]  # [tokens, 1, N*c]
-    probabilities = masked_softmax(scores, seen).to(hidden.dtype).split(states.shape[2], dim=-1)
-    mixed = sum(torch.matmul(share, near) for share, (near, _) in zip(probabilities, window, strict=True))
+    scores = torch.cat([torch.matmul(absorbed, near.states.transpose(-1, -2)) for near in window], -1)
+    seen = torch.cat([near.filled for near in window], -1)[:, None]  # [tokens, 1, N*c]
+    if parts.scores is None:
+        shares = masked_softmax(scores, seen)  # [tokens, heads, N*c]
+    else:
+        scores = scores + parts.scores([near.cosines for near in window if near.cosines is not None])
+        nothing = parts.scores.score_of_nothing()[:, None].expand(*scores.shape[:2], 1).to(scores.dtype)
+        shares = masked_softmax(torch.cat([scores, nothing], -1), F.pad(seen, (0, 1), value=True))[..., :-1]
+    by_back = shares.to(hidden.dtype).split(retrieved.states.shape[2], dim=-1)
+    mixed = sum(torch.matmul(share, near.states) for share, near in zip(by_back, window, strict=True))
 
     values_weight = parts.v.weight.to(hidden.dtype).view(base.kv_heads, base.head_dim, width)
     mixed = mixed.view(-1, base.kv_heads, groups, width)  # type: ignore[union-attr]
@@ -589,13 +677,14 @@ def attend(options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidde
     return F.pad(added, (0, 0, before, 0)).view(rows, before + time, size)[:, before:]
 
 
-def taken(states: Tensor, filled: Tensor, sources: ContextSources, back: int, context: int) -> tuple[Tensor, Tensor]:
-    """The states retrieved `back` tokens before each token, `[tokens, N, d]`, and which of them exist."""
+def taken(retrieved: Retrieved, sources: ContextSources, back: int, context: int) -> Retrieved:
+    """What was retrieved `back` tokens before each token, `[tokens, ...]`, and which of it exists."""
     if sources.shifted:
-        start, end = context - 1 - back, states.shape[0] * states.shape[1] - back
-        return states.flatten(0, 1)[start:end], filled.flatten(0, 1)[start:end]
-    near, mask = (keep_columns(tensor, sources.place[..., back], 1) for tensor in (states, filled))
-    return near.flatten(0, 1), (mask & sources.valid[..., back, None]).flatten(0, 1)
+        start, end = context - 1 - back, retrieved.filled.shape[:2].numel() - back
+        return retrieved.each(lambda tensor: tensor.flatten(0, 1)[start:end])
+    place = sources.place[..., back]
+    near = retrieved.each(lambda tensor: keep_columns(tensor, place, 1).flatten(0, 1))
+    return near._replace(filled=near.filled & sources.valid[..., back].flatten()[:, None])
 
 
 def masked_softmax(scores: Tensor, seen: Tensor) -> Tensor:
@@ -621,7 +710,7 @@ def naive(
     assert parts.q is not None and parts.k is not None and parts.v is not None and parts.o is not None
     base, length = options.base, options.segment_tokens
     entries = encoder.encode(searched.detach())
-    retrieved: list[list[int]] = []
+    retrieved: list[list[tuple[int, int, int]]] = []  # of each token: entries, the hits beside which they stand, places
     outputs = []
     for t in range(len(hidden)):
         start = t // length * length  # of the open segment
@@ -634,16 +723,35 @@ def naive(
                 score = float(entries[t] @ entries[i])
             found.append((-score, i))
         half = options.neighborhood_size // 2
-        window = range(-half + 1, half + 1) if half else range(1)
-        retrieved.append([i + o for _, i in sorted(found)[: options.topk] for o in window if oldest <= i + o < start])
-        chosen = [i for back in range(min(options.context_size, t - start + 1)) for i in retrieved[t - back]]
+        offsets = list(range(-half + 1, half + 1)) if half else [0]
+        hits = [i for _, i in sorted(found)[: options.topk]]
+        retrieved.append(
+            [(i + o, i, place) for i in hits for place, o in enumerate(offsets) if oldest <= i + o < start]
+        )
+        seen = [
+            (back, *entry) for back in range(min(options.context_size, t - start + 1)) for entry in retrieved[t - back]
+        ]
+        chosen = [i for _, i, _, _ in seen]
         query = parts.q(hidden[t]).view(base.heads, base.head_dim)
         keys = parts.k(entries[chosen]).view(len(chosen), base.kv_heads, base.head_dim)
         values = parts.v(entries[chosen]).view(len(chosen), base.kv_heads, base.head_dim)
         heads = []
         for head in range(base.heads):
             kv_head = head // (base.heads // base.kv_heads)
-            weights = torch.softmax(keys[:, kv_head] @ query[head] / base.head_dim**0.5, 0)
+            scores = keys[:, kv_head] @ query[head] / base.head_dim**0.5
+            if parts.scores is None:
+                weights = torch.softmax(scores, 0)
+            else:
+                slope = NEARNESS * torch.exp(parts.scores.nearness[head])
+                nothing = NOTHING + NOTHING_STEP * parts.scores.nothing[head]
+                added = [
+                    slope * torch.cosine_similarity(entries[t - back].detach(), entries[hit], 0)
+                    + parts.scores.beside[head, back, place]
+                    for back, _, hit, place in seen
+                ]
+                weights = torch.softmax(torch.stack([*(scores[i] + new for i, new in enumerate(added)), nothing]), 0)[
+                    :-1
+                ]
             heads.append(weights @ values[:, kv_head])
         per_head = torch.stack(heads)
         if parts.gate is not None:
