@@ -516,14 +516,13 @@ def retrieve(
     wide, filled = wide.flatten(2), filled.flatten(2)  # [rows, c-1+time, N]
     slots = ring.slots(wide.masked_fill(~filled, 0))
     states = fetch(options, ring, slots, reading.encoder, hidden.dtype, training)
-    cosines = None
+    near = None
     if options.hit_scores:
         reading.new_queries[layer] = queries
         before = earlier_queries(reading.past_queries.get(layer), sources, queries)
-        found = states.unflatten(2, (options.topk, -1))[..., max(half - 1, 0), :]  # the hits alone, [.., .., k, d]
-        asked = torch.cat([before, queries], 1)[..., None, :]
-        cosines = F.cosine_similarity(asked, found.to(queries.dtype), dim=-1)
-    reading.retrieved[layer] = Retrieved(states, filled, cosines)
+        alone = states.unflatten(2, (options.topk, -1))[..., max(half - 1, 0), :]  # hits without neighbours
+        near = cosines(torch.cat([before, queries], 1), alone)
+    reading.retrieved[layer] = Retrieved(states, filled, near)
 
 
 def searchable(options: NeurocacheOptions, ring: Ring, row: int, call: SegmentCall) -> int:
@@ -606,6 +605,17 @@ def earlier_queries(past: Tensor | None, sources: ContextSources, queries: Tenso
     if past is None or past.shape[1] == 0:
         return queries.new_zeros(*sources.columns.shape, queries.shape[-1])
     return keep_columns(past, sources.columns, 1)
+
+
+def cosines(queries: Tensor, entries: Tensor) -> Tensor:
+    """Cosines of queries `[..., d]` and entries `[..., k, d]`, `[..., k]`, in float32 or better.
+
+    Products are taken in the entries' dtype, so that training keeps no wider copy of them.
+    """
+    products = torch.matmul(entries, queries.to(entries.dtype)[..., None])[..., 0]
+    norms = torch.linalg.vector_norm(entries, dim=-1, dtype=queries.dtype)
+    norms = norms * torch.linalg.vector_norm(queries, dim=-1, keepdim=True)
+    return products.to(queries.dtype) / norms.clamp(min=torch.finfo(queries.dtype).tiny)
 
 
 def fetch(
