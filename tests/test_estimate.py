@@ -60,9 +60,9 @@ def lora(config: PretrainedConfig) -> LoraConfig:
     return LoraConfig(r=8, target_modules=names, layers_to_transform=[2, 3], task_type="CAUSAL_LM")
 
 
-def memory_adapter() -> cacheformers.NeurocacheAdapterConfig:
+def memory_adapter(**options: Any) -> cacheformers.NeurocacheAdapterConfig:
     return cacheformers.NeurocacheAdapterConfig(
-        segment_tokens=SEGMENT, cache_size=128, topk=4, r=8, retrieval_map={2: 2}
+        segment_tokens=SEGMENT, cache_size=128, topk=4, r=8, retrieval_map={2: 2}, **options
     )
 
 
@@ -97,13 +97,13 @@ def test_parameters_are_those_of_a_built_model(kind: str, method: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("kind", list(SHAPES))
-@pytest.mark.parametrize("method", ["neurocache", "lora"])
+@pytest.mark.parametrize("method", ["neurocache", "hit scores", "lora"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_each_layer_keeps_what_autograd_saves(kind: str, method: str, rows: int, dtype: torch.dtype) -> None:
     config = small(kind)
-    adapter = memory_adapter() if method == "neurocache" else lora(config)
+    adapter = lora(config) if method == "lora" else memory_adapter(hit_scores=method == "hit scores")
     model = meta_model(config, adapter, dtype)
-    options = adapter.resolve(base_shape(config)) if method == "neurocache" else None
+    options = None if method == "lora" else adapter.resolve(base_shape(config))
     step = Forward(rows, SEGMENT, 1, dtype.itemsize, False, "cpu")
     expected, _ = decoder_bytes(model, config, base_shape(config), options, step)
     saved = saved_bytes(config, adapter, rows, dtype)

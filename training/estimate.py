@@ -359,11 +359,13 @@ def entry_size(options: NeurocacheOptions, step: Forward) -> int:
 
 
 def store_bytes(options: NeurocacheOptions, lanes: int, step: Forward) -> int:
-    """The rings of every lane when they are full, and what waits of the open segment: entries, states and hits."""
+    """The rings of every lane when they are full, and what waits of the open segment: entries, states, hits, queries."""
     rings = len({storing for _, storing in options.retrieval_map})
     values = options.base.hidden_size if options.compression_factor > 1 else 0
     waiting = step.segment_tokens * (options.width + values) * entry_size(options, step)
     hits = len(options.retrieval_map) * step.segment_tokens * options.topk * 8
+    if options.hit_scores:
+        hits += len(options.retrieval_map) * step.segment_tokens * options.width * FLOAT32
     kept = options.window.positions - options.segment_tokens
     local = 2 * options.base.layers * options.base.kv_heads * options.base.head_dim * kept * step.element
     return rings * (sum(ring_bytes(options, lanes, step)) + lanes * waiting) + lanes * (hits + local)
