@@ -45,6 +45,15 @@ def test_two_processes_equal_one_with_twice_the_lanes(documents, alone, sharding
     assert len(names) == len(adapter_weights(documents / "adapter"))
 
 
+def test_two_processes_start_from_the_same_states(documents):
+    settings = (*SETTINGS, "--memory_start=states", "--start_segments=5", "--hit_scores=true")
+    train_adapt.main(arguments(documents, *settings, output="alone"))
+    run(arguments(documents, *settings, "--sharding=fsdp2"), documents / "two.log", processes=2)
+    assert largest_difference(documents / "adapter", documents / "alone") <= 1e-4  # gradients of hit scores begin at 0
+    train_adapt.main(arguments(documents, *SETTINGS, "--hit_scores=true", output="copies"))
+    assert largest_difference(documents / "adapter", documents / "copies") > 1e-2
+
+
 def test_accumulation_over_two_processes(documents, alone):
     run(arguments(documents, *SETTINGS, "--accumulation=2"), documents / "two.log", processes=2)
     assert largest_difference(documents / "adapter", alone) <= 1e-5

@@ -163,7 +163,14 @@ def test_streamed_documents_go_on(documents):
 
 
 @pytest.mark.parametrize(
-    "more", [("--method=lora",), ("--optimizer=adafactor",), ("--activation_checkpointing",), WINDOW]
+    "more",
+    [
+        ("--method=lora",),
+        ("--optimizer=adafactor",),
+        ("--activation_checkpointing",),
+        ("--hit_scores=true", "--memory_start=states"),
+        WINDOW,
+    ],
 )
 def test_other_runs_resume_too(documents, more):
     train_adapt.main(arguments(documents, *SETTINGS, *more, output="whole"))

@@ -441,7 +441,9 @@ class NeurocacheState(MemoryState):
         rings = {
             f"{layer}.{name}": held for layer, ring in self.rings.items() for name, held in ring.state_dict().items()
         }
-        return joined(rings=rings, entries=self.entries, values=self.values, hits=self.hits, queries=self.queries)
+        # Where a layer stores what it asks with, both are one tensor, which safetensors refuses.
+        queries = {layer: held.clone() for layer, held in self.queries.items()}
+        return joined(rings=rings, entries=self.entries, values=self.values, hits=self.hits, queries=queries)
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         for layer, ring in self.rings.items():
