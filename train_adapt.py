@@ -188,7 +188,8 @@ def valid_documents(options: Options, tokenizer: PreTrainedTokenizerBase) -> lis
     wanted = options.evaluation
     if wanted.valid is None:
         return []
-    documents = open_documents(wanted.valid, tokenizer, replace(options.data, stream=False))
+    least = options.data.min_tokens if wanted.valid_min_tokens is None else wanted.valid_min_tokens
+    documents = open_documents(wanted.valid, tokenizer, replace(options.data, stream=False, min_tokens=least))
     assert isinstance(documents, Documents)
     return held_out(documents, wanted.valid_documents, wanted.valid_tokens)
 

@@ -20,6 +20,9 @@ class EvalOptions:
     valid: list[str] | None = option(None, help="Held-out documents, in the forms of --train. Default: no evaluation.")
     valid_documents: int | None = option(None, help="Evaluate on the first so many documents. Default: on all.")
     valid_tokens: int | None = option(None, help="Evaluate on the first so many tokens of each. Default: on all.")
+    valid_min_tokens: int | None = option(
+        None, help="Leave held-out documents with fewer tokens out. Default: min_tokens, as in training."
+    )
     valid_rows: int = option(1, help="Held-out documents that each process reads side by side: rows of a batch.")
     cache_sizes: list[int] | None = option(
         None, help="Evaluate with so many entries; 0: memory off. Default: 0 and cache_size."
@@ -35,7 +38,7 @@ class EvalOptions:
     plots: bool = option(True, help="Draw plots into the output folder (needs matplotlib).")
 
     def __post_init__(self) -> None:
-        for name in ("valid_documents", "valid_tokens", "valid_rows"):
+        for name in ("valid_documents", "valid_tokens", "valid_min_tokens", "valid_rows"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be greater than 0, got {value}.")

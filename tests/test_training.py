@@ -163,6 +163,13 @@ def test_gates_memory_and_lora_have_their_own_rates(make_base, config_factory):
 # The recipe
 
 
+@pytest.mark.parametrize(("least", "lengths"), [((), [70, 50]), (("--valid_min_tokens=60",), [70])])
+def test_short_held_out_documents_can_be_left_out(folder, least, lengths):
+    given = arguments(folder, f"--valid={folder / 'valid.jsonl'}", *least)
+    options = train_adapt.Options(*train_adapt.make_parser().parse(given))
+    assert [len(document.ids) for document in train_adapt.make_plan(options).valid] == lengths
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["neurocache", "lora"])
 def test_a_run(folder, method):
