@@ -11,7 +11,7 @@ from peft import LoraModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import PreTrainedModel
 
 from cacheformers.adapters.layer import MemoryLayer, incomplete
 from cacheformers.modeling.attach import (
@@ -22,6 +22,7 @@ from cacheformers.modeling.attach import (
     base_shape,
     branch_hook,
     find_decoder,
+    projection_weights,
 )
 
 CANNOT_MERGE = (
@@ -71,7 +72,7 @@ class MemoryTuner(LoraModel):
             weight = next(attention.parameters())
             starts = None
             if layer in options.attention_layers and not low_cpu_mem_usage:
-                starts = projection_weights(attention, model.config)  # type: ignore[arg-type]
+                starts = projection_weights(attention, base_weight)
             device = torch.device("meta") if low_cpu_mem_usage else weight.device
             memory.add_adapter(
                 adapter_name, options, starts, device, self._part_dtype(weight.dtype, autocast_adapter_dtype)
@@ -97,7 +98,9 @@ class MemoryTuner(LoraModel):
         for attention in attention_modules(find_decoder(self.model)):
             memory = getattr(attention, "memory", None)
             if memory is not None and not isinstance(memory, MemoryLayer):
-                raise ValueError(f"{type(attention).__name__} already has a child named 'memory'.")
+                raise ValueError(
+                    f"{type(attention).__name__} already has a child named 'memory': this model has one of its own."
+                )
         others = {str(kind) for name, kind in kinds.items() if name != adapter_name and kind != kinds[adapter_name]}
         if others:
             raise ValueError(
@@ -123,6 +126,11 @@ class MemoryTuner(LoraModel):
             raise ValueError(CANNOT_MERGE)
         self.detach_memories()
         return super()._unload_and_optionally_merge(merge, *args, **kwargs)
+
+    def merge_lora(self) -> PreTrainedModel:
+        """The base with LoRA and saved modules merged into it, without memories. The adapter is used up."""
+        self.detach_memories()
+        return super()._unload_and_optionally_merge(safe_merge=True)
 
     def detach_memories(self) -> None:
         """Take memories and hooks off; the base computes what it did before."""
@@ -169,18 +177,11 @@ def is_adapter_key(key: str, adapter: str) -> bool:
     )
 
 
-def projection_weights(attention: nn.Module, config: PretrainedConfig) -> tuple[Tensor, ...]:
-    """A layer's own W_q, W_k, W_v, W_o, de-quantised, without LoRA."""
-    modules = []
-    for name in architecture(config).projections:
-        module = getattr(attention, name)
-        modules.append(module.get_base_layer() if hasattr(module, "get_base_layer") else module)
-    weights = [dequantize_module_weight(module).detach() for module in modules]
-    if len(weights) == 4:
-        return tuple(weights)
-    shape = base_shape(config)  # fused, [heads * 3 * head_dim, hidden], q, k, v by head
-    fused = weights[0].view(shape.heads, 3, shape.head_dim, shape.hidden_size)
-    return (*(fused[:, i].flatten(0, 1) for i in range(3)), weights[1])
+def base_weight(module: nn.Module) -> Tensor:
+    """A base layer's weight, de-quantised, without LoRA."""
+    if hasattr(module, "get_base_layer"):
+        module = module.get_base_layer()  # type: ignore[operator]
+    return dequantize_module_weight(module).detach()
 
 
 def adapter_modules(model: nn.Module, adapter: str) -> list[tuple[str, nn.Module]]:

@@ -10,6 +10,7 @@ of hooks on the decoder turns any forward into a sequence of pieces in which no 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -93,7 +94,7 @@ class LayerMemory(Protocol):
 
     @property
     def options(self) -> MemoryOptions | None:
-        """Options of the active adapter; None while none is active here."""
+        """Options of the active memory; None while none is active here."""
 
     @property
     def fingerprint(self) -> tuple[float, ...]:
@@ -143,6 +144,8 @@ def find_decoder(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model's type is not supported.
     """
+    if hasattr(model.config, "text_config"):  # one of this package's own classes, around a base model
+        model = model.get_decoder()  # type: ignore[operator]
     path = architecture(model.config).decoder  # type: ignore[arg-type]
     for prefix in (path, path.partition(".")[2], ""):
         try:
@@ -215,6 +218,21 @@ def unwrap(model: nn.Module) -> nn.Module:
             raise TypeError(f"{type(model).__name__} is neither a transformers model nor a wrapper around one.")
         model = inner
     return model
+
+
+def projection_weights(attention: nn.Module, weight_of: Callable[[nn.Module], Tensor]) -> tuple[Tensor, ...]:
+    """A layer's own W_q, W_k, W_v, W_o.
+
+    Args:
+        weight_of: the weight of one projection.
+    """
+    config: Any = attention.config
+    weights = [weight_of(getattr(attention, name)) for name in architecture(config).projections]
+    if len(weights) == 4:
+        return tuple(weights)
+    shape = base_shape(config)  # fused, [heads * 3 * head_dim, hidden], q, k, v by head
+    fused = weights[0].view(shape.heads, 3, shape.head_dim, shape.hidden_size)
+    return (*(fused[:, i].flatten(0, 1) for i in range(3)), weights[1])
 
 
 def rotation(decoder: nn.Module) -> Rotate | None:
