@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from peft import PeftConfig, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from cacheformers.adapters.config import MemoryPeftType
 from cacheformers.adapters.folders import new_folder
@@ -85,7 +85,7 @@ def to_model(adapted: PeftModel) -> CompositeForCausalLM:
     model = unwrap(adapted)
     if getattr(model, "is_quantized", False):
         raise ValueError("LoRA cannot be merged exactly into a quantised base: load the base without quantisation.")
-    kind = MODELS[config.peft_type]
+    kind: Any = MODELS[config.peft_type]
     name = adapted.active_adapter
     trained = {
         layer: attention.memory.parts(name)  # type: ignore[union-attr, operator]
@@ -94,12 +94,13 @@ def to_model(adapted: PeftModel) -> CompositeForCausalLM:
     }
     options = {field.name for field in fields(kind.config_class)} - {field.name for field in fields(CompositeConfig)}
     base = adapted.base_model.merge_lora()  # type: ignore[operator]
-    exported = kind.from_base(base, **{option: getattr(config, option) for option in options})
+    exported: CompositeForCausalLM = kind.from_base(base, **{option: getattr(config, option) for option in options})
     for memory in exported.memories():
         for part, module in trained[memory.layer]._asdict().items():
             if module is not None:
                 getattr(memory, part).load_state_dict(module.state_dict())
-    return exported.eval()
+    exported.eval()  # type: ignore[no-untyped-call]
+    return exported
 
 
 def has_tokenizer(place: str | Path) -> bool:

@@ -130,7 +130,8 @@ class MemoryTuner(LoraModel):
     def merge_lora(self) -> PreTrainedModel:
         """The base with LoRA and saved modules merged into it, without memories. The adapter is used up."""
         self.detach_memories()
-        return super()._unload_and_optionally_merge(safe_merge=True)
+        super()._unload_and_optionally_merge(safe_merge=True)
+        return self.model
 
     def detach_memories(self) -> None:
         """Take memories and hooks off; the base computes what it did before."""

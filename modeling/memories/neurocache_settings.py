@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from cacheformers.modeling.memories.base import BaseShape
 from cacheformers.modeling.memories.neurocache import NeurocacheOptions
@@ -92,7 +93,7 @@ class NeurocacheSettings:
         return NeurocacheOptions(base=base, **options)
 
 
-def layer_numbers(retrieval_map: Mapping[int | str, int | str] | None) -> dict[int, int] | None:
+def layer_numbers(retrieval_map: Mapping[Any, Any] | None) -> dict[int, int] | None:
     """A retrieval map with numbers for keys, which JSON turns into text."""
     if retrieval_map is None:
         return None

@@ -7,6 +7,7 @@ lm_head                the base model's own head
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -22,7 +23,7 @@ from transformers import (
 )
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils import can_return_tuple
+from transformers.utils.generic import can_return_tuple
 
 from cacheformers.modeling.attach import (
     add_hooks,
@@ -64,7 +65,7 @@ class CompositeConfig(PretrainedConfig):
         self.text_config.tie_word_embeddings = self.tie_word_embeddings
         # Setting ours sets the base's: an instance keeps what it has.
         kwargs.setdefault("attn_implementation", self.text_config._attn_implementation)
-        super().__post_init__(**kwargs)
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # transformers leaves it without types
         config, model, causal = self.class_names()
         self.auto_map = {"AutoConfig": config, "AutoModel": model, "AutoModelForCausalLM": causal}
         self.auto_map = {auto: f"{SHIM}.{name}" for auto, name in self.auto_map.items()}
@@ -80,7 +81,24 @@ class CompositeConfig(PretrainedConfig):
         Raises:
             ValueError: options that do not fit the base, or a base that is not supported.
         """
-        return self.resolve(base_shape(self.text_config))  # type: ignore[attr-defined]
+        config: Any = self
+        return config.resolve(base_shape(config.text_config))
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers, but a base model's configuration is not taken for one of this class.
+
+        Raises:
+            ValueError: the configuration has another `model_type`.
+        """
+        kind = config_dict.get("model_type", cls.model_type)
+        if kind != cls.model_type:
+            causal = cls.__name__.replace("Config", "ForCausalLM")
+            raise ValueError(
+                f"This is the configuration of a {kind!r} model, not of a {cls.model_type!r} one. To put a memory on a "
+                f"base model: {causal}.from_base."
+            )
+        return super().from_dict(config_dict, **kwargs)
 
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Write `config.json`, and the file through which transformers finds the classes without importing us."""
@@ -117,7 +135,7 @@ class CompositeMemory(nn.Module):
         wrapped = [name for name, part in self.named_children() if hasattr(part, "base_layer")]
         if wrapped:
             raise ValueError(
-                f"LoRA was put on the memory itself ({', '.join(wrapped)} of layer {self.layer}), where it has no effect: "
+                f"LoRA was put on the memory ({', '.join(wrapped)} of layer {self.layer}), where it has no effect: "
                 "name the base model's layers in target_modules. To train the memory: modules_to_save=['memory']."
             )
 
@@ -130,7 +148,7 @@ class CompositePreTrainedModel(PreTrainedModel):
     """
 
     base_model_prefix = "model"
-    memory_class: ClassVar[type[CompositeMemory]]
+    memory_class: ClassVar[Callable[..., CompositeMemory]]
     supports_gradient_checkpointing = True
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     _skip_keys_device_placement = ["past_key_values", "memory_state"]
@@ -148,49 +166,45 @@ class CompositePreTrainedModel(PreTrainedModel):
         for layer in options.layers:
             attention = attentions[layer]
             weight = next(attention.parameters())
-            starts = None
-            if from_base and layer in options.attention_layers:
-                starts = projection_weights(attention, lambda module: module.weight.detach())  # type: ignore[union-attr, operator, return-value]
-            memory = self.memory_class(options, layer, starts)
+            memory = self.memory_class(options, layer, projection_weights(attention, own_weight) if from_base else None)
             half = weight.dtype in (torch.float16, torch.bfloat16)
             attention.memory = memory.to(weight.device, torch.float32 if half else weight.dtype)
             attention.register_forward_hook(branch_hook, with_kwargs=True)
             if not weight.is_meta:
-                for module in memory.modules():
-                    module._is_hf_initialized = True
+                mark_initialized(memory)
         add_hooks(language_model)
 
     def memories(self) -> list[CompositeMemory]:
         """The memories, lowest layer first."""
-        return [module for module in self.modules() if isinstance(module, self.memory_class)]
+        return [module for module in self.modules() if isinstance(module, CompositeMemory)]
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
         # Memories first: inside the base model, transformers would ask the base's class, which does not know them.
         for memory in self.memories():
-            self._initialize_weights(memory)
-            for module in memory.modules():
-                module._is_hf_initialized = True
+            self._initialize_weights(memory)  # type: ignore[no-untyped-call]
+            mark_initialized(memory)
         super().initialize_weights()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if not isinstance(module, self.memory_class):
-            return super()._init_weights(module)  # type: ignore[no-untyped-call]
+        if not isinstance(module, CompositeMemory):
+            return super()._init_weights(module)
         missing = {
             name: parameter
             for name, parameter in module.named_parameters()
             if not getattr(parameter, "_is_hf_initialized", False)
         }
         if missing:
-            fresh = dict(type(module)(module.options, module.layer).named_parameters())  # type: ignore[arg-type]
+            fresh = dict(self.memory_class(module.options, module.layer).named_parameters())
             for name, parameter in missing.items():
                 init.copy_(parameter, fresh[name])
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         embeddings = super().resize_token_embeddings(*args, **kwargs)
-        for memory in self.memories():  # a memory belongs to models with the same vocabulary
-            memory.options = self.config.options()
+        options = self.config.options()  # a memory belongs to models with the same vocabulary
+        for memory in self.memories():
+            memory.options = options
         return embeddings
 
     @classmethod
@@ -200,7 +214,8 @@ class CompositePreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: the file lacks a tensor, or holds a memory that the configuration does not describe.
         """
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        model, info = loaded
         missing = sorted(info["missing_keys"])
         foreign = sorted(key for key in info["unexpected_keys"] if ".memory." in key)
         if missing or foreign:
@@ -208,8 +223,7 @@ class CompositePreTrainedModel(PreTrainedModel):
             keys = missing or foreign
             raise ValueError(
                 f"The file {what} {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}. It is "
-                "damaged, or belongs to another configuration or version: save or export the model again. (To put a "
-                f"new memory on a base model: {cls.__name__.replace('Model', 'ForCausalLM')}.from_base.)"
+                "damaged, or belongs to another configuration or version: save or export the model again."
             )
         return (model, info) if output_loading_info else model
 
@@ -248,7 +262,7 @@ class CompositeForCausalLM(CompositePreTrainedModel, GenerationMixin):
 
     def __init__(self, config: CompositeConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config)
-        causal = base or AutoModelForCausalLM.from_config(config.text_config)
+        causal: Any = base or AutoModelForCausalLM.from_config(config.text_config)
         self.model = self.model_class(config, causal.base_model, from_base=base is not None)
         self.lm_head = causal.get_output_embeddings()
         embeddings = self.get_input_embeddings()
@@ -275,14 +289,14 @@ class CompositeForCausalLM(CompositePreTrainedModel, GenerationMixin):
             raise ValueError(f"{type(model).__name__} is not a causal language model of transformers.")
         if any(hasattr(attention, "memory") for attention in attention_modules(find_decoder(model))):
             raise ValueError("This model has a memory already: pass its base model, or export its adapter.")
-        for module in model.modules():
-            module._is_hf_initialized = True
-        config: Any = cls.config_class(text_config=model.config, dtype=model.config.dtype, **options)  # type: ignore[misc]
+        mark_initialized(model)
+        config_class: Any = cls.config_class
+        config = config_class(text_config=model.config, dtype=model.config.dtype, **options)
         composite = cls(config, model)
         composite.generation_config = model.generation_config
         return composite.train(model.training)
 
-    @can_return_tuple
+    @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -321,3 +335,14 @@ class CompositeForCausalLM(CompositePreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+
+def own_weight(module: Any) -> Tensor:
+    """A projection's weight, without its graph."""
+    return module.weight.detach()
+
+
+def mark_initialized(module: nn.Module) -> None:
+    """Tell transformers that every module in here has its values already."""
+    for part in module.modules():
+        part._is_hf_initialized = True  # type: ignore[assignment]
