@@ -144,8 +144,7 @@ def find_decoder(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model's type is not supported.
     """
-    if hasattr(model.config, "text_config"):  # one of this package's own classes, around a base model
-        model = model.get_decoder()  # type: ignore[operator]
+    model = getattr(model, "base_language_model", model)  # in this package's own classes
     path = architecture(model.config).decoder  # type: ignore[arg-type]
     for prefix in (path, path.partition(".")[2], ""):
         try:

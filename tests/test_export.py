@@ -55,23 +55,21 @@ sys.meta_path.insert(0, Absent())
 """
 COMPARE = """
 import sys, torch
-imported, folder, expected = sys.argv[1:]
-remote = {}
-if imported == "yes":
+if sys.argv[1] == "import":
     import cacheformers
+    remote = {}
 else:
     remote = {"trust_remote_code": True}
 from transformers import AutoModelForCausalLM
-expected = torch.load(expected)
-model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **remote)
-with torch.no_grad():
-    difference = (model(expected["ids"]).logits - expected["logits"]).abs().max() / expected["logits"].abs().max()
-print(type(model).__name__, float(difference))
-assert difference <= 1e-5
-ids = expected["ids"][:1]
-asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
-tokens = model.generate(**asked, max_new_tokens=20, do_sample=False)
-assert tokens.tolist() == expected["tokens"].tolist()
+
+for folder, expected in zip(sys.argv[2::2], sys.argv[3::2]):
+    model, expected = AutoModelForCausalLM.from_pretrained(folder, **remote), torch.load(expected)
+    ids = expected["ids"]
+    with torch.no_grad():
+        difference = (model(ids).logits - expected["logits"]).abs().max() / expected["logits"].abs().max()
+    asked = {"input_ids": ids[:1], "attention_mask": torch.ones_like(ids[:1]), "pad_token_id": 0}
+    tokens = model.generate(**asked, max_new_tokens=20, do_sample=False)
+    print(type(model).__name__, float(difference), tokens.tolist() == expected["tokens"].tolist())
 """
 
 
@@ -110,22 +108,43 @@ def test_same_logits(saved, ids, base, options, tmp_path):
     assert torch.allclose(*answers, atol=1e-4)
 
 
+@pytest.fixture
+def exported(saved, ids, tmp_path):
+    """Exports of adapters on three bases, each with what the adapter computed."""
+
+    def build(base):
+        model, adapter = saved(base)
+        folder = export(adapter, tmp_path / base / "model")
+        return [folder, expect(model, ids, tmp_path / base / "expected")]
+
+    return [path for base in ("llama_gqa", "mistral", "opt") for path in build(base)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("imported", ["yes", "no"])
-@pytest.mark.parametrize("base", ["llama_gqa", "mistral", "opt"])
-def test_fresh_process(saved, ids, base, imported, tmp_path):
-    model, adapter = saved(base)
-    export(adapter, tmp_path / "model")
-    done = run(COMPARE, imported, tmp_path / "model", expect(model, ids, tmp_path / "expected"), cwd=tmp_path)
+@pytest.mark.parametrize("how", ["import", "remote code"])
+def test_fresh_process(exported, how, tmp_path):
+    done = run(COMPARE, how, *exported, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "NeurocacheForCausalLM" in done.stdout
+    check_lines(done.stdout, 3)
+
+
+def check_lines(printed: str, models: int) -> None:
+    """What `COMPARE` prints."""
+    lines = [line.split() for line in printed.splitlines() if "ForCausalLM" in line]
+    assert len(lines) == models
+    for kind, difference, same_tokens in lines:
+        assert kind == "NeurocacheForCausalLM"
+        assert float(difference) <= 1e-5
+        assert same_tokens == "True"
 
 
 SAVE_AGAIN = """
 import sys
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, pipeline
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
 model.save_pretrained(sys.argv[2])
+answer = pipeline("text-generation", sys.argv[1], trust_remote_code=True)("w3 w4", max_new_tokens=3)
+print(answer[0]["generated_text"])
 """
 
 
@@ -142,6 +161,7 @@ def test_without_the_package(saved, tokenizer, tmp_path):
     assert "trust_remote_code=True" in untrusted.stderr
     done = run(SAVE_AGAIN, folder, tmp_path / "again", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("w3 w4")
     written = {path.name for path in (tmp_path / "again").iterdir()}
     assert written == {"config.json", "generation_config.json", "model.safetensors", "modeling_cacheformers.py"}
     first, second = (path / "modeling_cacheformers.py" for path in (folder, tmp_path / "again"))
@@ -247,6 +267,6 @@ def test_smollm2(config_factory, opener, tmp_path):
     expected = expect(model, ids, tmp_path / "expected")
     del model
     export(tmp_path / "adapter", tmp_path / "model", dtype="float32")
-    done = run(COMPARE, "yes", tmp_path / "model", expected, cwd=tmp_path)
+    done = run(COMPARE, "import", tmp_path / "model", expected, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
-    print(done.stdout)
+    check_lines(done.stdout, 1)

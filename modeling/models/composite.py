@@ -155,6 +155,11 @@ class CompositePreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules = ["memory"]  # also: not quantised
     _keep_in_fp32_modules_strict = ["memory"]  # as the adapters keep theirs on a base in half precision
 
+    @property
+    def base_language_model(self) -> PreTrainedModel:
+        """The base model, without its head."""
+        return self.base_model.language_model  # type: ignore[return-value]
+
     def attach_memories(self, language_model: PreTrainedModel, from_base: bool) -> None:
         """Put a memory on each augmented attention module of a base model.
 
@@ -182,14 +187,14 @@ class CompositePreTrainedModel(PreTrainedModel):
     def initialize_weights(self) -> None:
         # Memories first: inside the base model, transformers would ask the base's class, which does not know them.
         for memory in self.memories():
-            self._initialize_weights(memory)  # type: ignore[no-untyped-call]
+            self._initialize_weights(memory)
             mark_initialized(memory)
         super().initialize_weights()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if not isinstance(module, CompositeMemory):
-            return super()._init_weights(module)
+            return super()._init_weights(module)  # type: ignore[no-untyped-call]
         missing = {
             name: parameter
             for name, parameter in module.named_parameters()
@@ -282,11 +287,14 @@ class CompositeForCausalLM(CompositePreTrainedModel, GenerationMixin):
             options: the memory's, fields of the configuration class.
 
         Raises:
-            ValueError: the base is of an unsupported type or has a memory already, or an option does not fit it.
+            ValueError: the base is of an unsupported type, quantised, or has a memory already; or an option does not
+                fit it.
         """
         model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto") if isinstance(base, str | Path) else base
         if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
             raise ValueError(f"{type(model).__name__} is not a causal language model of transformers.")
+        if getattr(model, "is_quantized", False):
+            raise ValueError("A quantised base cannot become part of a model: put an adapter on it.")
         if any(hasattr(attention, "memory") for attention in attention_modules(find_decoder(model))):
             raise ValueError("This model has a memory already: pass its base model, or export its adapter.")
         mark_initialized(model)
