@@ -84,6 +84,15 @@ def test_starts_as_the_base(make_base, ids, name):
 
 
 @torch.no_grad()
+def test_a_changed_base_is_taken_as_it_is(make_base, ids):
+    base = make_base("llama_gqa", torch.float32)
+    base.resize_token_embeddings(140)
+    base.model.layers[0].mlp.down_proj = torch.nn.Linear(48, 32)
+    expected = base(ids[:, :16]).logits
+    assert torch.equal(NeurocacheForCausalLM.from_base(base, **OPTIONS)(ids[:, :16]).logits, expected)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", ALL)
 def test_save_and_load(saved, ids, name):
     folder, model = saved(name)
@@ -145,24 +154,23 @@ def test_nothing_new_is_left_as_it_lay_in_memory(make_base, ids):
     model.to_empty(device="cpu")
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.fill_(float("nan"))
-    loaded = model.model.language_model.layers[1].self_attn.memory.down.weight
-    loaded.fill_(0.25)
+    loaded = model.memories()[0].q.weight
+    loaded.copy_(torch.arange(loaded.numel()).view_as(loaded))
     loaded._is_hf_initialized = True
     model.init_weights()
-    assert bool((loaded == 0.25).all()), "what was loaded stays"
+    assert torch.equal(loaded.flatten(), torch.arange(loaded.numel()).float()), "what was loaded stays"
     check_fresh(model.eval(), ids)
 
 
 def check_fresh(model, ids):
-    assert len(model.model.memories()) == 2
+    """A new memory has its method's own starting values."""
     assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
-    projections = [
-        module for memory in model.model.memories() for module in memory.children() if hasattr(module, "bias")
-    ]
-    assert len(projections) == 10
-    assert all(float(module.weight.float().std()) > 0.01 or module.weight.dim() == 1 for module in projections[2:])
-    for memory in model.model.memories():
+    lowest, upper = model.memories()
+    assert float(lowest.down.weight.float().std()) == pytest.approx(32**-0.5, rel=0.2)
+    assert bool((lowest.norm.weight == 1).all())
+    for memory in (lowest, upper):
         assert not bool(memory.gate.weight.any())
+        assert all(float(part.weight.float().std()) > 0.05 for part in (memory.q, memory.k, memory.v, memory.o))
     assert bool(torch.isfinite(model(ids).logits).all())
 
 

@@ -152,8 +152,7 @@ class CompositePreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     _skip_keys_device_placement = ["past_key_values", "memory_state"]
-    _keep_in_fp32_modules = ["memory"]  # also: not quantised
-    _keep_in_fp32_modules_strict = ["memory"]  # as the adapters keep theirs on a base in half precision
+    _keep_in_fp32_modules = ["memory"]  # which quantisers leave out, too
 
     @property
     def base_language_model(self) -> PreTrainedModel:
@@ -172,7 +171,7 @@ class CompositePreTrainedModel(PreTrainedModel):
             attention = attentions[layer]
             weight = next(attention.parameters())
             memory = self.memory_class(options, layer, projection_weights(attention, own_weight) if from_base else None)
-            half = weight.dtype in (torch.float16, torch.bfloat16)
+            half = weight.dtype in (torch.float16, torch.bfloat16)  # float32 then, as in the adapters
             attention.memory = memory.to(weight.device, torch.float32 if half else weight.dtype)
             attention.register_forward_hook(branch_hook, with_kwargs=True)
             if not weight.is_meta:
