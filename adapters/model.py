@@ -11,7 +11,7 @@ from peft import LoraModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from cacheformers.adapters.layer import MemoryLayer, incomplete
 from cacheformers.modeling.attach import (
@@ -22,7 +22,7 @@ from cacheformers.modeling.attach import (
     base_shape,
     branch_hook,
     find_decoder,
-    projection_weights,
+    split_projections,
 )
 
 CANNOT_MERGE = (
@@ -72,7 +72,7 @@ class MemoryTuner(LoraModel):
             weight = next(attention.parameters())
             starts = None
             if layer in options.attention_layers and not low_cpu_mem_usage:
-                starts = projection_weights(attention, base_weight)
+                starts = projection_weights(attention, model.config)  # type: ignore[arg-type]
             device = torch.device("meta") if low_cpu_mem_usage else weight.device
             memory.add_adapter(
                 adapter_name, options, starts, device, self._part_dtype(weight.dtype, autocast_adapter_dtype)
@@ -178,11 +178,13 @@ def is_adapter_key(key: str, adapter: str) -> bool:
     )
 
 
-def base_weight(module: nn.Module) -> Tensor:
-    """A base layer's weight, de-quantised, without LoRA."""
-    if hasattr(module, "get_base_layer"):
-        module = module.get_base_layer()  # type: ignore[operator]
-    return dequantize_module_weight(module).detach()
+def projection_weights(attention: nn.Module, config: PretrainedConfig) -> tuple[Tensor, ...]:
+    """A layer's own W_q, W_k, W_v, W_o, de-quantised, without LoRA."""
+    modules = []
+    for name in architecture(config).projections:
+        module = getattr(attention, name)
+        modules.append(module.get_base_layer() if hasattr(module, "get_base_layer") else module)
+    return split_projections([dequantize_module_weight(module).detach() for module in modules], base_shape(config))
 
 
 def adapter_modules(model: nn.Module, adapter: str) -> list[tuple[str, nn.Module]]:

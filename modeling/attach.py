@@ -10,7 +10,6 @@ of hooks on the decoder turns any forward into a sequence of pieces in which no 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -219,18 +218,11 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-def projection_weights(attention: nn.Module, weight_of: Callable[[nn.Module], Tensor]) -> tuple[Tensor, ...]:
-    """A layer's own W_q, W_k, W_v, W_o.
-
-    Args:
-        weight_of: the weight of one projection.
-    """
-    config: Any = attention.config
-    weights = [weight_of(getattr(attention, name)) for name in architecture(config).projections]
+def split_projections(weights: list[Tensor], shape: BaseShape) -> tuple[Tensor, ...]:
+    """W_q, W_k, W_v and W_o from the weights of `Architecture.projections`."""
     if len(weights) == 4:
         return tuple(weights)
-    shape = base_shape(config)  # fused, [heads * 3 * head_dim, hidden], q, k, v by head
-    fused = weights[0].view(shape.heads, 3, shape.head_dim, shape.hidden_size)
+    fused = weights[0].view(shape.heads, 3, shape.head_dim, shape.hidden_size)  # q, k, v by head
     return (*(fused[:, i].flatten(0, 1) for i in range(3)), weights[1])
 
 

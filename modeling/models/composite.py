@@ -27,12 +27,13 @@ from transformers.utils.generic import can_return_tuple
 
 from cacheformers.modeling.attach import (
     add_hooks,
+    architecture,
     attention_modules,
     base_shape,
     before_model,
     branch_hook,
     find_decoder,
-    projection_weights,
+    split_projections,
 )
 
 SHIM = "modeling_cacheformers"
@@ -165,12 +166,16 @@ class CompositePreTrainedModel(PreTrainedModel):
         Args:
             from_base: memories start from the base's own weights; otherwise at random.
         """
-        options = self.config.options()
+        options, text_config = self.config.options(), self.config.text_config
         attentions = attention_modules(find_decoder(language_model))
         for layer in options.layers:
             attention = attentions[layer]
             weight = next(attention.parameters())
-            memory = self.memory_class(options, layer, projection_weights(attention, own_weight) if from_base else None)
+            starts = None
+            if from_base:
+                own = [getattr(attention, name).weight.detach() for name in architecture(text_config).projections]
+                starts = split_projections(own, base_shape(text_config))
+            memory = self.memory_class(options, layer, starts)
             half = weight.dtype in (torch.float16, torch.bfloat16)  # float32 then, as in the adapters
             attention.memory = memory.to(weight.device, torch.float32 if half else weight.dtype)
             attention.register_forward_hook(branch_hook, with_kwargs=True)
@@ -342,11 +347,6 @@ class CompositeForCausalLM(CompositePreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-
-
-def own_weight(module: Any) -> Tensor:
-    """A projection's weight, without its graph."""
-    return module.weight.detach()
 
 
 def mark_initialized(module: nn.Module) -> None:
