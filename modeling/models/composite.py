@@ -144,6 +144,9 @@ class CompositeMemory(nn.Module):
 class CompositePreTrainedModel(PreTrainedModel):
     """How a memory is put on a base model, initialised and loaded.
 
+    Loading raises ValueError where transformers would make up what is missing in the file, or pass over a memory that
+    the configuration does not describe.
+
     Attributes:
         memory_class: what sits on an attention module, made as `memory_class(options, layer, base_weights)`.
     """
@@ -216,17 +219,11 @@ class CompositePreTrainedModel(PreTrainedModel):
             memory.options = options
         return embeddings
 
-    @classmethod
-    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As in transformers, but what is missing in the file is not made up.
-
-        Raises:
-            ValueError: the file lacks a tensor, or holds a memory that the configuration does not describe.
-        """
-        loaded: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        model, info = loaded
-        missing = sorted(info["missing_keys"])
-        foreign = sorted(key for key in info["unexpected_keys"] if ".memory." in key)
+    def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
+        # Not in from_pretrained: its report is another one if it goes on to load an adapter.
+        super()._adjust_missing_and_unexpected_keys(loading_info)
+        missing = sorted(loading_info.missing_keys)
+        foreign = sorted(key for key in loading_info.unexpected_keys if ".memory." in key)
         if missing or foreign:
             what = "has no tensors for" if missing else "holds tensors that the configuration does not describe:"
             keys = missing or foreign
@@ -234,7 +231,6 @@ class CompositePreTrainedModel(PreTrainedModel):
                 f"The file {what} {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}. It is "
                 "damaged, or belongs to another configuration or version: save or export the model again."
             )
-        return (model, info) if output_loading_info else model
 
 
 class CompositeModel(CompositePreTrainedModel):
