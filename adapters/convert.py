@@ -14,7 +14,6 @@ import json
 import pickle
 import re
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from cacheformers.adapters.config import NeurocacheAdapterConfig
+from cacheformers.adapters.folders import new_folder
 from cacheformers.modeling.attach import architecture, attention_modules, base_shape, find_decoder, unwrap
 
 CONFIG_FILE = "neurocache_config.json"
@@ -59,31 +59,23 @@ def convert(
         ValueError: a folder that cannot be converted, with the reason. Nothing has been written then.
         OSError: files are missing or cannot be written.
     """
-    published, out = Path(published), Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists already: choose another folder to write.")
-    settings = read_settings(published)
-    weights = read_weights(published)
-    base_config = AutoConfig.from_pretrained(base)
-    check_hidden_size(weights, settings, base_config)
-    config = adapter_config(settings, weights, heads, lora_alpha)
-    location = Path(base)
-    config.base_model_name_or_path = str(location.resolve()) if location.is_dir() else str(base)
-    model = empty_adapter(base_config, config)
-    tensors = rename(weights, model, base_config)
-    check(tensors, get_peft_model_state_dict(model))
+    published = Path(published)
+    with new_folder(out) as folder:
+        settings = read_settings(published)
+        weights = read_weights(published)
+        base_config = AutoConfig.from_pretrained(base)
+        check_hidden_size(weights, settings, base_config)
+        config = adapter_config(settings, weights, heads, lora_alpha)
+        location = Path(base)
+        config.base_model_name_or_path = str(location.resolve()) if location.is_dir() else str(base)
+        model = empty_adapter(base_config, config)
+        tensors = rename(weights, model, base_config)
+        check(tensors, get_peft_model_state_dict(model))
 
-    config.inference_mode = True
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
-        complete = Path(scratch) / "adapter"
-        complete.mkdir()
-        config.save_pretrained(str(complete))
-        save_file(tensors, complete / "adapter_model.safetensors", metadata={"format": "pt"})
-        if out.exists():
-            out.rmdir()
-        complete.rename(out)
-    return out
+        config.inference_mode = True
+        config.save_pretrained(str(folder))
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return Path(out)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from peft import LoraModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from cacheformers.adapters.layer import MemoryLayer, incomplete
 from cacheformers.modeling.attach import (
@@ -22,6 +22,7 @@ from cacheformers.modeling.attach import (
     base_shape,
     branch_hook,
     find_decoder,
+    split_projections,
 )
 
 CANNOT_MERGE = (
@@ -97,7 +98,9 @@ class MemoryTuner(LoraModel):
         for attention in attention_modules(find_decoder(self.model)):
             memory = getattr(attention, "memory", None)
             if memory is not None and not isinstance(memory, MemoryLayer):
-                raise ValueError(f"{type(attention).__name__} already has a child named 'memory'.")
+                raise ValueError(
+                    f"{type(attention).__name__} already has a child named 'memory': this model has one of its own."
+                )
         others = {str(kind) for name, kind in kinds.items() if name != adapter_name and kind != kinds[adapter_name]}
         if others:
             raise ValueError(
@@ -123,6 +126,12 @@ class MemoryTuner(LoraModel):
             raise ValueError(CANNOT_MERGE)
         self.detach_memories()
         return super()._unload_and_optionally_merge(merge, *args, **kwargs)
+
+    def merge_lora(self) -> PreTrainedModel:
+        """The base with LoRA and saved modules merged into it, without memories. The adapter is used up."""
+        self.detach_memories()
+        super()._unload_and_optionally_merge(safe_merge=True)
+        return self.model
 
     def detach_memories(self) -> None:
         """Take memories and hooks off; the base computes what it did before."""
@@ -175,12 +184,7 @@ def projection_weights(attention: nn.Module, config: PretrainedConfig) -> tuple[
     for name in architecture(config).projections:
         module = getattr(attention, name)
         modules.append(module.get_base_layer() if hasattr(module, "get_base_layer") else module)
-    weights = [dequantize_module_weight(module).detach() for module in modules]
-    if len(weights) == 4:
-        return tuple(weights)
-    shape = base_shape(config)  # fused, [heads * 3 * head_dim, hidden], q, k, v by head
-    fused = weights[0].view(shape.heads, 3, shape.head_dim, shape.hidden_size)
-    return (*(fused[:, i].flatten(0, 1) for i in range(3)), weights[1])
+    return split_projections([dequantize_module_weight(module).detach() for module in modules], base_shape(config))
 
 
 def adapter_modules(model: nn.Module, adapter: str) -> list[tuple[str, nn.Module]]:

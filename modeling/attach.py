@@ -93,7 +93,7 @@ class LayerMemory(Protocol):
 
     @property
     def options(self) -> MemoryOptions | None:
-        """Options of the active adapter; None while none is active here."""
+        """Options of the active memory; None while none is active here."""
 
     @property
     def fingerprint(self) -> tuple[float, ...]:
@@ -143,6 +143,7 @@ def find_decoder(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: the model's type is not supported.
     """
+    model = getattr(model, "base_language_model", model)  # in this package's own classes
     path = architecture(model.config).decoder  # type: ignore[arg-type]
     for prefix in (path, path.partition(".")[2], ""):
         try:
@@ -215,6 +216,14 @@ def unwrap(model: nn.Module) -> nn.Module:
             raise TypeError(f"{type(model).__name__} is neither a transformers model nor a wrapper around one.")
         model = inner
     return model
+
+
+def split_projections(weights: list[Tensor], shape: BaseShape) -> tuple[Tensor, ...]:
+    """W_q, W_k, W_v and W_o from the weights of `Architecture.projections`."""
+    if len(weights) == 4:
+        return tuple(weights)
+    fused = weights[0].view(shape.heads, 3, shape.head_dim, shape.hidden_size)  # q, k, v by head
+    return (*(fused[:, i].flatten(0, 1) for i in range(3)), weights[1])
 
 
 def rotation(decoder: nn.Module) -> Rotate | None:

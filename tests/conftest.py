@@ -61,6 +61,8 @@ MORE_BASES = {
 def poisoned_empty() -> Iterator[None]:
     """Uninitialised floating-point memory reads as NaN, so whoever forgets to fill it fails."""
     empty = torch.empty
+    with torch.device("cpu"):  # device contexts learn which functions make tensors when the first one is used
+        empty(0)
 
     def poisoned(*args: object, **kwargs: object) -> Tensor:
         tensor = empty(*args, **kwargs)  # type: ignore[call-overload]

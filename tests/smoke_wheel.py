@@ -1,4 +1,4 @@
-"""What a user does first, with the installed wheel and nothing else: adapt, save, load, read, generate."""
+"""What a user does first, with the installed wheel and nothing else: adapt, save, load, read, generate, export."""
 
 import tempfile
 from pathlib import Path
@@ -8,6 +8,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import cacheformers
+from cacheformers.adapters.export import export
 
 installed = Path(cacheformers.__file__).parent
 assert "site-packages" in str(installed), installed
@@ -34,4 +35,6 @@ with tempfile.TemporaryDirectory() as folder:
     memory = cacheformers.read(loaded, ids, progress=False)
     answer = loaded.generate(ids[:, :5], past_key_values=memory, max_new_tokens=5, do_sample=False)
     assert torch.allclose(loaded(ids).logits, model.eval()(ids).logits, atol=1e-5)
+    exported = AutoModelForCausalLM.from_pretrained(export(f"{folder}/adapter", f"{folder}/model"))
+    assert torch.allclose(exported(ids).logits, loaded(ids).logits, atol=1e-5)
 print(f"cacheformers {cacheformers.__version__}: {memory} -> {answer[0, 5:].tolist()}")

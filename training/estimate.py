@@ -359,7 +359,7 @@ def entry_size(options: NeurocacheOptions, step: Forward) -> int:
 
 
 def store_bytes(options: NeurocacheOptions, lanes: int, step: Forward) -> int:
-    """The rings of every lane when they are full, and what waits of the open segment: entries, states, hits, queries."""
+    """The rings of every lane when they are full, and what waits of open segments: entries, states, hits, queries."""
     rings = len({storing for _, storing in options.retrieval_map})
     values = options.base.hidden_size if options.compression_factor > 1 else 0
     waiting = step.segment_tokens * (options.width + values) * entry_size(options, step)

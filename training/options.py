@@ -20,14 +20,15 @@ def option(default: Any = dataclasses.MISSING, *, help: str) -> Any:
 
 
 def method_options(config: type[LoraConfig], without: Sequence[str] = ()) -> type:
-    """A dataclass of what a method's adapter config defines itself, help texts included, but for some fields.
+    """A dataclass of the fields that a method's adapter config has beyond LoRA's or sets anew, but for some.
 
     A map from layers to layers becomes a list of strings, `22` or `6:8` (see `layer_map`).
     """
-    hints, own = get_type_hints(config), config.__annotations__
+    hints, inherited = get_type_hints(config), {field.name for field in dataclasses.fields(LoraConfig)}
+    own = config.__annotations__
     fields: list[Any] = []
     for field in dataclasses.fields(config):
-        if field.name not in own or field.name in without:
+        if (field.name in inherited and field.name not in own) or field.name in without:
             continue
         kind, metadata = hints[field.name], dict(field.metadata)
         if kind == dict[int, int] | None:

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from cacheformers.modeling.memories.base import (
     BaseShape,
@@ -267,6 +268,16 @@ class NeurocacheParts(NamedTuple):
         if self.down is None or self.norm is None:
             return hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         return normalise(self.norm, project(self.down, hidden))
+
+    @property
+    def fingerprint(self) -> tuple[float, ...]:
+        """A few numbers of W_p and its norm: two trained memories do not share them.
+
+        Empty where there is no W_p, or where it is divided among processes (FSDP2): gathering would take all of them.
+        """
+        if self.down is None or self.norm is None or isinstance(self.down.weight, DTensor):
+            return ()
+        return (*self.down.weight.detach().flatten()[:8].tolist(), *self.norm.weight.detach()[:4].tolist())
 
 
 def project(linear: nn.Linear, inputs: Tensor) -> Tensor:

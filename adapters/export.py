@@ -1,0 +1,130 @@
+"""Turn an adapter on its base model into one model folder: LoRA merged into the weights, the memory kept live.
+
+    python -m cacheformers.adapters.export ADAPTER OUT
+
+`AutoModelForCausalLM.from_pretrained(OUT)` loads it after `import cacheformers`, and with `trust_remote_code=True`
+without that line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.hub import cached_file
+
+from cacheformers.adapters.config import MemoryPeftType
+from cacheformers.adapters.folders import new_folder
+from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
+from cacheformers.modeling.models.composite import CompositeConfig, CompositeForCausalLM
+from cacheformers.modeling.models.modeling_neurocache import NeurocacheForCausalLM
+
+MODELS: dict[str, type[CompositeForCausalLM]] = {MemoryPeftType.NEUROCACHE: NeurocacheForCausalLM}
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def export(
+    adapter: str | Path,
+    out: str | Path,
+    base: str | Path | None = None,
+    dtype: str = "auto",
+    max_shard_size: str = "5GB",
+) -> Path:
+    """Write an adapter and its base as one model, with the tokenizer of either.
+
+    Args:
+        adapter: folder or Hub id of the adapter.
+        out: folder to write; it must not exist, or be empty.
+        base: folder or Hub id of the base model; default: what the adapter names.
+        dtype: of the base's weights ("auto": as they are saved). LoRA is merged in float32 and rounded once; the
+            memory's weights stay in float32, as in the adapter.
+        max_shard_size: of one safetensors file.
+
+    Raises:
+        ValueError: no adapter of this package, or one that does not fit its base. Nothing has been written then.
+        OSError: files are missing or cannot be written.
+    """
+    config = PeftConfig.from_pretrained(str(adapter))
+    if config.peft_type not in MODELS:
+        raise ValueError(f"{adapter} is an adapter of type {config.peft_type}: only memories can be exported.")
+    source = base or config.base_model_name_or_path
+    if source is None:
+        raise ValueError(f"{adapter} does not name its base model: pass base (--base).")
+    with new_folder(out) as folder:
+        saved = AutoConfig.from_pretrained(source).dtype or torch.float32
+        target = saved if dtype == "auto" else getattr(torch, dtype)
+        exact = torch.promote_types(saved, torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=exact)
+        exported = to_model(PeftModel.from_pretrained(model, str(adapter)))
+        for name, parameter in exported.named_parameters():
+            if ".memory." not in name:
+                parameter.data = parameter.data.to(target)
+        exported.save_pretrained(folder, max_shard_size=max_shard_size)
+        for place in (adapter, source):
+            if has_tokenizer(place):
+                AutoTokenizer.from_pretrained(place).save_pretrained(folder)
+                break
+    return Path(out)
+
+
+def to_model(adapted: PeftModel) -> CompositeForCausalLM:
+    """The model class that computes what an adapted model computes. The adapted model is used up.
+
+    Raises:
+        ValueError: the active adapter is none of this package's, or its base is quantised.
+    """
+    config: Any = adapted.active_peft_config
+    if config.peft_type not in MODELS:
+        raise ValueError(f"An adapter of type {config.peft_type} is active: only memories can be exported.")
+    model = unwrap(adapted)
+    if getattr(model, "is_quantized", False):
+        raise ValueError("LoRA cannot be merged exactly into a quantised base: load the base without quantisation.")
+    kind: Any = MODELS[config.peft_type]
+    name = adapted.active_adapter
+    trained = {
+        layer: attention.memory.parts(name)  # type: ignore[union-attr, operator]
+        for layer, attention in enumerate(attention_modules(find_decoder(model)))
+        if hasattr(attention, "memory")
+    }
+    options = {field.name for field in fields(kind.config_class)} - {field.name for field in fields(CompositeConfig)}
+    base = adapted.base_model.merge_lora()  # type: ignore[operator]
+    exported: CompositeForCausalLM = kind.from_base(base, **{option: getattr(config, option) for option in options})
+    for memory in exported.memories():
+        for part, module in trained[memory.layer]._asdict().items():
+            if module is not None:
+                getattr(memory, part).load_state_dict(module.state_dict())
+    exported.eval()  # type: ignore[no-untyped-call]
+    return exported
+
+
+def has_tokenizer(place: str | Path) -> bool:
+    """Whether a folder or repository holds a tokenizer."""
+    return cached_file(str(place), "tokenizer_config.json", _raise_exceptions_for_missing_entries=False) is not None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m cacheformers.adapters.export",
+        description="Write an adapter and its base as one model folder: LoRA merged, the memory kept live.",
+    )
+    parser.add_argument("adapter", help="folder or Hub id of the adapter")
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--base", help="folder or Hub id of the base model; default: what the adapter names")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the base's weights; auto: as saved")
+    parser.add_argument("--max-shard-size", default="5GB", help="of one safetensors file (default: %(default)s)")
+    given = parser.parse_args(arguments)
+    try:
+        out = export(given.adapter, given.out, given.base, given.dtype, given.max_shard_size)
+    except (ValueError, OSError) as error:
+        sys.exit(f"Nothing was written: {error}")
+    print(f"Wrote {out}. Load it with `import cacheformers` and AutoModelForCausalLM.from_pretrained({str(out)!r}).")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,443 @@
+"""Neurocache as model classes: what users of transformers expect of a model works."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import BASES, MORE_BASES
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch.utils.data import Dataset
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+import cacheformers
+from cacheformers import NeurocacheConfig, NeurocacheForCausalLM, NeurocacheModel
+from cacheformers.modeling import models
+
+OPTIONS = {"segment_tokens": 16, "cache_size": 40, "topk": 4, "retrieval_map": {1: 1}, "search": "exact"}
+ALL = {**BASES, **MORE_BASES}
+
+
+def open_memory(model):
+    """Give gates random values: at zero nothing of the memory shows."""
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if ".memory.gate" in name:
+            parameter.data.normal_(0, 0.5)
+    return model
+
+
+@pytest.fixture
+def make(make_base):
+    """Build a tiny base of the tables in conftest with an open memory on it."""
+
+    def build(name="llama_gqa", dtype=torch.float32, base=None, **options):
+        made = make_base(name, dtype, **(base or {}))
+        return open_memory(NeurocacheForCausalLM.from_base(made, **{**OPTIONS, **options}))
+
+    return build
+
+
+@pytest.fixture
+def saved(make, tmp_path):
+    """A model folder and the model that was saved there."""
+
+    def build(name="llama_gqa", dtype=torch.float32, **options):
+        model = make(name, dtype, **options)
+        model.save_pretrained(tmp_path / "model")
+        return tmp_path / "model", model
+
+    return build
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ALL)
+def test_starts_as_the_base(make_base, ids, name):
+    base = make_base(name)
+    expected = base(ids[:, :16]).logits
+    weights = {key: tensor.clone() for key, tensor in base.state_dict().items()}
+    head = next(key for key, module in base.named_modules() if module is base.get_output_embeddings())
+    model = NeurocacheForCausalLM.from_base(base, **OPTIONS)
+    assert torch.equal(model(ids[:, :16]).logits, expected)
+    ours = model.state_dict()
+    for key, tensor in weights.items():
+        if key.startswith(head):
+            key = key.replace(head, "lm_head")
+        else:
+            key = f"model.language_model.{key.removeprefix(base.base_model_prefix + '.')}"
+        assert torch.equal(ours.pop(key), tensor)
+    assert ours and all(".memory." in key for key in ours)
+
+
+@torch.no_grad()
+def test_a_changed_base_is_taken_as_it_is(make_base, ids):
+    base = make_base("llama_gqa", torch.float32)
+    base.resize_token_embeddings(140)
+    base.model.layers[0].mlp.down_proj = torch.nn.Linear(48, 32)
+    expected = base(ids[:, :16]).logits
+    assert torch.equal(NeurocacheForCausalLM.from_base(base, **OPTIONS)(ids[:, :16]).logits, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ALL)
+def test_save_and_load(saved, ids, name):
+    folder, model = saved(name)
+    expected = model(ids).logits
+    forgetting = cacheformers.new_memory(model, 2, cache_size=0)
+    assert not torch.allclose(model(ids, past_key_values=forgetting).logits, expected, atol=1e-3)
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert isinstance(loaded, NeurocacheForCausalLM)
+    assert torch.equal(loaded(ids).logits, expected)
+    headless = AutoModel.from_pretrained(folder)
+    assert isinstance(headless, NeurocacheModel)
+    assert torch.equal(loaded.lm_head(headless(ids).last_hidden_state), expected)
+
+
+@torch.no_grad()
+def test_read_and_generate(make, ids):
+    model = make()
+    assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (2, 79)
+    memory = cacheformers.read(model, ids, progress=False)
+    assert memory.tokens_read == [75, 75]
+    kept = copy.deepcopy(memory.state_dict())
+    question = ids[:, :5]
+    answers = [model.generate(question, past_key_values=memory.clone(), max_new_tokens=4) for _ in range(2)]
+    assert torch.equal(*answers)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in memory.state_dict().items())
+    logits = model(question, past_key_values=memory.clone()).logits
+    assert not torch.allclose(logits, model(question).logits, atol=1e-3)
+    last = model(question, past_key_values=memory.clone(), logits_to_keep=1).logits
+    assert last.shape[1] == 1
+    assert torch.allclose(last, logits[:, -1:], atol=1e-6)
+
+
+@torch.no_grad()
+def test_tuples_and_hidden_states(make, ids):
+    model = make()
+    output = model(ids[:, :10], labels=ids[:, :10], output_hidden_states=True)
+    assert len(output.hidden_states) == 4
+    loss, logits = model(ids[:, :10], labels=ids[:, :10], return_dict=False)[:2]
+    assert torch.equal(loss, output.loss)
+    assert torch.equal(logits, output.logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama_gqa", "opt"])
+def test_from_scratch(make_base, ids, name):
+    text_config = make_base(name).config
+    model = AutoModelForCausalLM.from_config(NeurocacheConfig(text_config=text_config.to_dict(), **OPTIONS))
+    assert isinstance(model, NeurocacheForCausalLM)
+    check_fresh(model.eval(), ids)
+    check_fresh(AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16).eval(), ids)
+
+
+@torch.no_grad()
+def test_nothing_new_is_left_as_it_lay_in_memory(make_base, ids):
+    """As when a model is built on the meta device and filled on each device: `to_empty` leaves garbage, here NaN."""
+    config = NeurocacheConfig(text_config=make_base("llama_gqa").config, **OPTIONS)
+    with torch.device("meta"):
+        model = NeurocacheForCausalLM(config)
+    model.to_empty(device="cpu")
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.fill_(float("nan"))
+    loaded = model.memories()[0].q.weight
+    loaded.copy_(torch.arange(loaded.numel()).view_as(loaded))
+    loaded._is_hf_initialized = True
+    model.init_weights()
+    assert torch.equal(loaded.flatten(), torch.arange(loaded.numel()).float()), "what was loaded stays"
+    check_fresh(model.eval(), ids)
+
+
+def check_fresh(model, ids):
+    """A new memory has its method's own starting values."""
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+    lowest, upper = model.memories()
+    assert float(lowest.down.weight.float().std()) == pytest.approx(32**-0.5, rel=0.2)
+    assert bool((lowest.norm.weight == 1).all())
+    for memory in (lowest, upper):
+        assert not bool(memory.gate.weight.any())
+        assert all(float(part.weight.float().std()) > 0.05 for part in (memory.q, memory.k, memory.v, memory.o))
+    assert bool(torch.isfinite(model(ids).logits).all())
+
+
+def test_a_training_step_moves_every_part(make_base, ids):
+    config = NeurocacheConfig(text_config=make_base("llama_gqa").config, **{**OPTIONS, "gate": "none"})
+    model = NeurocacheForCausalLM(config).train()
+    memory = None
+    for start in range(0, 64, 16):
+        part = ids[:, start : start + 16]
+        output = model(part, labels=part, past_key_values=memory)
+        memory = output.past_key_values
+        output.loss.backward()
+    assert not [name for name, parameter in model.named_parameters() if parameter.grad is None]
+
+
+LOST = ["memory.down.weight", "memory.gate.weight", "2.self_attn.memory.q", "layers.0.mlp", "lm_head", "memory.norm"]
+
+
+@pytest.mark.parametrize("door", [AutoModelForCausalLM, NeurocacheForCausalLM])
+@pytest.mark.parametrize("lost", LOST)
+def test_a_missing_tensor_is_an_error(saved, lost, door):
+    folder, _ = saved()
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    victim = next(key for key in tensors if lost in key)
+    del tensors[victim]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"has no tensors for .*{victim}"):
+        door.from_pretrained(folder)
+
+
+def test_misshapen_tensors_and_undescribed_memories_are_errors(saved):
+    folder, model = saved()
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    key = next(key for key in tensors if "memory.q" in key)
+    save_file({**tensors, key: tensors[key][:-1].contiguous()}, file, metadata={"format": "pt"})
+    with pytest.raises(RuntimeError, match="(?i)mismatch"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="does not describe.*layers.1.self_attn.memory"):
+        AutoModelForCausalLM.from_pretrained(folder, attention_layers=[2])
+
+
+def test_what_cannot_work_says_why(make_base, make, make_model, tmp_path):
+    with pytest.raises(ValueError, match="memory already"):
+        NeurocacheForCausalLM.from_base(make())
+    with pytest.raises(ValueError, match="memory already|not a causal"):
+        NeurocacheForCausalLM.from_base(make_model("llama_gqa"))
+    with pytest.raises(ValueError, match="LlamaModel is not a causal language model"):
+        NeurocacheForCausalLM.from_base(make_base("llama_gqa").model)
+    with pytest.raises(ValueError, match="Layers .9. do not exist"):
+        NeurocacheForCausalLM.from_base(make_base("llama_gqa"), retrieval_map={9: 9})
+    with pytest.raises(ValueError, match="'gpt2' is not supported. Supported: .*llama"):
+        NeurocacheForCausalLM(NeurocacheConfig(text_config={"model_type": "gpt2"}))
+    make_base("llama_gqa", torch.float32).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="'llama' model, not of a 'neurocache' one.*NeurocacheForCausalLM.from_base"):
+        NeurocacheForCausalLM.from_pretrained(tmp_path)
+
+
+def test_config_round_trip(make, tmp_path):
+    config = make("opt", attention_layers=[1, 2], cache_dtype="float32").config
+    config.save_pretrained(tmp_path)
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert type(again) is NeurocacheConfig
+    assert type(again.text_config).model_type == "opt"
+    again.name_or_path = config.name_or_path
+    assert again.to_dict() == config.to_dict()
+    assert again.retrieval_map == {1: 1}
+    assert again.options() == config.options()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_weights(make, tmp_path, ids, tied):
+    model = make(base={"tie_word_embeddings": tied})
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
+    model.save_pretrained(tmp_path)
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) == (not tied)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (again.lm_head.weight is again.get_input_embeddings().weight) == tied
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama_gqa", "opt", "gpt_neox"])
+def test_resize_token_embeddings(make, tmp_path, ids, name):
+    model = make(name)
+    before = model(ids).logits
+    model.resize_token_embeddings(150)
+    assert model.get_input_embeddings().weight.shape[0] == model.lm_head.weight.shape[0] == 150
+    assert torch.allclose(model(ids).logits[..., :128], before, atol=1e-5)
+    memory = cacheformers.read(model, torch.full((1, 20), 149), progress=False)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config.text_config.vocab_size == 150
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    again(ids[:1, :4], past_key_values=memory.clone())  # a memory of the resized model belongs to the loaded one
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", [{"device_map": "cpu"}, {"device_map": "auto"}, {"low_cpu_mem_usage": True}], ids=str)
+def test_ways_to_load(saved, ids, how):
+    folder, model = saved()
+    loaded = AutoModelForCausalLM.from_pretrained(folder, **how)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert loaded._no_split_modules == {"LlamaDecoderLayer"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("argument", ["dtype", "torch_dtype"])
+def test_half_precision(saved, ids, argument):
+    """The memory's weights stay in float32, as the adapters'."""
+    folder, model = saved()
+    half = AutoModelForCausalLM.from_pretrained(folder, **{argument: torch.bfloat16})
+    kinds = {name: parameter.dtype for name, parameter in half.named_parameters()}
+    assert {kind for name, kind in kinds.items() if ".memory." in name} == {torch.float32}
+    assert {kind for name, kind in kinds.items() if ".memory." not in name} == {torch.bfloat16}
+    assert half.dtype == half(ids).logits.dtype == torch.bfloat16
+    half.save_pretrained(folder / "half")
+    again = AutoModelForCausalLM.from_pretrained(folder / "half", dtype="auto")
+    assert {name: parameter.dtype for name, parameter in again.named_parameters()} == kinds
+    assert torch.equal(again(ids).logits, half(ids).logits)
+
+
+@torch.no_grad()
+def test_attention_implementation(saved, ids):
+    folder, model = saved()
+    eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    assert eager.model.language_model.config._attn_implementation == "eager"
+    assert model.model.language_model.config._attn_implementation == "sdpa"
+    assert torch.allclose(eager(ids).logits, model(ids).logits, atol=1e-5)
+
+
+def test_sharded_files(make, ids, tmp_path):
+    model = make()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
+
+
+def test_copies(make, ids):
+    model = make()
+    expected = model(ids).logits
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        open_memory(twin)
+        assert torch.equal(twin(ids).logits, expected)
+        for parameter in twin.parameters():
+            parameter.data.zero_()
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_pipeline(saved, tokenizer):
+    folder, model = saved()
+    tokenizer.save_pretrained(folder)
+    text = " ".join(f"w{i}" for i in range(40))
+    (answer,) = pipeline("text-generation", model=str(folder))(text, max_new_tokens=4, do_sample=False)
+    tokens = model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=4, do_sample=False)
+    assert answer["generated_text"] == text + tokenizer.decode(tokens[0, 40:], skip_special_tokens=True)
+
+
+class Segments(Dataset):
+    """Single segments, as `Trainer` takes them."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        ids = torch.arange(16) % 8 + 3 + index % 2
+        return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_trainer(make, tmp_path, checkpointing):
+    model = make()
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=12,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_steps=12,
+        report_to=[],
+        use_cpu=True,
+        gradient_checkpointing=checkpointing,
+    )
+    trainer = Trainer(model, arguments, train_dataset=Segments())
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0] / 2
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-12")
+    ids = Segments()[0]["input_ids"][None]
+    assert torch.equal(again(ids).logits, model.eval()(ids).logits)
+
+
+def test_activation_checkpointing_gives_the_same_gradients(make, ids):
+    def gradients(checkpointing):
+        model = make(dtype=torch.float64).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        memory, loss = None, 0
+        for start in range(0, 64, 16):
+            part = ids[:, start : start + 16]
+            output = model(part, labels=part, memory_state=memory, past_key_values=None if checkpointing else memory)
+            memory, loss = output.past_key_values, loss + output.loss
+        loss.backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    plain, checkpointed = gradients(False), gradients(True)
+    assert all(torch.allclose(plain[name], checkpointed[name], atol=1e-12) for name in plain)
+
+
+@torch.no_grad()
+def test_lora_on_top(saved, ids, tmp_path):
+    folder, _ = saved()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    expected = model(ids).logits
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)).eval()
+    changed = adapted(ids).logits
+    assert not torch.allclose(changed, expected, atol=1e-3)
+    assert cacheformers.read(adapted, ids, progress=False).tokens_read == [75, 75]
+    with adapted.disable_adapter():
+        assert torch.equal(adapted(ids).logits, expected)
+    adapted.save_pretrained(tmp_path / "lora")
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "lora").eval()
+    assert torch.equal(again(ids).logits, changed)
+    assert torch.allclose(adapted.merge_and_unload()(ids).logits, changed, atol=1e-4)
+
+
+def test_a_missing_tensor_below_an_adapter_is_an_error(saved, tmp_path):
+    folder, _ = saved()
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "lora")
+    assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "lora"), NeurocacheForCausalLM)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.language_model.layers.2.self_attn.memory.q.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="has no tensors for .*memory.q"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "lora")
+
+
+def test_training_the_memory_beside_lora(make, ids):
+    config = LoraConfig(target_modules=["down_proj"], modules_to_save=["memory"])
+    model = get_peft_model(make(), config).train()
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert any("memory.modules_to_save.default.gate" in name for name in trained)
+    model(ids, labels=ids).loss.backward()
+    gates = [p for name, p in model.named_parameters() if "modules_to_save.default.gate" in name]
+    assert all(bool(gate.grad.any()) for gate in gates)
+
+
+def test_what_peft_cannot_do_on_top_says_why(make, config_factory, ids):
+    with pytest.raises(ValueError, match="LoRA was put on the memory .*modules_to_save"):
+        get_peft_model(make(), LoraConfig(target_modules="all-linear"))(ids)
+    with pytest.raises(ValueError, match="memory"):
+        get_peft_model(make(), config_factory())
+
+
+def test_registered_once_more():
+    importlib.reload(models)
+    root = Path(cacheformers.__file__)
+    spec = importlib.util.spec_from_file_location("clone_under_another_name", root)
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    assert again.NeurocacheForCausalLM is NeurocacheForCausalLM
+    assert type(AutoConfig.for_model("neurocache")) is NeurocacheConfig
+
+
+def test_other_models_are_as_before(make_base, tmp_path):
+    make_base("llama_gqa", torch.float32).save_pretrained(tmp_path)
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is LlamaForCausalLM
