@@ -3,7 +3,17 @@
 from cacheformers.adapters import NeurocacheAdapterConfig
 from cacheformers.modeling.attach import new_memory
 from cacheformers.modeling.cache import MemoryCache
-from cacheformers.modeling.reading import read
+from cacheformers.modeling.files.index import MemoryFileError
+from cacheformers.modeling.files.load import load_memory
+from cacheformers.modeling.reading import read, read_text
 
 __version__ = "0.1.0.dev0"
-__all__ = ["MemoryCache", "NeurocacheAdapterConfig", "new_memory", "read"]
+__all__ = [
+    "MemoryCache",
+    "MemoryFileError",
+    "NeurocacheAdapterConfig",
+    "load_memory",
+    "new_memory",
+    "read",
+    "read_text",
+]
