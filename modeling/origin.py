@@ -159,4 +159,4 @@ def sample(parameter: Tensor) -> bytes:
         return b""
     flat = parameter.detach().flatten()
     chosen = flat[:: max(len(flat) // SAMPLES, 1)][:SAMPLES].to(torch.bfloat16)
-    return chosen.cpu().view(torch.uint8).numpy().tobytes()
+    return chosen.cpu().float().numpy().tobytes()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -123,8 +124,8 @@ class Index:
             json.dump({**contents, "sha256": checksum(contents)}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
+        sync(folder)  # the files that it names, before it names them
         os.replace(draft, folder / INDEX)
-        sync(folder)
 
 
 def sync(folder: Path) -> None:
@@ -209,8 +210,7 @@ def check(index: Index) -> None:
         raise ValueError(f"its files are {wrong or index.tail}")
     for row in index.rows:
         for name, pieces in row.streams.items():
-            for piece, following in zip(pieces, [*pieces[1:], None], strict=True):
-                if index.files[piece.file].tensors[piece.tensor].shape[0] != piece.count:
-                    raise ValueError(f"{name} has a piece of the wrong size")
-                if following is not None and following.start != piece.end:
-                    raise ValueError(f"{name} has a gap")
+            if any(index.files[piece.file].tensors[piece.tensor].shape[0] != piece.count for piece in pieces):
+                raise ValueError(f"{name} has a piece of the wrong size")
+            if any(following.start != piece.end for piece, following in pairwise(pieces)):
+                raise ValueError(f"{name} has a gap")

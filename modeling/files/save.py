@@ -12,7 +12,20 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from cacheformers.modeling.files.index import INDEX, LOCK, OWN_FILE, Index, MemoryFileError, Piece, Reader, Row, Store, read_index
+from cacheformers.modeling.files.index import (
+    FORMAT,
+    INDEX,
+    LOCK,
+    OWN_FILE,
+    Index,
+    MemoryFileError,
+    Piece,
+    Reader,
+    Row,
+    Store,
+    read_index,
+    sync,
+)
 from cacheformers.modeling.files.shards import NAMES, describe, write_file
 from cacheformers.modeling.origin import Source
 from cacheformers.modeling.search.store import Ring
@@ -34,19 +47,36 @@ def save_memory(memory: MemoryCache, folder: Path, append: bool) -> None:
     """See `MemoryCache.save`."""
     if memory.options is None:
         raise ValueError("Only a memory made by read(), new_memory() or a forward can be saved.")
-    folder.mkdir(parents=True, exist_ok=True)
+    prepare(folder)
     with FileLock(folder / LOCK):
         before = earlier_save(memory, folder) if append else None
-        if before is None:
-            check_replaceable(folder)
+        save = uuid.uuid4().hex
         try:
-            index = write(memory, folder, before)
-        except BaseException:
-            if (folder / INDEX).exists():
-                clean(folder, set(read_index(folder).files))
+            index = write(memory, folder, save, before)
+        except OSError:
+            for path in folder.glob(f"{save}.*"):
+                path.unlink()
             raise
+        sync(folder)
         clean(folder, set(index.files))
-    memory.origin.saved = index.save
+    memory.origin.saved = save
+
+
+def prepare(folder: Path) -> None:
+    """Make a folder for a memory, or see to it that the one there holds a memory, damaged or not, or nothing.
+
+    Raises:
+        MemoryFileError: it holds something else.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / INDEX).exists():
+        foreign = [] if FORMAT.encode() in (folder / INDEX).read_bytes()[:100] else [INDEX]
+    else:
+        foreign = sorted(
+            path.name for path in folder.iterdir() if path.name != LOCK and not OWN_FILE.fullmatch(path.name)
+        )
+    if foreign:
+        raise MemoryFileError(f"{folder} holds something else ({', '.join(foreign[:3])}): choose another folder.")
 
 
 def earlier_save(memory: MemoryCache, folder: Path) -> Index | None:
@@ -66,23 +96,8 @@ def earlier_save(memory: MemoryCache, folder: Path) -> Index | None:
     return index
 
 
-def check_replaceable(folder: Path) -> None:
-    """Refuse to write into a folder of something else.
-
-    Raises:
-        MemoryFileError: it is one.
-    """
-    if (folder / INDEX).exists():
-        read_index(folder)
-        return
-    foreign = sorted(path.name for path in folder.iterdir() if path.name != LOCK and not OWN_FILE.fullmatch(path.name))
-    if foreign:
-        raise MemoryFileError(f"{folder} holds something else ({', '.join(foreign[:3])}): choose another folder.")
-
-
-def write(memory: MemoryCache, folder: Path, before: Index | None) -> Index:
+def write(memory: MemoryCache, folder: Path, save: str, before: Index | None) -> Index:
     """Write what is not in the folder yet, then the index."""
-    save = uuid.uuid4().hex
     new, tail = f"{save}.new.safetensors", f"{save}.tail.safetensors"
     fresh: dict[str, Tensor] = {}
     rows: list[Row] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cacheformers.modeling.files.index import File, Held, MemoryFileError
+from cacheformers.modeling.files.index import LOCK, File, Held, MemoryFileError
 from cacheformers.modeling.origin import digest
 
 # As safetensors calls them.
@@ -29,9 +30,17 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> File:
-    """Write tensors so that they are on disk, and say what the index must say of them."""
+    """Write tensors so that they are on disk, and say what the index must say of them.
+
+    Raises:
+        OSError: they cannot be written.
+    """
     held = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    save_file(held, path, metadata={"format": "pt"})
+    try:
+        save_file(held, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+    shutil.copymode(path.parent / LOCK, path)  # safetensors makes it private
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     return File(path.stat().st_size, {name: describe(tensor) for name, tensor in held.items()})
@@ -39,7 +48,8 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> File:
 
 def describe(tensor: Tensor) -> Held:
     """What the index says of a contiguous tensor on the CPU."""
-    return Held(NAMES[tensor.dtype], list(tensor.shape), digest(tensor.flatten().view(torch.uint8).numpy().data))
+    numbers = tensor.flatten().as_strided((tensor.numel(),), (1,))  # a single number may have any stride
+    return Held(NAMES[tensor.dtype], list(tensor.shape), digest(numbers.view(torch.uint8).numpy().data))
 
 
 class Shards:
