@@ -31,7 +31,9 @@ def ask(options: argparse.Namespace) -> None:
     loaded = time.perf_counter()
     memory = cacheformers.load_memory(options.memory, model, not options.no_verify, tokenizer)
     if memory.batch_size != 1:
-        raise ValueError(f"{options.memory} holds {memory.batch_size} documents: ask it in Python, with memory.select().")
+        raise ValueError(
+            f"{options.memory} holds {memory.batch_size} documents: ask it in Python, with memory.select()."
+        )
     print(
         f"{memory.tokens_read[0]:,} tokens, remembered in {time.perf_counter() - loaded:.2f} s (the model took "
         f"{loaded - start:.1f} s)."

@@ -16,7 +16,9 @@ def inspect(options: argparse.Namespace) -> None:
     index = read_index(options.memory)
     size = sum(file.bytes for file in index.files.values())
     tokens = sum(memory.tokens_read)
-    print(f"{options.memory}: {tokens:,} tokens, {size / 2**20:.1f} MiB, {size / max(tokens, 1):,.0f} bytes a token read")
+    print(
+        f"{options.memory}: {tokens:,} tokens, {size / 2**20:.1f} MiB, {size / max(tokens, 1):,.0f} bytes a token read"
+    )
     lines = {"read by": described_reader(index), **stores(memory), **documents(memory)}
     lines["files"] = f"{len(index.files)}, checksums " + ("not compared" if options.no_verify else "right")
     for name, text in lines.items():

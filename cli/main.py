@@ -23,8 +23,8 @@ is a folder. It belongs to the adapter and the base model that read it, remember
 """
 READ = """Read a text of any length and save what the model remembers of it.
 
-The text goes by in segments: time grows with it, the working memory does not. Every --checkpoint segments what is new is saved: if the command is
-stopped, give it again, and it goes on from there.
+The text goes by in segments: time grows with it, the working memory does not. Every --checkpoint segments what is new
+is saved: if the command is stopped, give it again, and it goes on from there.
 
   cacheformers read BOOK.txt -o book.memory --adapter ADAPTER                   # the adapter names its base model
   cacheformers read BOOK.txt -o book.memory --model BASE --adapter ADAPTER      # another copy of the base model
@@ -32,20 +32,21 @@ stopped, give it again, and it goes on from there.
 """
 ASK = """Answer questions from a memory file.
 
-The text is not read again. The model that read it is loaded by the name it had then. Every question starts from the memory as it was saved. After the answer
-come the passages that question and answer retrieved most often.
+The text is not read again. The model that read it is loaded by the name it had then. Every question starts from the
+memory as it was saved. After the answer come the passages that question and answer retrieved most often.
 
   cacheformers ask book.memory "Who tells this story?"
   cacheformers ask book.memory "Who?" "When?" "Where?"                          # the memory is loaded once
   cacheformers ask book.memory "Who tells this story?" --explain                # every token of the answer
   cacheformers ask book.memory "Who?" --adapter ADAPTER                         # if the adapter's folder has moved
 
-With --explain every token of the answer is listed with the passages that were retrieved when it was chosen, and a picture
-shows all of it: the tokens from top to bottom, the book from left to right, the colour how often.
+With --explain every token of the answer is listed with the passages that were retrieved when it was chosen, and a
+picture shows all of it: the tokens from top to bottom, the book from left to right, the colour how often.
 """
 INSPECT = """Say what a memory file holds.
 
-Which text, read by which model, how many entries of which size, and whether every checksum is right. No model is loaded.
+Which text, read by which model, how many entries of which size, and whether every checksum is right. No model is
+loaded.
 
   cacheformers inspect book.memory
 """
@@ -81,9 +82,15 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("-o", "--output", type=Path, required=True, metavar="MEMORY", help="folder to write")
     add_model(command, "the adapter's own")
     command.add_argument("--document", type=int, help="which document of the file, from 0 (default: the longest)")
-    command.add_argument("--cache-size", type=int, metavar="N", help="most entries a layer keeps (default: the adapter's)")
     command.add_argument(
-        "--checkpoint", type=int, default=32, metavar="N", help="save after every N segments; 0: at the end (default: 32)"
+        "--cache-size", type=int, metavar="N", help="most entries a layer keeps (default: the adapter's)"
+    )
+    command.add_argument(
+        "--checkpoint",
+        type=int,
+        default=32,
+        metavar="N",
+        help="save after every N segments; 0: at the end (default: 32)",
     )
     command.add_argument("--overwrite", action="store_true", help="begin anew where MEMORY is there already")
 
@@ -109,7 +116,9 @@ def add_model(command: argparse.ArgumentParser, default: str) -> None:
     group.add_argument("--adapter", help="folder or Hub id of the memory adapter")
     group.add_argument("--model", metavar="BASE", help=f"folder or Hub id of the base model (default: {default})")
     group.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
-    group.add_argument("--dtype", default="auto", help="of the base model: bfloat16, float32 (default: as it is stored)")
+    group.add_argument(
+        "--dtype", default="auto", help="of the base model: bfloat16, float32 (default: as it is stored)"
+    )
 
 
 def add_verify(command: argparse.ArgumentParser) -> None:

@@ -66,8 +66,8 @@ def check_same(memory: MemoryCache, source: Source, options: argparse.Namespace)
     there = memory.origin.sources[0]
     if memory.batch_size != 1 or there is None or there.text != source.text:
         raise ValueError(
-            f"{options.output} is the memory of {'another text' if there is None else there.name}, not of this one. Choose "
-            "another -o, or replace it with --overwrite."
+            f"{options.output} is the memory of {'another text' if there is None else there.name}, not of this one. "
+            "Choose another -o, or replace it with --overwrite."
         )
 
 

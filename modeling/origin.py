@@ -108,8 +108,8 @@ def tokenised(tokenizer: PreTrainedTokenizerBase, text: str, name: str, begins: 
     return ids, Source(name, text, torch.tensor(encoded["offset_mapping"], dtype=torch.int32))
 
 
-def digest(*parts: bytes) -> str:
-    """SHA-256 of byte strings, one after another."""
+def digest(*parts: bytes | memoryview) -> str:
+    """SHA-256 of bytes, one part after another."""
     state = hashlib.sha256()
     for part in parts:
         state.update(part)

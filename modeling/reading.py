@@ -118,7 +118,8 @@ def read_text(
     if origin.tokenizer not in ("", tokenizer_hash(tokenizer)):
         raise ValueError("The memory was read with another tokenizer: go on with the same one.")
     read(model, ids, flush=flush, progress=progress, memory=memory)
-    origin.tokenizer, origin.sources = tokenizer_hash(tokenizer), [source if before is None else before.followed_by(source)]
+    origin.tokenizer = tokenizer_hash(tokenizer)
+    origin.sources = [source if before is None else before.followed_by(source)]
     return memory
 
 

@@ -69,8 +69,12 @@ class Trace(LogitsProcessor):
         passages = []
         for times, place in list(zip(best.values.tolist(), best.indices.tolist(), strict=True))[:most]:
             first = place * tokens
-            known = source is not None and first < len(source.offsets)
-            text = source.passage(first, first + tokens - 1) if source is not None and known else "(text unknown)"
+            if source is None:
+                text = "(its text was not saved)"
+            elif first < len(source.offsets):
+                text = source.passage(first, first + tokens - 1)
+            else:
+                text = "(question and answer)"
             if times:
                 passages.append(Passage(first, times, text))
         return passages

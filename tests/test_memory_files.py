@@ -72,31 +72,35 @@ def test_loaded_memory_is_the_saved_one(
         assert torch.equal(logits(model, loaded, ids), logits(model, memory, ids))
 
 
-@pytest.mark.parametrize("name", BASES)
+@pytest.mark.slow
 def test_same_logits_in_another_process(
     make_model: Callable[..., PeftModel],
     make_base: Callable[..., torch.nn.Module],
     ids: Tensor,
     tmp_path: Path,
-    name: str,
 ) -> None:
-    make_base(name, torch.float32).save_pretrained(tmp_path / "base")
-    model = make_model(name, torch.float32)
-    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
-    model.save_pretrained(tmp_path / "adapter")
-    memory = read(model, ids, flush=False)
-    memory.save(tmp_path / "m")
-    torch.save({"ids": ids, "logits": logits(model, memory, ids)}, tmp_path / "expected.pt")
+    for name in BASES:
+        folder = tmp_path / name
+        make_base(name, torch.float32).save_pretrained(folder / "base")
+        model = make_model(name, torch.float32)
+        model.peft_config["default"].base_model_name_or_path = str(folder / "base")
+        model.save_pretrained(folder / "adapter")
+        memory = read(model, ids, flush=False)
+        memory.save(folder / "m")
+        torch.save({"ids": ids, "logits": logits(model, memory, ids)}, folder / "expected.pt")
     code = f"""
 import torch, cacheformers
+from pathlib import Path
 from transformers import AutoModelForCausalLM
 torch.set_num_threads(1)
-model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "adapter")!r}).eval()
-expected = torch.load({str(tmp_path / "expected.pt")!r})
-memory = cacheformers.load_memory({str(tmp_path / "m")!r}, model)
-with torch.no_grad():
-    found = model(expected["ids"][:, :9], past_key_values=memory).logits
-assert torch.equal(found, expected["logits"]), (found - expected["logits"]).abs().max()
+for name in {BASES!r}:
+    folder = Path({str(tmp_path)!r}) / name
+    model = AutoModelForCausalLM.from_pretrained(folder / "adapter").eval()
+    expected = torch.load(folder / "expected.pt")
+    memory = cacheformers.load_memory(folder / "m", model)
+    with torch.no_grad():
+        found = model(expected["ids"][:, :9], past_key_values=memory).logits
+    assert torch.equal(found, expected["logits"]), (name, (found - expected["logits"]).abs().max())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -134,9 +138,7 @@ def test_half_precision_model(make_model: Callable[..., PeftModel], ids: Tensor,
     assert_equal(cacheformers.load_memory(tmp_path / "m", model), memory)
 
 
-def test_training_memory_keeps_its_values(
-    make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path
-) -> None:
+def test_training_memory_keeps_its_values(make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path) -> None:
     model = make_model("llama_gqa").train()
     memory = cacheformers.new_memory(model, 2)
     for part in ids[:, :40].split(16, 1):
@@ -250,9 +252,7 @@ def test_what_left_the_ring_leaves_the_folder(
         assert len(names) == 2 and names == set(read_index(tmp_path / "m").files)
 
 
-def test_append_only_to_what_it_goes_on_from(
-    make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path
-) -> None:
+def test_append_only_to_what_it_goes_on_from(make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path) -> None:
     model = make_model("llama_gqa")
     memory = read(model, ids)
     memory.save(tmp_path / "m")
@@ -412,9 +412,7 @@ def test_folders_of_something_else(make_model: Callable[..., PeftModel], ids: Te
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_another_version_and_unknown_options(
-    make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path
-) -> None:
+def test_another_version_and_unknown_options(make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path) -> None:
     read(make_model("llama_gqa"), ids).save(tmp_path / "m")
     path = tmp_path / "m" / "index.json"
     original = json.loads(path.read_text())
@@ -430,9 +428,7 @@ def test_another_version_and_unknown_options(
             cacheformers.load_memory(tmp_path / "m")
 
 
-def test_killed_at_any_moment_of_a_save(
-    make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path
-) -> None:
+def test_killed_at_any_moment_of_a_save(make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path) -> None:
     """Every state that a save leaves behind on its way: the old memory, or the new one."""
     model = make_model("llama_gqa")
     memory = read(model, ids[:, :40])
@@ -486,14 +482,14 @@ except OSError as error:
 @pytest.fixture
 def saved(
     make_model: Callable[..., PeftModel], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> tuple[Path, MemoryCache]:
-    """A memory in several pieces with open segments and a text, and what it must be equal to."""
+) -> tuple[Path, MemoryCache, PeftModel]:
+    """A memory in several pieces with open segments and a text, what it must be equal to, and its model."""
     model = make_model("llama_gqa")
     memory = cacheformers.read_text(model, tokenizer, make_text(40), "book", flush=False, progress=False)
     memory.save(tmp_path / "m")
     cacheformers.read_text(model, tokenizer, " " + make_text(25), flush=False, progress=False, memory=memory)
     memory.save(tmp_path / "m", append=True)
-    return tmp_path / "m", memory
+    return tmp_path / "m", memory, model
 
 
 def write_signed(path: Path, index: dict) -> None:
@@ -502,18 +498,28 @@ def write_signed(path: Path, index: dict) -> None:
     path.write_text(json.dumps({**index, "sha256": checksum(index)}))
 
 
-def refused_or_equal(folder: Path, memory: MemoryCache) -> bool:
-    """Load a folder that was tampered with: True if it was refused; it must be equal otherwise."""
+def check_refused_or_equal(folder: Path, memory: MemoryCache, model: PeftModel, ignored: str = "") -> None:
+    """Load a folder that was tampered with: a clear error, or an equal memory. The folder is removed."""
     try:
-        loaded = cacheformers.load_memory(folder)
+        loaded = cacheformers.load_memory(folder, model)
     except MemoryFileError as error:
-        assert len(str(error)) > 20
-        return True
+        assert str(folder) in str(error) and len(str(error)) > len(str(folder)) + 20
+        return
+    finally:
+        shutil.rmtree(folder)
+    if ignored == "fingerprint":
+        loaded.fingerprint = memory.fingerprint
     assert_equal(loaded, memory)
     source, expected = loaded.origin.sources[0], memory.origin.sources[0]
-    assert source is not None and expected is not None
-    assert source.text == expected.text and torch.equal(source.offsets, expected.offsets)
-    return False
+    assert expected is not None
+    if ignored != "source":
+        assert source is not None and source.text == expected.text and torch.equal(source.offsets, expected.offsets)
+
+
+def fresh_copy(source: Path, name: str) -> Path:
+    """A folder to tamper with; an example that hypothesis gave up may have left one."""
+    shutil.rmtree(source.with_name(name), ignore_errors=True)
+    return shutil.copytree(source, source.with_name(name))
 
 
 FUZZ = settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -521,16 +527,15 @@ FUZZ = settings(max_examples=400, deadline=None, derandomize=True, suppress_heal
 
 @FUZZ
 @given(st.data())
-def test_damaged_bytes(saved: tuple[Path, MemoryCache], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_damaged_bytes(saved: tuple[Path, MemoryCache, PeftModel], data: st.DataObject) -> None:
     """Bits flipped, a stretch overwritten, cut off, or longer, anywhere in any file."""
-    source, memory = saved
-    folder = tmp_path_factory.mktemp("damaged") / "m"
-    shutil.copytree(source, folder)
+    source, memory, model = saved
+    folder = fresh_copy(source, "damaged")
     name = data.draw(st.sampled_from(sorted(path.name for path in folder.iterdir() if path.name != ".lock")))
     content = bytearray((folder / name).read_bytes())
     header = data.draw(st.booleans())  # where a safetensors file says what it holds
     place = data.draw(st.integers(0, min(400, len(content) - 1) if header else len(content) - 1))
-    match data.draw(st.sampled_from(["flip", "overwrite", "truncate", "extend", "empty", "remove"])):
+    match data.draw(st.sampled_from(["flip", "overwrite", "truncate", "extend", "remove"])):
         case "flip":
             content[place] ^= 1 << data.draw(st.integers(0, 7))
         case "overwrite":
@@ -540,21 +545,17 @@ def test_damaged_bytes(saved: tuple[Path, MemoryCache], tmp_path_factory: pytest
             content = content[:place]
         case "extend":
             content += data.draw(st.binary(min_size=1, max_size=40))
-        case "empty":
-            content = bytearray()
         case "remove":
-            content = bytearray()
             (folder / name).unlink()
     if (folder / name).exists():
         (folder / name).write_bytes(bytes(content))
-    refused_or_equal(folder, memory)
-    shutil.rmtree(folder)
+    check_refused_or_equal(folder, memory, model)
 
 
 JUNK = st.one_of(
     st.none(),
     st.booleans(),
-    st.integers(-3, 3),
+    st.integers(-3, 90),
     st.integers(-(2**70), 2**70),
     st.floats(),
     st.text(max_size=8),
@@ -562,36 +563,24 @@ JUNK = st.one_of(
     st.lists(st.integers(-2, 90), max_size=3),
     st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
 )
-HARMLESS = {"save", "fingerprint", "identity", "tokenizer", "base", "adapter", "source", "options"}
 
 
 @FUZZ
 @given(st.data())
-def test_altered_index(saved: tuple[Path, MemoryCache], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Any value of the index replaced or left out, and signed as if it were right: nothing else may come out."""
-    source, memory = saved
-    folder = tmp_path_factory.mktemp("altered") / "m"
-    shutil.copytree(source, folder)
+def test_altered_index(saved: tuple[Path, MemoryCache, PeftModel], data: st.DataObject) -> None:
+    """Any value of the index replaced or left out, and signed as if that were right: nothing else may come out."""
+    source, memory, model = saved
+    folder = fresh_copy(source, "altered")
     index = json.loads((folder / "index.json").read_text())
     path: list[str | int] = []
-    holder, value = None, index
-    while isinstance(value, dict | list) and value and (holder is None or data.draw(st.integers(0, 5))):
-        keys = sorted(value) if isinstance(value, dict) else range(len(value))
-        path.append(data.draw(st.sampled_from(list(keys))))
+    holder, value = index, index
+    while isinstance(value, dict | list) and value and (not path or data.draw(st.integers(0, 5))):
+        path.append(data.draw(st.sampled_from(sorted(value) if isinstance(value, dict) else range(len(value)))))
         holder, value = value, value[path[-1]]
-    assert holder is not None
     if data.draw(st.booleans()):
         holder[path[-1]] = data.draw(JUNK)
     else:
         del holder[path[-1]]
     write_signed(folder / "index.json", index)
-    if HARMLESS.isdisjoint(path):
-        refused_or_equal(folder, memory)
-    else:  # who read it, and what it is called: a model is compared with it, tensors are not
-        try:
-            loaded = cacheformers.load_memory(folder)
-        except MemoryFileError:
-            return
-        finally:
-            shutil.rmtree(folder)
-        assert loaded.tokens_read == memory.tokens_read
+    ignored = next((name for name in ("fingerprint", "source") if name in path), "")
+    check_refused_or_equal(folder, memory, model, ignored)

@@ -184,10 +184,10 @@ def decode(kind: Any, value: Any) -> Any:
         return value
     if outer is UnionType:
         return None if value is None else decode(inner[0], value)
-    wanted = dict if is_dataclass(kind) else outer or kind
+    wanted: Any = dict if is_dataclass(kind) else outer or kind
     if type(value) is not wanted:
         raise TypeError(f"{value!r:.50} is no {wanted.__name__}")
-    if is_dataclass(kind):
+    if wanted is dict and outer is None:
         types = get_type_hints(kind)
         if value.keys() != {field.name for field in fields(kind)}:
             raise ValueError(f"{kind.__name__} has {sorted(value)}")

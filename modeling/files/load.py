@@ -53,7 +53,9 @@ def assemble(
 ) -> MemoryCache:
     """Check what is cheap to check, then read tensors."""
     if tokenizer is not None and index.reader.tokenizer not in ("", tokenizer_hash(tokenizer)):
-        raise MemoryFileError(f"{folder} was read with another tokenizer than this one: load the one of its base model.")
+        raise MemoryFileError(
+            f"{folder} was read with another tokenizer than this one: load the one of its base model."
+        )
     try:
         options = make_options(index.reader.method, index.reader.options)
     except (KeyError, TypeError, ValueError) as error:
@@ -157,7 +159,7 @@ def ring_tensors(shards: Shards, rows: list[Row], layer: int, store: Store) -> d
 
 
 def entries(shards: Shards, pieces: list[Piece], written: int, store: Store, width: int) -> Tensor:
-    """One row's entries as they lie in the ring, `[min(written, capacity), width]`; as they lie in the file if they can.
+    """One row's entries as they lie in the ring, `[min(written, capacity), width]`; not copied where one piece has all.
 
     Raises:
         MemoryFileError: pieces are missing.

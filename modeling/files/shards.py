@@ -49,7 +49,7 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> File:
 def describe(tensor: Tensor) -> Held:
     """What the index says of a contiguous tensor on the CPU."""
     numbers = tensor.flatten().as_strided((tensor.numel(),), (1,))  # a single number may have any stride
-    return Held(NAMES[tensor.dtype], list(tensor.shape), digest(numbers.view(torch.uint8).numpy().data))
+    return Held(NAMES[tensor.dtype], list(tensor.shape), digest(memoryview(numbers.view(torch.uint8).numpy())))
 
 
 class Shards:
@@ -69,10 +69,10 @@ class Shards:
     def _open(self, name: str, expected: File) -> Any:
         path = self.folder / name
         try:
-            size, handle = path.stat().st_size, safe_open(path, "pt")
-            found = {
-                key: (handle.get_slice(key).get_dtype(), handle.get_slice(key).get_shape()) for key in handle.keys()
-            }
+            size = path.stat().st_size
+            handle: Any = safe_open(path, "pt")
+            slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  (no dictionary)
+            found = {name: (tensor.get_dtype(), tensor.get_shape()) for name, tensor in slices.items()}
         except FileNotFoundError as error:
             raise MemoryFileError(f"{path} is missing. Read the text again.") from error
         except (SafetensorError, OSError) as error:
