@@ -37,7 +37,12 @@ def load_tokenizer(base: str, adapter: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(adapter)
     except (OSError, ValueError):
-        return AutoTokenizer.from_pretrained(PeftConfig.from_pretrained(adapter).base_model_name_or_path)
+        return AutoTokenizer.from_pretrained(own_base(adapter))
+
+
+def own_base(adapter: str) -> str:
+    """The base model that an adapter was trained on."""
+    return PeftConfig.from_pretrained(adapter).base_model_name_or_path or ""
 
 
 def lasting_name(name: str | None) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 import cacheformers
-from cacheformers.cli.model import lasting_name, load_model
+from cacheformers.cli.model import lasting_name, load_model, own_base
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import INDEX
 from cacheformers.modeling.files.save import prepare
@@ -28,7 +28,8 @@ def read(options: argparse.Namespace) -> None:
     else:
         memory = cacheformers.new_memory(model, 1, options.cache_size)
         memory.origin.sources, memory.origin.tokenizer = [source], tokenizer_hash(tokenizer)
-        memory.origin.base, memory.origin.adapter = lasting_name(options.model), lasting_name(options.adapter)
+        memory.origin.base = lasting_name(options.model or own_base(options.adapter))
+        memory.origin.adapter = lasting_name(options.adapter)
     before, start = memory.tokens_read[0], time.perf_counter()
     if before == len(ids):
         print(f"{options.output} holds all {before:,} tokens of {name} already.")

@@ -29,7 +29,7 @@ WORDS = 120
 def model(make_model: Callable[..., PeftModel], folder: Path) -> PeftModel:
     """Saved in `adapter`, over the base in `base`; a text in `book.txt`."""
     model = make_model("llama_gqa", torch.float32)
-    model.peft_config["default"].base_model_name_or_path = str(folder / "base")
+    model.peft_config["default"].base_model_name_or_path = "base"  # seen from the folder
     model.save_pretrained(folder / "adapter")
     (folder / "book.txt").write_text(make_text(WORDS))
     return model
@@ -111,7 +111,7 @@ def test_refusals(
     (folder / "other.txt").write_text(make_text(30, seed=9))
     other = make_model("llama_gqa", torch.float32)
     next(weight for name, weight in other.named_parameters() if "lora_mem_down" in name).data.mul_(1.1)
-    other.peft_config["default"].base_model_name_or_path = str(folder / "base")
+    other.peft_config["default"].base_model_name_or_path = "base"
     other.save_pretrained(folder / "other_adapter")
     for arguments, message in {
         "read other.txt -o book.memory --adapter adapter": "Choose another -o",

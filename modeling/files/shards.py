@@ -49,7 +49,7 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> File:
 def describe(tensor: Tensor) -> Held:
     """What the index says of a contiguous tensor on the CPU."""
     numbers = tensor.flatten().as_strided((tensor.numel(),), (1,))  # a single number may have any stride
-    return Held(NAMES[tensor.dtype], list(tensor.shape), digest(memoryview(numbers.view(torch.uint8).numpy())))
+    return Held(NAMES[tensor.dtype], list(tensor.shape), digest(numbers.view(torch.uint8).numpy().data))
 
 
 class Shards:
