@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ HEADER = """# Memory files: size, loading, and asking against reading again
 `{command}`
 
 {about}
+
 """
 
 
@@ -54,8 +56,8 @@ def main() -> None:
 
     facts = environment(torch.device("cpu"))
     about = (
-        f"Commit {facts['commit']}, {facts['date'][:10]}; {facts['machine']}; Python {platform.python_version()}, torch "
-        f"{torch.__version__}. Files are in the page cache. Other jobs may have run on the same cores."
+        f"Commit {facts['commit']}, {facts['date'][:10]}; {facts['machine']}; Python {platform.python_version()}, "
+        f"torch {torch.__version__}. Files are in the page cache. Other jobs may have run on the same cores."
     )
     command = " ".join(["python benchmarks/memory_files.py", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as scratch:
@@ -73,9 +75,9 @@ def sizes(folder: Path) -> str:
     ]
     for shape, dtype in SHAPES.items():
         path, memory = folder / shape, random_memory(shape, dtype)
-        save = median(lambda memory=memory, path=path: memory.save(path))
-        load = median(lambda path=path: cacheformers.load_memory(path))
-        mapped = median(lambda path=path: cacheformers.load_memory(path, verify=False))
+        save = median(partial(memory.save, path))
+        load = median(partial(cacheformers.load_memory, path))
+        mapped = median(partial(cacheformers.load_memory, path, verify=False))
         size = sum(file.stat().st_size for file in path.iterdir())
         ring = next(iter(memory.state.rings.values()))
         lines.append(
@@ -135,8 +137,8 @@ def asking(folder: Path, options: argparse.Namespace) -> str:
     ask = statistics.median(asked)
     size = sum(file.stat().st_size for file in memory.iterdir())
     return (
-        f"## Asking against reading again\n\nSmolLM2-135M, {tokens:,} tokens of `{options.book}`, 30 new tokens; seconds of "
-        f"whole processes, imports and loading the model included (asking: median of three).\n\n"
+        f"## Asking against reading again\n\nSmolLM2-135M, {tokens:,} tokens of `{options.book}`, 30 new tokens; "
+        "seconds of whole processes, imports and loading the model included (asking: median of three).\n\n"
         f"| | s |\n|---|---|\n| `cacheformers read` | {read:.1f} |\n| `cacheformers ask` | {ask:.1f} |\n"
         f"| reading again and asking, against asking | {(read + ask) / ask:.1f} times |\n\n"
         f"The memory file takes {size / 2**20:.1f} MiB, {size / tokens:,.0f} bytes a token read.\n"
