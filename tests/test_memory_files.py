@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -450,6 +451,27 @@ def test_killed_at_any_moment_of_a_save(make_model: Callable[..., PeftModel], id
         read(model, ids[:, 40:], memory=continuing).save(folder, append=True)
         assert_equal(cacheformers.load_memory(folder), memory)
         assert len(list(folder.iterdir())) == len(new)
+
+
+def test_loading_while_it_is_saved(make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path) -> None:
+    """Whoever loads gets the memory as one of the saves left it, also where files go between index and tensors."""
+    model = make_model("llama_gqa", cache_size=20)
+    memory = read(model, ids[:, :16])
+    memory.save(tmp_path / "m")
+
+    def write() -> None:
+        for _ in range(60):
+            read(model, ids[:, :16], memory=memory).save(tmp_path / "m", append=True)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = []
+    while writer.is_alive():
+        loaded = cacheformers.load_memory(tmp_path / "m")
+        seen.append(loaded.tokens_read[0])
+        assert loaded.state.rings[1].written[0] == seen[-1]
+    assert seen == sorted(seen) and len(set(seen)) > 5
+    assert_equal(cacheformers.load_memory(tmp_path / "m"), memory)
 
 
 def test_a_full_disk_leaves_the_memory_as_it_was(
