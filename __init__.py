@@ -3,17 +3,22 @@
 from cacheformers.adapters import NeurocacheAdapterConfig, start_from_states
 from cacheformers.modeling.attach import new_memory
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.files.index import MemoryFileError
+from cacheformers.modeling.files.load import load_memory
 from cacheformers.modeling.models import NeurocacheConfig, NeurocacheForCausalLM, NeurocacheModel
-from cacheformers.modeling.reading import read
+from cacheformers.modeling.reading import read, read_text
 
 __version__ = "0.1.0.dev0"
 __all__ = [
     "MemoryCache",
+    "MemoryFileError",
     "NeurocacheAdapterConfig",
     "NeurocacheConfig",
     "NeurocacheForCausalLM",
     "NeurocacheModel",
+    "load_memory",
     "new_memory",
     "read",
+    "read_text",
     "start_from_states",
 ]

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from cacheformers.modeling.cache import MemoryCache, Rotate
 from cacheformers.modeling.memories.base import BaseShape, SegmentCall
+from cacheformers.modeling.origin import identify
 
 
 @dataclass(frozen=True)
@@ -193,15 +194,26 @@ def new_memory(model: nn.Module, batch_size: int, cache_size: int | None = None)
     options = active_options(decoder)
     if options is None:
         raise ValueError("No memory adapter is active on this model: enable it, or set it with set_adapter().")
-    attentions = attention_modules(decoder)
-    devices = {layer: next(attentions[layer].parameters()).device for layer in options.layers}
+    devices = layer_devices(decoder, options)
     dtype = next(decoder.layers.parameters()).dtype  # type: ignore[union-attr]
     dtype = dtype if dtype.is_floating_point else torch.float32
     state = options.new_state(batch_size, devices, dtype, decoder.training, cache_size)
     memory = MemoryCache(state, options.window, batch_size, options.signature)
+    memory.options = options
     if not decoder.training:  # in training the adapter changes under the memory
         memory.fingerprint = active_memories(decoder)[0].fingerprint
     return memory
+
+
+def layer_devices(decoder: nn.Module, options: MemoryOptions) -> dict[int, torch.device]:
+    """Where each layer that takes part computes."""
+    attentions = attention_modules(decoder)
+    return {layer: next(attentions[layer].parameters()).device for layer in options.layers}
+
+
+def identity(decoder: nn.Module) -> dict[str, str]:
+    """Hashes of the base model and its active adapter."""
+    return identify(decoder, getattr(active_memories(decoder)[0], "active_adapters", ()))
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -414,6 +426,7 @@ def match_rows(decoder: nn.Module, memory: MemoryCache, rows: int, options: Memo
         )
     if memory.fingerprint and not decoder.training and memory.fingerprint != active_memories(decoder)[0].fingerprint:
         raise ValueError("This memory was made with another adapter: its entries are compressed by other weights.")
+    check_origin(decoder, memory)
     if rows == memory.batch_size:
         return
     if rows % memory.batch_size:
@@ -422,6 +435,22 @@ def match_rows(decoder: nn.Module, memory: MemoryCache, rows: int, options: Memo
             "nor is a multiple of. Use memory.select(rows) or memory.expand(n)."
         )
     memory.expand(rows // memory.batch_size)
+
+
+def check_origin(decoder: nn.Module, memory: MemoryCache) -> None:
+    """Once for a memory from a file: check that this very model has read it."""
+    if memory.origin.checked:
+        return
+    if memory.origin.identity:
+        here = identity(decoder)
+        names = {"config": "base model's configuration", "base": "base model's weights", "adapter": "adapter"}
+        differing = [names[kind] for kind, value in memory.origin.identity.items() if here.get(kind) != value]
+        if differing:
+            raise ValueError(
+                f"This memory was made with another model; it differs in the {' and the '.join(differing)}. Load the "
+                "base model and the adapter that it was read with, or read the text again."
+            )
+    memory.origin.checked = True
 
 
 def real_tokens(mask: Tensor | None, ids: Tensor, visible: int) -> Tensor:

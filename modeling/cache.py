@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from cacheformers.modeling.files.save import save_memory
 from cacheformers.modeling.memories.base import LocalWindow, MemoryState, SegmentCall, joined, keep_columns, part
+from cacheformers.modeling.origin import Origin
 from cacheformers.modeling.state import Timeline
 
 
@@ -68,6 +71,8 @@ class MemoryCache(Cache):
         self.local: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys, values [rows, heads, columns, dim]
         self.visible = 0
         self.fingerprint: tuple[float, ...] = ()  # of the adapter that reads, where it stays as it is
+        self.options: Any = None  # from which the state was made, where it can be saved to a file
+        self.origin = Origin(sources=[None] * batch_size)
 
     # What transformers asks of a cache
 
@@ -155,6 +160,7 @@ class MemoryCache(Cache):
         rows = list(rows)
         self.state.select(rows)
         self.timeline.select(rows)
+        self.origin.select(rows)
         index = torch.tensor(rows, dtype=torch.long)
         self.local = {
             layer: (keys[index.to(keys.device)], values[index.to(values.device)])
@@ -173,11 +179,12 @@ class MemoryCache(Cache):
         rows = list(rows)
         self.state.reset(rows)
         self.timeline.reset(rows)
+        self.origin.reset(rows)
 
     def clone(self) -> MemoryCache:
         """An independent copy: generate from it and the original stays as it is."""
         twin = copy.copy(self)
-        twin.state, twin.timeline = self.state.clone(), self.timeline.clone()
+        twin.state, twin.timeline, twin.origin = self.state.clone(), self.timeline.clone(), self.origin.clone()
         twin.local = dict(self.local)  # never written in place
         return twin
 
@@ -211,6 +218,22 @@ class MemoryCache(Cache):
         layers = sorted({int(key.partition(".")[0]) for key in local})
         self.local = {layer: (local[f"{layer}.0"].to(device), local[f"{layer}.1"].to(device)) for layer in layers}
         self.visible = int(tensors["visible"])
+        self.origin.saved = ""
+
+    def save(self, path: str | Path, append: bool = False) -> None:
+        """Write everything held to a folder, from which `cacheformers.load_memory` makes an equal memory.
+
+        The folder is as it was until all is on disk.
+
+        Args:
+            path: the folder. A memory that is there already is replaced.
+            append: write only what is new since this memory was loaded from there, or saved there.
+
+        Raises:
+            MemoryFileError: the folder holds something else, or, with `append`, not what this memory goes on from.
+            OSError: it cannot be written.
+        """
+        save_memory(self, Path(path), append)
 
     @property
     def nbytes(self) -> int:

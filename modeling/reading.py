@@ -7,9 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
-from cacheformers.modeling.attach import active_options, find_decoder, match_rows, new_memory, rotation, unwrap
+from cacheformers.modeling.attach import (
+    active_options,
+    find_decoder,
+    identity,
+    match_rows,
+    new_memory,
+    rotation,
+    unwrap,
+)
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.origin import tokenised, tokenizer_hash
 
 
 @torch.no_grad()
@@ -52,6 +62,8 @@ def read(
         if cache_size is not None:
             raise ValueError("cache_size is for an empty memory; this one has its size already.")
         match_rows(decoder, memory, len(ids), options)
+    if not (decoder.training or memory.origin.identity):
+        memory.origin.identity = identity(decoder)
     device = next(decoder.parameters()).device
     step = active_options(decoder).segment_tokens  # type: ignore[union-attr]
     time = torch.arange(ids.shape[1])
@@ -71,6 +83,43 @@ def read(
     elif flush:
         memory.close(range(memory.batch_size), rotation(decoder))
     memory.visible = 0
+    return memory
+
+
+def read_text(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    name: str = "",
+    flush: bool = True,
+    progress: bool = True,
+    memory: MemoryCache | None = None,
+    cache_size: int | None = None,
+) -> MemoryCache:
+    """Read one text, and keep it beside the memory, so that every entry can be traced back to its characters.
+
+    Args:
+        name: of the text, as people know it.
+        memory: go on with this memory: the text follows what it has read.
+        model, flush, progress, cache_size: see `read`.
+
+    Raises:
+        ValueError: an empty text, a tokenizer that does not tell offsets or is another than before, a memory of several
+            rows, or one that has read tokens without their text; and whatever `read` raises.
+    """
+    ids, source = tokenised(tokenizer, text, name, begins=memory is None or memory.tokens_read == [0])
+    if memory is None:
+        memory = new_memory(model, 1, cache_size)
+    if memory.batch_size != 1:
+        raise ValueError(f"A text is one document, the memory holds {memory.batch_size}: use memory.select([row]).")
+    before, origin = memory.origin.sources[0], memory.origin
+    if (0 if before is None else len(before.offsets)) != memory.tokens_read[0]:
+        raise ValueError("The memory has read tokens whose text it does not know: begin a new one, or use read().")
+    if origin.tokenizer not in ("", tokenizer_hash(tokenizer)):
+        raise ValueError("The memory was read with another tokenizer: go on with the same one.")
+    read(model, ids, flush=flush, progress=progress, memory=memory)
+    origin.tokenizer = tokenizer_hash(tokenizer)
+    origin.sources = [source if before is None else before.followed_by(source)]
     return memory
 
 

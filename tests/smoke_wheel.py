@@ -1,5 +1,7 @@
 """What a user does first, with the installed wheel and nothing else: adapt, save, load, read, generate, export."""
 
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -33,6 +35,10 @@ with tempfile.TemporaryDirectory() as folder:
     model.save_pretrained(f"{folder}/adapter")
     loaded = AutoModelForCausalLM.from_pretrained(f"{folder}/adapter").eval()
     memory = cacheformers.read(loaded, ids, progress=False)
+    memory.save(f"{folder}/memory")
+    memory = cacheformers.load_memory(f"{folder}/memory", loaded)
+    command = [Path(sys.executable).with_name("cacheformers"), "inspect", f"{folder}/memory"]
+    assert "150 tokens" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
     answer = loaded.generate(ids[:, :5], past_key_values=memory, max_new_tokens=5, do_sample=False)
     assert torch.allclose(loaded(ids).logits, model.eval()(ids).logits, atol=1e-5)
     exported = AutoModelForCausalLM.from_pretrained(export(f"{folder}/adapter", f"{folder}/model"))

@@ -1,1 +1,8 @@
 """The methods, one file each."""
+
+from typing import Any
+
+from cacheformers.modeling.memories.neurocache import NeurocacheOptions
+
+# Name of a method, as in its signature -> class of its options.
+OPTIONS: dict[str, Any] = {"neurocache": NeurocacheOptions}

@@ -5,10 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from cacheformers.modeling.search.store import Ring
 
 
 @dataclass(frozen=True)
@@ -90,9 +93,15 @@ class MemoryState(ABC):
 
     `MemoryCache` drives it: `begin` before a forward, `end` after it, `commit` when a row's segment closes. What
     belongs to open segments is held in columns, the same columns in which `MemoryCache` holds local keys and values.
+
+    Attributes:
+        forward_is_segment: each forward is a segment of its own, whatever its length.
+        rings: stores that get one entry a token, by layer; `state_dict` names their tensors `rings.LAYER...`. Files
+            hold them in pieces, and everything else of a state whole.
     """
 
-    forward_is_segment = False  # each forward is a segment of its own, whatever its length
+    forward_is_segment = False
+    rings: dict[int, Ring] = {}
 
     @abstractmethod
     def begin(self) -> Any:

@@ -1,0 +1,66 @@
+"""`cacheformers inspect`: what a memory file holds."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+
+from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.files.index import Index, read_index
+from cacheformers.modeling.files.load import load_memory
+
+
+def inspect(options: argparse.Namespace) -> None:
+    """Print it."""
+    memory = load_memory(options.memory, verify=not options.no_verify)
+    index = read_index(options.memory)
+    size = sum(file.bytes for file in index.files.values())
+    tokens = sum(memory.tokens_read)
+    print(
+        f"{options.memory}: {tokens:,} tokens, {size / 2**20:.1f} MiB, {size / max(tokens, 1):,.0f} bytes a token read"
+    )
+    lines = {"read by": described_reader(index), **stores(memory), **documents(memory)}
+    lines["files"] = f"{len(index.files)}, checksums " + ("not compared" if options.no_verify else "right")
+    for name, text in lines.items():
+        print(textwrap.fill(f"  {name:<12}{text}", 120, subsequent_indent=" " * 14, break_on_hyphens=False))
+
+
+def described_reader(index: Index) -> str:
+    reader, base = index.reader, index.reader.options["base"]
+    names = [f"adapter {reader.adapter}"] if reader.adapter else []
+    names += [f"base {reader.base}"] if reader.base else []
+    return ", ".join(
+        [
+            reader.method,
+            f"segments of {reader.options['segment_tokens']:,} tokens",
+            *names,
+            f"{base['model_type']} of {base['layers']} layers of {base['hidden_size']:,}",
+            f"adapter's hash {reader.identity.get('adapter', 'unknown')[:12]}",
+        ]
+    )
+
+
+def stores(memory: MemoryCache) -> dict[str, str]:
+    """A line for each store, and row if there are several."""
+    lines = {}
+    for layer, ring in memory.state.rings.items():
+        for row in range(memory.batch_size):
+            entries = ring.entries(row)
+            lines[f"layer {layer}" + (f", row {row}" if memory.batch_size > 1 else "")] = (
+                f"{entries.count:,} entries (at most {ring.capacity:,}) of {ring.keys.shape[2]} numbers, "
+                f"{str(ring.keys.dtype).removeprefix('torch.')}, of the tokens from {entries.first:,}"
+            )
+    return lines
+
+
+def documents(memory: MemoryCache) -> dict[str, str]:
+    """A line for each document."""
+    lines = {}
+    for row, (source, read) in enumerate(zip(memory.origin.sources, memory.tokens_read, strict=True)):
+        waiting = int(memory.timeline.open[row].sum())
+        text = f"{read:,} tokens read" + (f", {waiting:,} of them in an open segment" if waiting else "")
+        if source is not None:
+            text += f", of {len(source.offsets):,}, of {source.name}, {len(source.text):,} characters: "
+            text += f"“{' '.join(source.text[:200].split())[:80]}...”"
+        lines["document" + (f" {row}" if memory.batch_size > 1 else "")] = text
+    return lines

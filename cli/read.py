@@ -1,0 +1,88 @@
+"""`cacheformers read`: a text becomes a memory file."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from torch import Tensor
+from tqdm.auto import tqdm
+
+import cacheformers
+from cacheformers.cli.model import lasting_name, load_model, own_base
+from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.files.index import INDEX
+from cacheformers.modeling.files.save import prepare
+from cacheformers.modeling.origin import Source, tokenised, tokenizer_hash
+
+
+def read(options: argparse.Namespace) -> None:
+    """Read what has not been read yet."""
+    prepare(options.output)
+    model, tokenizer = load_model(options.model or "", options.adapter or "", options.device, options.dtype)
+    name, text = load_text(options.book, options.document)
+    ids, source = tokenised(tokenizer, text, name)
+    if (options.output / INDEX).exists() and not options.overwrite:
+        memory = cacheformers.load_memory(options.output, model, tokenizer=tokenizer)
+        check_same(memory, source, options)
+    else:
+        memory = cacheformers.new_memory(model, 1, options.cache_size)
+        memory.origin.sources, memory.origin.tokenizer = [source], tokenizer_hash(tokenizer)
+        memory.origin.base = lasting_name(options.model or own_base(options.adapter))
+        memory.origin.adapter = lasting_name(options.adapter)
+    before, start = memory.tokens_read[0], time.perf_counter()
+    if before == len(ids):
+        print(f"{options.output} holds all {before:,} tokens of {name} already.")
+        return
+    if before:
+        print(f"{options.output} holds the first {before:,} tokens of {name}: going on.")
+    read_on(model, memory, ids, options)
+    memory.save(options.output)
+    seconds, size = time.perf_counter() - start, sum(path.stat().st_size for path in options.output.iterdir())
+    print(
+        f"Read {len(ids) - before:,} tokens in {seconds:,.0f} s. {options.output}: {size / 2**20:.1f} MiB, "
+        f"{size / len(ids):,.0f} bytes a token read."
+    )
+
+
+def read_on(model: object, memory: MemoryCache, ids: Tensor, options: argparse.Namespace) -> None:
+    """Read to the end, a segment at a time, saving now and then."""
+    begun = memory.tokens_read[0]
+    step = len(ids) if memory.state.forward_is_segment else memory.window.segment_tokens
+    with tqdm(total=len(ids), initial=begun, unit=" tokens", unit_scale=True, desc="Reading") as bar:
+        for count, start in enumerate(range(begun, len(ids), step), 1):
+            last = start + step >= len(ids)
+            cacheformers.read(model, ids[start : start + step], flush=last, progress=False, memory=memory)  # type: ignore[arg-type]
+            bar.update(min(step, len(ids) - start))
+            if options.checkpoint and count % options.checkpoint == 0 and not last:
+                memory.save(options.output, append=bool(memory.origin.saved))
+
+
+def check_same(memory: MemoryCache, source: Source, options: argparse.Namespace) -> None:
+    """Refuse to go on with the memory of another text.
+
+    Raises:
+        ValueError: it is one.
+    """
+    there = memory.origin.sources[0]
+    if memory.batch_size != 1 or there is None or there.text != source.text:
+        raise ValueError(
+            f"{options.output} is the memory of {'another text' if there is None else there.name}, not of this one. "
+            "Choose another -o, or replace it with --overwrite."
+        )
+
+
+def load_text(path: str, document: int | None) -> tuple[str, str]:
+    """A file's name and its longest document, or the one asked for.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file or document.
+    """
+    from cacheformers.training.sources import load_texts  # imports datasets, which takes a second
+
+    texts = list(load_texts([path]))
+    if document is None:
+        document = max(range(len(texts)), key=lambda number: len(texts[number] or ""))
+    if not 0 <= document < len(texts):
+        raise ValueError(f"{path} has {len(texts)} documents; --document counts from 0.")
+    return path if len(texts) == 1 else f"{path}, document {document}", texts[document] or ""

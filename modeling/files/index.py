@@ -1,0 +1,216 @@
+"""The index of a memory folder: what it holds, in which tensors of which files, with checksums."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from cacheformers.modeling.origin import digest
+
+FORMAT, VERSION = "cacheformers memory", 1
+INDEX, LOCK = "index.json", ".lock"
+OWN_FILE = re.compile(r"[0-9a-f]{32}\.(new|tail)\.safetensors|index\.json\.tmp")
+
+
+class MemoryFileError(ValueError):
+    """A memory folder that cannot be used, and why: damaged, foreign, or of another model, adapter or tokenizer."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of something that only grows: its numbers `start` to `start + count` are the rows of one tensor.
+
+    Entries are numbered for life. A piece of as many entries as the ring has places is in the ring's own order: entry n
+    is row n modulo that number; otherwise it is row n - start.
+    """
+
+    file: str
+    tensor: str
+    start: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.count < 1:
+            raise ValueError(f"a piece of {self.count} rows from {self.start}")
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@dataclass(frozen=True)
+class Row:
+    """One document of a memory.
+
+    Attributes:
+        source: name of its text; None where that is not known.
+        streams: pieces of `rings.LAYER.keys`, `rings.LAYER.values`, `text` (UTF-8) and `offsets`, in order.
+    """
+
+    tokens_read: int
+    source: str | None
+    streams: dict[str, list[Piece]]
+
+
+@dataclass(frozen=True)
+class Store:
+    """A ring of every row: most entries a row, their size, that of the values beside them, and their precision."""
+
+    capacity: int
+    width: int
+    value_width: int | None
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What read the memory; see `Origin`. Options and fingerprint are the adapter's."""
+
+    method: str
+    options: dict[str, Any]
+    fingerprint: list[float]
+    identity: dict[str, str]
+    tokenizer: str
+    base: str
+    adapter: str
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor of a file."""
+
+    dtype: str
+    shape: list[int]
+    sha256: str
+
+
+@dataclass(frozen=True)
+class File:
+    """A safetensors file."""
+
+    bytes: int
+    tensors: dict[str, Held]
+
+
+@dataclass(frozen=True)
+class Index:
+    """Everything but the tensors.
+
+    Attributes:
+        save: name of the save that wrote it, another one each time.
+        stores: by the layer whose states they hold.
+        tail: the file of what does not only grow: open segments, local keys and values, where rows are.
+    """
+
+    save: str
+    reader: Reader
+    stores: dict[int, Store]
+    rows: list[Row]
+    tail: str
+    files: dict[str, File]
+
+    def write(self, folder: Path) -> None:
+        """Put it in the place of the one before, as a whole."""
+        contents = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        contents["stores"] = {str(layer): store for layer, store in contents["stores"].items()}
+        draft = folder / f"{INDEX}.tmp"
+        with open(draft, "w", encoding="utf-8") as file:
+            json.dump({**contents, "sha256": checksum(contents)}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        sync(folder)  # the files that it names, before it names them
+        os.replace(draft, folder / INDEX)
+
+
+def sync(folder: Path) -> None:
+    """Make sure that a folder's names are on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def checksum(contents: dict[str, Any]) -> str:
+    """SHA-256 of a JSON object, however it is laid out."""
+    return digest(json.dumps(contents, sort_keys=True, ensure_ascii=True).encode())
+
+
+def read_index(folder: Path) -> Index:
+    """The index of a memory folder.
+
+    Raises:
+        MemoryFileError: there is none, or it is damaged or of a later version.
+    """
+    path = folder / INDEX
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MemoryFileError(f"{folder} is no memory: it is not a folder with an {INDEX}.") from error
+    except (ValueError, RecursionError) as error:
+        raise MemoryFileError(f"{path} is damaged, or of something else: {error}") from error
+    if not isinstance(contents, dict) or contents.get("format") != FORMAT:
+        raise MemoryFileError(f"{path} is not the index of a memory.")
+    if contents.get("version") != VERSION:
+        raise MemoryFileError(
+            f"{path} has version {contents.get('version')!r} of the format, this release reads {VERSION}. Use the "
+            "release that wrote it, or read the text again."
+        )
+    if contents.pop("sha256", None) != checksum(contents):
+        raise MemoryFileError(f"{path} is damaged: its checksum is wrong. Read the text again.")
+    del contents["format"], contents["version"]
+    try:
+        index: Index = decode(Index, contents)
+        check(index)
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise MemoryFileError(f"{path} is damaged: {error}.") from error
+    return index
+
+
+def decode(kind: Any, value: Any) -> Any:
+    """Build a dataclass, list, dictionary or plain value of a declared type from JSON.
+
+    Raises:
+        TypeError, ValueError: the value is not of that type.
+    """
+    outer, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if outer is UnionType:
+        return None if value is None else decode(inner[0], value)
+    wanted: Any = dict if is_dataclass(kind) else outer or kind
+    if type(value) is not wanted:
+        raise TypeError(f"{value!r:.50} is no {wanted.__name__}")
+    if wanted is dict and outer is None:
+        types = get_type_hints(kind)
+        if value.keys() != {field.name for field in fields(kind)}:
+            raise ValueError(f"{kind.__name__} has {sorted(value)}")
+        return kind(**{name: decode(types[name], item) for name, item in value.items()})
+    if outer is list:
+        return [decode(inner[0], item) for item in value]
+    if outer is dict:
+        return {inner[0](key): decode(inner[1], item) for key, item in value.items()}
+    return value
+
+
+def check(index: Index) -> None:
+    """Whether every piece is in a tensor that is listed, and pieces follow one another.
+
+    Raises:
+        KeyError, ValueError: no.
+    """
+    wrong = [name for name in index.files if not OWN_FILE.fullmatch(name)]
+    if wrong or index.tail not in index.files:
+        raise ValueError(f"its files are {wrong or index.tail}")
+    for row in index.rows:
+        for name, pieces in row.streams.items():
+            if any(index.files[piece.file].tensors[piece.tensor].shape[0] != piece.count for piece in pieces):
+                raise ValueError(f"{name} has a piece of the wrong size")
+            if any(following.start != piece.end for piece, following in pairwise(pieces)):
+                raise ValueError(f"{name} has a gap")

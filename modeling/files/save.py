@@ -1,0 +1,208 @@
+"""Write a memory to a folder: new files first, then the index that names them, then what is no longer named goes."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from cacheformers.modeling.files.index import (
+    FORMAT,
+    INDEX,
+    LOCK,
+    OWN_FILE,
+    Index,
+    MemoryFileError,
+    Piece,
+    Reader,
+    Row,
+    Store,
+    read_index,
+    sync,
+)
+from cacheformers.modeling.files.shards import NAMES, describe, write_file
+from cacheformers.modeling.origin import Source
+from cacheformers.modeling.search.store import Ring
+
+if TYPE_CHECKING:
+    from cacheformers.modeling.cache import MemoryCache
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Something that only grows at its end: the numbers `first` to `end` are there, and `take` returns some."""
+
+    first: int
+    end: int
+    take: Callable[[int, int], Tensor]
+
+
+def save_memory(memory: MemoryCache, folder: Path, append: bool) -> None:
+    """See `MemoryCache.save`."""
+    if memory.options is None:
+        raise ValueError("Only a memory made by read(), new_memory() or a forward can be saved.")
+    prepare(folder)
+    with FileLock(folder / LOCK):
+        before = earlier_save(memory, folder) if append else None
+        save = uuid.uuid4().hex
+        try:
+            index = write(memory, folder, save, before)
+        except OSError:
+            for path in folder.glob(f"{save}.*"):
+                path.unlink()
+            raise
+        sync(folder)
+        clean(folder, set(index.files))
+    memory.origin.saved = save
+
+
+def prepare(folder: Path) -> None:
+    """Make a folder for a memory, or see to it that the one there holds a memory, damaged or not, or nothing.
+
+    Raises:
+        MemoryFileError: it holds something else.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / INDEX).exists():
+        foreign = [] if FORMAT.encode() in (folder / INDEX).read_bytes()[:100] else [INDEX]
+    else:
+        foreign = sorted(
+            path.name for path in folder.iterdir() if path.name != LOCK and not OWN_FILE.fullmatch(path.name)
+        )
+    if foreign:
+        raise MemoryFileError(f"{folder} holds something else ({', '.join(foreign[:3])}): choose another folder.")
+
+
+def earlier_save(memory: MemoryCache, folder: Path) -> Index | None:
+    """The save that a memory goes on from; None where the folder holds none.
+
+    Raises:
+        MemoryFileError: the folder holds another memory, or this one at another time.
+    """
+    if not (folder / INDEX).exists():
+        return None
+    index = read_index(folder)
+    if index.save != memory.origin.saved:
+        raise MemoryFileError(
+            f"{folder} does not hold what this memory goes on from (it was saved there by somebody else since, or this "
+            "memory's rows were changed). Save without append to replace it, or save to another folder."
+        )
+    return index
+
+
+def write(memory: MemoryCache, folder: Path, save: str, before: Index | None) -> Index:
+    """Write what is not in the folder yet, then the index."""
+    new, tail = f"{save}.new.safetensors", f"{save}.tail.safetensors"
+    fresh: dict[str, Tensor] = {}
+    rows: list[Row] = []
+    for number in range(memory.batch_size):
+        twin = sharing(memory, number)
+        streams = {}
+        for name, stream in row_streams(memory, number).items():
+            if name.startswith("rings.") and twin < number and name in rows[twin].streams:
+                streams[name] = rows[twin].streams[name]
+                continue
+            pieces = continued(before, number, name, stream)
+            start = pieces[-1].end if pieces else stream.first
+            if stream.end > start:
+                pieces.append(Piece(new, f"{number}.{name}", start, stream.end - start))
+                fresh[f"{number}.{name}"] = stream.take(start, stream.end)
+            streams[name] = pieces
+        source = memory.origin.sources[number]
+        rows.append(Row(memory.tokens_read[number], None if source is None else source.name, streams))
+
+    files = {} if before is None else dict(before.files)
+    if fresh:
+        files[new] = write_file(folder / new, fresh)
+    rest = {name: tensor for name, tensor in memory.state_dict().items() if not name.startswith("state.rings.")}
+    files[tail] = write_file(folder / tail, rest)
+    used = {tail, *(piece.file for row in rows for pieces in row.streams.values() for piece in pieces)}
+    stores = {layer: describe_ring(ring) for layer, ring in memory.state.rings.items()}
+    index = Index(save, reader(memory), stores, rows, tail, {name: files[name] for name in sorted(used)})
+    index.write(folder)
+    return index
+
+
+def sharing(memory: MemoryCache, row: int) -> int:
+    """The first row that shares all its rings with `row`."""
+    rings = memory.state.rings.values()
+    return next(first for first in range(row + 1) if all(ring.owner[first] == ring.owner[row] for ring in rings))
+
+
+def row_streams(memory: MemoryCache, row: int) -> dict[str, Stream]:
+    """Everything of a row that only grows."""
+    streams: dict[str, Stream] = {}
+    for layer, ring in memory.state.rings.items():
+        entries = ring.entries(row)
+        for name, store in (("keys", ring.keys), ("values", ring.values)):
+            if store is not None:
+                take = taker(ring, store[ring.owner[row]])
+                streams[f"rings.{layer}.{name}"] = Stream(entries.first, entries.first + entries.count, take)
+    source = memory.origin.sources[row]
+    if source is not None:
+        text, offsets = encoded(source), source.offsets
+        streams["text"] = Stream(0, len(text), lambda start, end: text[start:end])
+        streams["offsets"] = Stream(0, len(offsets), lambda start, end: offsets[start:end])
+    return streams
+
+
+def taker(ring: Ring, store: Tensor) -> Callable[[int, int], Tensor]:
+    """How to take entries of one row `[allocated, width]` by their lifelong numbers; all of them as they lie."""
+
+    def take(start: int, end: int) -> Tensor:
+        if start == 0 or end - start == ring.capacity:
+            return store[: end - start]
+        return store[torch.arange(start, end, device=store.device) % ring.capacity]
+
+    return take
+
+
+def encoded(source: Source) -> Tensor:
+    """A text as bytes."""
+    return torch.frombuffer(bytearray(source.text.encode("utf-8", "surrogatepass")), dtype=torch.uint8)
+
+
+def continued(before: Index | None, row: int, name: str, stream: Stream) -> list[Piece]:
+    """The pieces of an earlier save that still hold something."""
+    if before is None:
+        return []
+    pieces = [piece for piece in before.rows[row].streams.get(name, []) if piece.end > stream.first]
+    if name.startswith("rings."):
+        return pieces
+    for piece in pieces:  # a text is as free to change as any attribute
+        same = piece.end <= stream.end and describe(stream.take(piece.start, piece.end))
+        if same != before.files[piece.file].tensors[piece.tensor]:
+            return []
+    return pieces
+
+
+def describe_ring(ring: Ring) -> Store:
+    value_width = None if ring.values is None else ring.values.shape[2]
+    return Store(ring.capacity, ring.keys.shape[2], value_width, NAMES[ring.keys.dtype])
+
+
+def reader(memory: MemoryCache) -> Reader:
+    """What the index says of the model that read."""
+    origin = memory.origin
+    return Reader(
+        method=memory.signature["method"],
+        options=asdict(memory.options),
+        fingerprint=list(memory.fingerprint),
+        identity=origin.identity,
+        tokenizer=origin.tokenizer,
+        base=origin.base,
+        adapter=origin.adapter,
+    )
+
+
+def clean(folder: Path, used: set[str]) -> None:
+    """Remove files of earlier saves, finished or not, that are no longer used."""
+    for path in folder.iterdir():
+        if OWN_FILE.fullmatch(path.name) and path.name not in used:
+            path.unlink()

@@ -1,0 +1,203 @@
+"""The command `cacheformers`, from a text file to an answer, as real processes on a tiny model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from recipe import make_text
+from test_memory_files import assert_equal
+from transformers import LogitsProcessorList, PreTrainedTokenizerFast
+
+import cacheformers
+from cacheformers.cli.main import main
+from cacheformers.modeling.files.index import read_index
+from cacheformers.modeling.tracing import Trace
+
+WORDS = 120
+
+
+@pytest.fixture
+def model(make_model: Callable[..., PeftModel], folder: Path) -> PeftModel:
+    """Saved in `adapter`, over the base in `base`; a text in `book.txt`."""
+    model = make_model("llama_gqa", torch.float32)
+    model.peft_config["default"].base_model_name_or_path = "base"  # seen from the folder
+    model.save_pretrained(folder / "adapter")
+    (folder / "book.txt").write_text(make_text(WORDS))
+    return model
+
+
+def command(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cacheformers", *map(str, arguments)], cwd=cwd, capture_output=True, text=True
+    )
+
+
+@pytest.mark.slow
+def test_from_book_to_answer(folder: Path, model: PeftModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    pytest.importorskip("matplotlib")
+    read = command("read", "book.txt", "-o", "book.memory", "--adapter", "adapter", "--checkpoint", "2", cwd=folder)
+    assert read.returncode == 0, read.stderr
+    assert f"Read {WORDS} tokens" in read.stdout
+    expected = cacheformers.read_text(model, tokenizer, make_text(WORDS), progress=False)
+    assert_equal(cacheformers.load_memory(folder / "book.memory", model, tokenizer=tokenizer), expected)
+
+    (folder / "book.txt").unlink()
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    asked = command("ask", folder / "book.memory", "w5 w6 ?", "--explain", "--max-new-tokens", "20", cwd=elsewhere)
+    assert asked.returncode == 0, asked.stderr
+    question = tokenizer("\nQuestion: w5 w6 ?\nAnswer:", return_tensors="pt").input_ids
+    trace = Trace(expected)
+    answer = model.generate(
+        question,
+        attention_mask=torch.ones_like(question),
+        past_key_values=expected,
+        max_new_tokens=20,
+        do_sample=False,
+        logits_processor=LogitsProcessorList([trace]),
+    )
+    assert f"A: {tokenizer.decode(answer[0, question.shape[1] :], skip_special_tokens=True)}" in asked.stdout
+    texts = make_text(WORDS).split()
+    for passage in trace.passages(trace.asked + trace.chosen, 40, 3):
+        text = " ".join(texts[passage.first : passage.first + 40]) or "(question and answer)"
+        assert f"  token {passage.first} ({passage.times} times): {text}\n" in asked.stdout
+    assert asked.stdout.count(" near token ") >= 20
+    picture = (folder / "book.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 5000
+
+    seen = command("inspect", "book.memory", cwd=folder)
+    assert seen.returncode == 0, seen.stderr
+    assert f"{WORDS} tokens" in seen.stdout and "40 entries (at most 40) of 8 numbers" in seen.stdout
+    assert f"of the tokens from {WORDS - 40}" in seen.stdout and "book.txt" in seen.stdout
+
+
+@pytest.mark.slow
+def test_killed_reading_goes_on(folder: Path, model: PeftModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    (folder / "long.txt").write_text(make_text(6000))
+    arguments = ["read", "long.txt", "-o", "long.memory", "--adapter", "adapter", "--checkpoint", "4"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cacheformers", *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    index = folder / "long.memory" / "index.json"
+    while process.poll() is None and not index.exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    before = read_index(folder / "long.memory").rows[0].tokens_read
+    assert 0 < before < 6000 and before % 64 == 0
+    done = command(*arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert f"holds the first {before:,} tokens" in done.stdout
+    expected = cacheformers.read_text(model, tokenizer, make_text(6000), progress=False)
+    assert_equal(cacheformers.load_memory(folder / "long.memory", model), expected)
+    assert len(list((folder / "long.memory").glob("*.safetensors"))) == 2
+
+
+def test_refusals(
+    folder: Path, model: PeftModel, make_model: Callable[..., PeftModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    main(["read", "book.txt", "-o", "book.memory", "--adapter", "adapter"])
+    (folder / "other.txt").write_text(make_text(30, seed=9))
+    other = make_model("llama_gqa", torch.float32)
+    next(weight for name, weight in other.named_parameters() if "lora_mem_down" in name).data.mul_(1.1)
+    other.peft_config["default"].base_model_name_or_path = "base"
+    other.save_pretrained(folder / "other_adapter")
+    for arguments, message in {
+        "read other.txt -o book.memory --adapter adapter": "Choose another -o",
+        "read book.txt -o book.memory --adapter other_adapter": "another adapter",
+        "read book.txt -o base --adapter adapter": "something else",
+        "read book.txt -o new.memory": "--adapter",
+        "read nothing.txt -o new.memory --adapter adapter": "nothing.txt does not exist",
+        "read train.jsonl -o new.memory --adapter adapter --document 3": "3 documents",
+        "ask book.memory why --adapter other_adapter": "another adapter",
+        "ask base why": "no memory",
+        "inspect nowhere": "no memory",
+    }.items():
+        with pytest.raises(SystemExit, match=message) as stopped:
+            main(arguments.split())
+        assert str(stopped.value).startswith(f"cacheformers {arguments.split()[0]}: ")
+
+
+def test_read_again_and_overwrite(
+    folder: Path, model: PeftModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    arguments = ["read", "book.txt", "-o", "book.memory", "--model", "base", "--adapter", "adapter"]
+    main(arguments)
+    first = read_index(folder / "book.memory")
+    assert first.reader.base == str(folder / "base") and first.reader.adapter == str(folder / "adapter")
+    main(arguments)
+    assert "already" in capsys.readouterr().out and read_index(folder / "book.memory").save == first.save
+    (folder / "book.memory" / "index.json").write_text('{"format": "cacheformers memory", ')
+    main([*arguments, "--overwrite", "--cache-size", "12"])
+    assert cacheformers.load_memory(folder / "book.memory").state.rings[1].capacity == 12
+    main(["ask", "book.memory", "w1", "w2", "--max-new-tokens", "2", "--no-verify"])
+    output = capsys.readouterr().out
+    assert output.count("Q: ") == 2 and output.count("What question and answer retrieved most") == 2
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["read"], ["ask"], ["inspect"]):
+        with pytest.raises(SystemExit) as stopped:
+            main([*arguments, "--help"])
+        output = capsys.readouterr().out
+        assert stopped.value.code == 0 and f"  cacheformers {arguments[0] if arguments else 'read'} " in output
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "opt"])
+def test_trace_is_what_one_forward_retrieves(
+    make_model: Callable[..., PeftModel], ids: torch.Tensor, name: str
+) -> None:
+    """Token by token with a segment closing on the way, against the hits of one forward over all of it."""
+    model = make_model(name, retrieval_map={0: 0, 1: 2}, cache_size=40)
+    memory = cacheformers.read(model, ids[:1], progress=False)
+    question, once = ids[1:, :5], memory.clone()
+    trace = Trace(memory)
+    answer = model.generate(
+        question,
+        past_key_values=memory,
+        max_new_tokens=20,
+        do_sample=False,
+        logits_processor=LogitsProcessorList([trace]),
+    )
+    assert len(trace.asked) == 4 and len(trace.chosen) == answer.shape[1] - 5
+    read = answer[:, :-1]
+    with torch.no_grad():
+        model(read[:, :16], past_key_values=once)
+        first = [hits_of(once, column) for column in range(16)]
+        model(read[:, 16:], past_key_values=once)
+    expected = first + [hits_of(once, column) for column in range(read.shape[1] - 16)]
+    assert [found.tolist() for found in trace.asked + trace.chosen] == expected
+
+
+def hits_of(memory: cacheformers.MemoryCache, column: int) -> list[int]:
+    """What one column of the open segment retrieved, counted from the document's first token."""
+    stores = {0: 0, 1: 2}
+    return [
+        hit + memory.state.rings[stores[layer]].entries(0).first
+        for layer, hits in memory.state.hits.items()
+        for hit in hits[0, column].tolist()
+        if hit >= 0
+    ]
+
+
+def test_trace_of_several_rows(make_model: Callable[..., PeftModel], ids: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="one row"):
+        Trace(cacheformers.read(make_model("llama_gqa"), ids, progress=False))
+
+
+def test_module_and_console_script_are_the_same_door() -> None:
+    setup = (Path(__file__).resolve().parents[1] / "setup.cfg").read_text()
+    assert "cacheformers = cacheformers.cli.main:main" in setup
+    assert os.path.exists(Path(cacheformers.__file__).with_name("__main__.py"))
