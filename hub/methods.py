@@ -31,7 +31,7 @@ METHODS = {
             "compressed states are kept, and every token retrieves the {topk} nearest (Neurocache, arXiv 2407.02486)."
         ),
         limits=(
-            "Self-attention sees the open segment only; everything before it comes through the memory.",
+            "Self-attention sees the open segment, and what the local window keeps; all else comes through the memory.",
             "What is older than the memory's capacity is forgotten.",
             "The paper reports text retrieval ahead of this method on questions about several documents.",
         ),
@@ -40,6 +40,24 @@ METHODS = {
   author = {Safaya, Ali and Yuret, Deniz},
   booktitle = {NAACL},
   year = {2024}
+}""",
+    ),
+    "memorizing": Method(
+        title="Memorizing Transformer",
+        summary=(
+            "Text is read in segments of {segment_tokens:,} tokens; of what was read before, each head keeps up to "
+            "{cache_size:,} pairs of a key and a value, and attends to the {topk} nearest of each token (Memorizing "
+            "Transformer, arXiv 2203.08913)."
+        ),
+        limits=(
+            "Self-attention sees the open segment, and what the local window keeps; all else comes through the memory.",
+            "What is older than the memory's capacity is forgotten.",
+        ),
+        citation="""@inproceedings{wu2022memorizing,
+  title = {Memorizing Transformers},
+  author = {Wu, Yuhuai and Rabe, Markus N. and Hutchins, DeLesley and Szegedy, Christian},
+  booktitle = {ICLR},
+  year = {2022}
 }""",
     ),
 }

@@ -22,7 +22,7 @@ BEGIN = """
 import json, os, sys, warnings
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 torch.set_num_threads(1)
 import cacheformers
 folder = sys.argv[1]
@@ -79,6 +79,9 @@ def opened(model, name):
     with torch.no_grad():
         torch.save(model.eval()(input_ids=ids).logits, f"{folder}/{name}.pt")
     return model
+
+class Own(cacheformers.hub.PushesWithCard, LlamaForCausalLM):
+    pass
 """
 # What is pushed, and how: code that has a `base` from the Hub and a `config`, and pushes to "me/NAME". Every row is
 # loaded by AutoModelForCausalLM, an adapter by PeftModel too. NeurocacheForCausalLM and its like join here.
@@ -88,6 +91,8 @@ PUSHED = {
     "tags=['mine'])",
     "by-function": "cacheformers.push_to_hub(opened(get_peft_model(base, config), 'by-function'), 'me/by-function', "
     "licence='mit')",
+    "model-by-class": "tokenizer.push_to_hub('me/model-by-class'); "
+    "opened(Own.from_pretrained('me/base'), 'model-by-class').push_to_hub('me/model-by-class')",
     "model": "tokenizer.push_to_hub('me/model'); cacheformers.push_to_hub(opened(base, 'model'), 'me/model')",
 }
 
@@ -111,8 +116,8 @@ print("{{}}")
         card = ModelCard(hub.text(f"me/{name}", "README.md"))
         assert MARK in card.text and NAME not in card.text and "cacheformers" in card.data.tags
         assert "[More Information Needed]" not in card.text and str(folder) not in card.content
-        assert card.data.library_name == ("transformers" if name == "model" else "peft")
-        if name != "model":
+        assert card.data.library_name == ("transformers" if name.startswith("model") else "peft")
+        if not name.startswith("model"):
             assert card.data.base_model == "me/base" and "me/base" in card.text
             assert "| `topk` | `4` |" in card.text and "arXiv 2407.02486" in card.text and "up to 40" in card.text
         assert card.data.license == ("mit" if name == "by-function" else None)
