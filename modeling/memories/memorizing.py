@@ -219,7 +219,7 @@ def mix(options: MemorizingOptions, layer: int, parts: MemorizingParts, inputs: 
     with torch.no_grad():
         reading.new_keys[layer] = side_by_side(unit(inputs.plain_key)).to(ring.keys.dtype)
         reading.new_values[layer] = side_by_side(inputs.new_value).to(ring.keys.dtype)
-    if layer not in reading.hits:  # activation checkpointing runs this twice; both runs see the same hits
+    if layer not in reading.hits:  # activation checkpointing runs this twice, and searches once
         reading.hits[layer] = search_heads(options, ring, queries, inputs.call)
     local, _ = inputs.local
     remembered, anything = recall(options, ring, queries, reading.hits[layer], parts.scale.weight)
