@@ -1,6 +1,7 @@
 """Long-context memories for Hugging Face Transformers."""
 
 from cacheformers.adapters import NeurocacheAdapterConfig, start_from_states
+from cacheformers.hub import push_to_hub
 from cacheformers.modeling.attach import new_memory
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import MemoryFileError
@@ -18,6 +19,7 @@ __all__ = [
     "NeurocacheModel",
     "load_memory",
     "new_memory",
+    "push_to_hub",
     "read",
     "read_text",
     "start_from_states",

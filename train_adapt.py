@@ -51,6 +51,7 @@ from cacheformers.training.loop import ProcessLost, Stopped, TrainingRun, train
 from cacheformers.training.optim import Rates, make_optimizer, make_schedule, trained_parameters
 from cacheformers.training.options import RecipeParser, method_options
 from cacheformers.training.processes import check_division, check_processes, make_accelerator, prepare, uses_deepspeed
+from cacheformers.training.publishing import HubOptions, check_hub, publish
 from cacheformers.training.run_state import inner, save_adapter, trained_state
 from cacheformers.training.settings import (
     RunOptions,
@@ -74,6 +75,7 @@ class Options:
     train: TrainOptions
     run: RunOptions
     evaluation: EvalOptions
+    hub: HubOptions
     memory: Any  # MemoryOptions
 
 
@@ -134,7 +136,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def make_parser() -> RecipeParser:
-    kinds = [ModelOptions, DataOptions, TrainOptions, RunOptions, EvalOptions, MemoryOptions]
+    kinds = [ModelOptions, DataOptions, TrainOptions, RunOptions, EvalOptions, HubOptions, MemoryOptions]
     return RecipeParser(kinds, (__doc__ or "").splitlines()[0])
 
 
@@ -179,6 +181,8 @@ def make_plan(options: Options) -> Plan:
         raise ValueError(
             f"All checkpoints in {checkpoints.folder} are damaged: look why, or start anew with --overwrite."
         )
+    if accelerator.is_main_process:
+        check_hub(options.hub, options.model.base)
     checkpoints.claim()
     return Plan(options, adapter, memory, accelerator, tokenizer, documents, valid, checkpoints, settings, resumed)
 
@@ -312,6 +316,8 @@ def finish(plan: Plan, run: TrainingRun, arguments: list[str]) -> None:
     if options.evaluation.plots:
         save_plots(output, runs, history.losses)
     print(f"\nAdapter, model card (README.md), train_result.json and plots are in {output}")
+    if options.hub.push_to_hub is not None:
+        print(f"Pushed: {publish(output, options.hub)}")
 
 
 def end(accelerator: Accelerator) -> None:

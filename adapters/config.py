@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
 from peft import LoraConfig
 
+from cacheformers.hub.card import refresh_card
 from cacheformers.modeling.memories.neurocache_settings import NeurocacheSettings, layer_numbers
 
 
@@ -36,3 +39,8 @@ class NeurocacheAdapterConfig(NeurocacheSettings, LoraConfig):
         self.retrieval_map = layer_numbers(self.retrieval_map)
         if self.use_dora:
             raise ValueError("DoRA is not supported beside a memory: set use_dora=False.")
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Save it as `adapter_config.json`, with a model card; a card that a person wrote stays."""
+        super().save_pretrained(save_directory, **kwargs)
+        refresh_card(Path(save_directory))

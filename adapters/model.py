@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils.hub import PushToHubMixin
 
 from cacheformers.adapters.layer import MemoryLayer, incomplete
+from cacheformers.hub.push import upload_with_card
 from cacheformers.modeling.attach import (
     ARCHITECTURES,
     add_hooks,
@@ -115,6 +118,14 @@ class MemoryTuner(LoraModel):
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError(CANNOT_MERGE)
+
+    @classmethod
+    def _get_adapter_state_dict(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
+        # push_to_hub() saves, puts an empty card over the one that was saved, and uploads. PeftModel is not our class,
+        # but the one that is being saved can be told here how to upload.
+        if isinstance(model, PushToHubMixin):
+            model._upload_modified_files = partial(upload_with_card, model)  # type: ignore[method-assign]
+        return super()._get_adapter_state_dict(model, *args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("adapter_names") is not None:

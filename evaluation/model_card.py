@@ -5,23 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
-
 from cacheformers.evaluation.tables import between
+from cacheformers.hub.card import Card, cells
 
-USE = """```python
-import cacheformers  # makes the adapter's type known
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("THIS_FOLDER_OR_HUB_ID").eval()
-tokenizer = AutoTokenizer.from_pretrained("THIS_FOLDER_OR_HUB_ID")
-{reading}
-```"""
-READING = """memory = cacheformers.read(model, tokenizer(open("book.txt").read(), return_tensors="pt").input_ids)
-question = tokenizer("Who tells this story?", return_tensors="pt").input_ids
-print(tokenizer.decode(model.generate(question, past_key_values=memory.clone(), max_new_tokens=40)[0]))"""
-PLAIN = """question = tokenizer("Who tells this story?", return_tensors="pt").input_ids
-print(tokenizer.decode(model.generate(question, max_new_tokens=40)[0]))"""
+ELSEWHERE = ("output", "method")  # the card tells the method in other places; a folder's name tells nobody anything
+WITHOUT_MEMORY = ("r", "lora_alpha", "segment_tokens")
 
 
 def model_card(result: dict[str, Any]) -> str:
@@ -31,41 +19,21 @@ def model_card(result: dict[str, Any]) -> str:
         result: what train_adapt.py writes to train_result.json.
     """
     options, remembers = result["options"], result["options"]["train"]["method"] != "lora"
-    base = options["model"]["base"]
-    local = Path(base).exists()
-    data = ModelCardData(
-        library_name="peft",
-        pipeline_tag="text-generation",
-        base_model=None if local else base,
-        tags=["cacheformers", "lora", *(["neurocache", "long-context"] if remembers else [])],
+    memory = {name: value for name, value in options["memory"].items() if remembers or name in WITHOUT_MEMORY}
+    train = {name: value for name, value in options["train"].items() if name not in ELSEWHERE}
+    purpose = "" if remembers else "It was trained to compare a memory with. "
+    card = Card(
+        kind="adapter",
+        method=options["train"]["method"] if remembers else None,
+        base=options["hub"]["hub_base_model"] or options["model"]["base"],
+        settings={**memory, **train},
+        has_tokenizer=True,
+        trained=trained(result),
+        measured=measured(result),
+        summary=f"{purpose}{result['trained_parameters']:,} trained parameters.",
+        limits=tuple(limits(result, remembers)),
     )
-    title = "Neurocache and LoRA" if remembers else "LoRA"
-    parts = [
-        f"---\n{data.to_yaml()}\n---\n",
-        f"# {title} on {Path(base).name if local else base}\n",
-        "An adapter of the package cacheformers. " + what(result, remembers) + "\n",
-        "## Use\n",
-        USE.format(reading=READING if remembers else PLAIN) + "\n",
-        "## Measured\n",
-        measured(result) + "\n",
-        "## Trained\n",
-        trained(result) + "\n",
-        "## Beware\n",
-        beware(result, remembers, local) + "\n",
-    ]
-    return "\n".join(parts)
-
-
-def what(result: dict[str, Any], remembers: bool) -> str:
-    count = f"{result['trained_parameters']:,} trained parameters."
-    if not remembers:
-        return f"LoRA alone, trained to compare a memory with; {count}"
-    memory = result["options"]["memory"]
-    return (
-        f"Text is read in segments of {memory['segment_tokens']:,} tokens; of what was read before, up to "
-        f"{memory['cache_size']:,} compressed states are kept, and every token retrieves the {memory['topk']} nearest "
-        f"(Neurocache, arXiv 2407.02486); {count}"
-    )
+    return card.text()
 
 
 def measured(result: dict[str, Any]) -> str:
@@ -94,11 +62,6 @@ def measured(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def cells(*texts: str) -> str:
-    """A line of a Markdown table."""
-    return f"| {' | '.join(texts)} |"
-
-
 def trained(result: dict[str, Any]) -> str:
     """Data, settings and the command."""
     options, environment = result["options"], result["environment"]
@@ -109,7 +72,7 @@ def trained(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {environment[name]}" for name in ("cacheformers", "torch", "transformers", "peft"))
     return "\n".join(
         [
-            f"{len(result['losses']):,} steps over {result['tokens']:,} tokens of {', '.join(sources)}, "
+            f"{len(result['losses']):,} steps over {result['tokens']:,} tokens of {sources}, "
             f"{train['lanes']} lane(s), {train['optimizer']}, rates {train['lora_rate']:g} (LoRA), "
             f"{train['memory_rate']:g} (memory), "
             f"{train['memory_rate'] * train['gate_factor']:g} (gates). Every option and every loss is in "
@@ -123,19 +86,14 @@ def trained(result: dict[str, Any]) -> str:
     )
 
 
-def beware(result: dict[str, Any], remembers: bool, local: bool) -> str:
-    """What a user must know."""
-    lines = ["- The base model's licence and limits hold for the adapter too."]
-    if local:
-        lines.append(
-            "- The base was a local folder: before you push this adapter, name the base's Hub id in "
-            "`adapter_config.json` (`base_model_name_or_path`) and here (`base_model`)."
-        )
+def limits(result: dict[str, Any], remembers: bool) -> list[str]:
+    """What a user must know of this run."""
+    found = []
     if remembers and "other document" not in result["scores"]:
-        lines.append(
-            "- Whether the memory carries what a document says, or merely helps in general, was not checked "
+        found.append(
+            "Whether the memory carries what a document says, or merely helps in general, was not checked "
             "(`--controls other_document`)."
         )
     if len(next(iter(result["scores"].values()))["documents"] if result["scores"] else []) < 10:
-        lines.append("- With so few held-out documents the intervals are too narrow.")
-    return "\n".join(lines)
+        found.append("With so few held-out documents the intervals are too narrow.")
+    return found

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
+from cacheformers.modeling.attention import former_attention
 from cacheformers.modeling.cache import MemoryCache, Rotate
 from cacheformers.modeling.memories.base import BaseShape, SegmentCall
 from cacheformers.modeling.origin import identify
@@ -493,7 +494,7 @@ def local_mask(decoder: nn.Module, call: SegmentCall, device: torch.device) -> T
     if not call.padded:
         return None
     config: Any = decoder.config
-    implementation = config._attn_implementation
+    implementation = former_attention(config._attn_implementation)
     if implementation not in ("eager", "sdpa"):
         raise ValueError(
             f"attn_implementation={implementation!r} cannot mask padding inside segments: load the model with "

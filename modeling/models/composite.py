@@ -25,6 +25,7 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from cacheformers.hub.push import PushesWithCard
 from cacheformers.modeling.attach import (
     add_hooks,
     architecture,
@@ -141,7 +142,7 @@ class CompositeMemory(nn.Module):
             )
 
 
-class CompositePreTrainedModel(PreTrainedModel):
+class CompositePreTrainedModel(PushesWithCard, PreTrainedModel):
     """How a memory is put on a base model, initialised and loaded.
 
     Loading raises ValueError where transformers would make up what is missing in the file, or pass over a memory that

@@ -1,0 +1,207 @@
+"""Pushing adapters, models and folders to the Hub: a true card, one commit, errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from transformers.utils.hub import PushToHubMixin
+
+from cacheformers.hub.card import (
+    ADAPTER,
+    CARD,
+    EMPTY,
+    NAME,
+    NAME_THE_BASE,
+    UNRECORDED,
+    is_generated,
+    is_local,
+    merged,
+    refresh_card,
+    saved_card,
+)
+
+WEIGHTS = (".safetensors", ".safetensors.index.json")
+# What a failed connection raises belongs to the HTTP client that huggingface_hub happens to use.
+CLIENT_ERROR: type[Exception] = next(kind for kind in HfHubHTTPError.__bases__ if kind is not OSError)
+
+
+class HubError(OSError):
+    """The Hub refused something, or could not be reached; the message says what to do."""
+
+
+class PushesWithCard(PushToHubMixin):
+    """For model classes of this package: their `push_to_hub` brings this package's card."""
+
+    def _upload_modified_files(self, working_dir: Any, repo_id: str, *args: Any, **options: Any) -> Any:
+        complete_card(Path(working_dir), repo_id)
+        with explained(repo_id):
+            return super()._upload_modified_files(working_dir, repo_id, *args, **options)
+
+
+def upload_with_card(model: PushToHubMixin, working_dir: Any, repo_id: str, *args: Any, **options: Any) -> Any:
+    """The same for one model of a class that is not ours, such as PEFT's."""
+    complete_card(Path(working_dir), repo_id)
+    with explained(repo_id):
+        return type(model)._upload_modified_files(model, working_dir, repo_id, *args, **options)
+
+
+def complete_card(folder: Path, repo_id: str) -> None:
+    """Put the true card over the empty one that transformers has just written, with its name on the Hub."""
+    if (folder / ADAPTER).exists():
+        warn_of_local_base(json.loads((folder / ADAPTER).read_text())["base_model_name_or_path"])
+    refresh_card(folder)
+    card = (folder / CARD).read_text(encoding="utf-8")
+    (folder / CARD).write_text(card.replace(NAME, repo_id), encoding="utf-8")
+
+
+def push_to_hub(
+    model: Any,
+    repo_id: str,
+    *,
+    base_model: str | None = None,
+    licence: str | None = None,
+    private: bool | None = None,
+    token: str | None = None,
+    commit_message: str = "Upload with cacheformers",
+) -> str:
+    """Push an adapter, a model or the folder of either, with a model card, in one commit.
+
+    A card that a person wrote stays: one in the folder is pushed as it is, one on the Hub is not replaced by a
+    generated one. Weights on the Hub that are not part of the push are deleted: they could be loaded in its place.
+
+    Args:
+        model: a folder, or anything with `save_pretrained`.
+        repo_id: `owner/name`; it is created if there is none.
+        base_model: Hub id of the base, where an adapter was made from a local folder.
+        licence: the Hub's name of a licence, for the metadata of a generated card.
+        private: of a new repository; None for the owner's default.
+        token: with write access; None for that of `hf auth login` or HF_TOKEN.
+
+    Returns:
+        The commit's address.
+
+    Raises:
+        HubError: the Hub refused, or the connection was lost.
+        ValueError: the folder holds neither an adapter nor a model; a name that no repository can have.
+    """
+    if not isinstance(model, (str, Path)):
+        with TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            options: dict[str, Any] = {"base_model": base_model, "licence": licence, "private": private, "token": token}
+            return push_to_hub(folder, repo_id, **options, commit_message=commit_message)
+    card = folder_card(Path(model), base_model)
+    contents = pushed_files(Path(model), base_model)
+    repo_id = create_repo(repo_id, private, token)
+    api = HfApi(token=token)
+    with explained(repo_id):
+        there = api.list_repo_files(repo_id)
+        old = ModelCard.load(api.hf_hub_download(repo_id, CARD)) if CARD in there else None
+    if is_generated(card):
+        card = merged(card, old, base_model, licence).replace(NAME, repo_id)
+    if old is None or is_generated(old.content) or not is_generated(card):
+        contents[CARD] = card.encode()
+    stale = [path for path in there if path.endswith(WEIGHTS) and path not in contents]
+    operations: list[CommitOperationAdd | CommitOperationDelete] = [
+        *(CommitOperationAdd(path, content) for path, content in contents.items()),
+        *map(CommitOperationDelete, stale),
+    ]
+    with explained(repo_id):
+        return api.create_commit(repo_id, operations, commit_message=commit_message).commit_url
+
+
+def create_repo(repo_id: str, private: bool | None = None, token: str | None = None) -> str:
+    """Make sure that a repository exists and may be written.
+
+    Returns:
+        Its full name, with the owner.
+
+    Raises:
+        HubError: it cannot be created.
+        ValueError: no repository can have such a name.
+    """
+    with explained(repo_id):
+        return HfApi(token=token).create_repo(repo_id, private=private, exist_ok=True).repo_id
+
+
+def pushed_files(folder: Path, base_model: str | None) -> dict[str, str | bytes]:
+    """What of a folder is pushed, `path -> file or content`: all but its card, hidden files and checkpoints."""
+    inside = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    chosen = [path for path in inside if path.parts[0] != "checkpoints" and not any(map(is_hidden, path.parts))]
+    contents: dict[str, str | bytes] = {path.as_posix(): str(folder / path) for path in chosen if str(path) != CARD}
+    if ADAPTER in contents:
+        config = json.loads((folder / ADAPTER).read_text())
+        if base_model is None:
+            warn_of_local_base(config["base_model_name_or_path"])
+        else:
+            config["base_model_name_or_path"] = base_model
+            contents[ADAPTER] = json.dumps(config, indent=2, sort_keys=True).encode()
+    return contents
+
+
+def is_hidden(name: str) -> bool:
+    return name.startswith(".")
+
+
+def folder_card(folder: Path, base_model: str | None) -> str:
+    """The card in a folder; where there is none that says more, one from the configuration."""
+    card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).exists() else EMPTY
+    if EMPTY in card or UNRECORDED in card:
+        return saved_card(folder, base_model).text()
+    return card
+
+
+def warn_of_local_base(base: str | None) -> None:
+    """Warn that others cannot load an adapter."""
+    if base is None:
+        warnings.warn(f"The adapter does not say which base it is for: {NAME_THE_BASE}", stacklevel=3)
+    elif is_local(base):
+        warnings.warn(f"The adapter's base is the local folder {base}: {NAME_THE_BASE}", stacklevel=3)
+
+
+@contextmanager
+def explained(repo_id: str) -> Iterator[None]:
+    """Turn what can go wrong with the Hub into a `HubError` that says what to do."""
+    try:
+        yield
+    except (OSError, RuntimeError, CLIENT_ERROR) as error:
+        if isinstance(error, ValueError):  # a bad argument, well explained
+            raise
+        raise HubError(advice(error, repo_id)) from error
+
+
+def advice(error: BaseException, repo_id: str) -> str:
+    """What to say of an error, and what to do about it."""
+    if isinstance(error, RuntimeError) and error.__cause__ is not None:  # an upload that failed in a thread
+        error = error.__cause__
+    if isinstance(error, OfflineModeIsEnabled):
+        return f"Cannot push to {repo_id}: HF_HUB_OFFLINE is set. Unset it, or set it to 0, and push again."
+    if not isinstance(error, HfHubHTTPError):
+        return (
+            f"The connection to {constants.ENDPOINT} was lost while pushing to {repo_id} ({error}). The repository "
+            "shows all of a push or nothing of it. Push again: what has arrived is not sent a second time."
+        )
+    status = error.response.status_code
+    if status == 401:
+        return (
+            f"{constants.ENDPOINT} does not know your token, or you gave none. Run `hf auth login` with a token that "
+            f"may write (from {constants.ENDPOINT}/settings/tokens), or pass token=..., and push to {repo_id} again."
+        )
+    if status == 403:
+        return (
+            f"Your token may not write to {repo_id}. Push under your own name, or use a token that may write there "
+            f"({constants.ENDPOINT}/settings/tokens)."
+        )
+    if status == 404:
+        return (
+            f"There is no repository {repo_id}, or it is private and your token may not see it. Check the name; log in "
+            "with `hf auth login` or pass token=... ."
+        )
+    return f"{constants.ENDPOINT} refused to take {repo_id}: {error}"

@@ -1,0 +1,326 @@
+"""Memorizing Transformer: attention to the nearest key/value pairs of the past (Wu et al. 2022, arXiv 2203.08913).
+
+    R_t = the k pairs of earlier segments whose keys score highest with q_t, for each head           (section 3.1)
+    M_t = softmax(s <q_t, k_i>) v_i over R_t,   keys and queries of length 1                         (section 3.2)
+    V_t = g M_t + (1 - g) L_t,   g = sigmoid(b)                                                      (equation 1)
+
+q, k, v are the layer's own, head by head; L is what self-attention gives that head; V goes through the layer's own W_o.
+b and s are one number a head. No gradient reaches stored pairs. A token for which nothing is stored keeps L alone.
+
+The paper leaves open, chosen here: q and k are taken before their rotary rotation (its model has relative biases, which
+memory attention does not use); s is learned, as Henry et al. 2020 do for keys and queries of length 1, and starts at
+sqrt(d_head); local attention stays what the base makes it; query heads that share a key head (GQA) search its keys,
+each for itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cacheformers.modeling.memories.attending import AttentionInputs
+from cacheformers.modeling.memories.base import BaseShape, LocalWindow, SegmentCall
+from cacheformers.modeling.memories.rings import RingState
+from cacheformers.modeling.search import get_search
+from cacheformers.modeling.search.store import Entries, Ring
+
+
+@dataclass(frozen=True)
+class MemorizingOptions:
+    """The method's options, resolved against a base model.
+
+    Attributes:
+        attention_layers: layers with a memory, each one of its own (the paper: the 9th of 12, `default_layer`).
+        cache_size: pairs a head and document may keep; the oldest go first.
+        topk: pairs that each head of each token retrieves.
+        gate_start: b at first: 0 mixes evenly, -4 begins near the base.
+        segment_tokens, local_window, window_tokens, sink_tokens: as for Neurocache.
+        search: back end of the search.
+        cache_dtype: of stored pairs; None for float32 on the CPU, bfloat16 on a GPU.
+
+    Raises:
+        ValueError: an option that does not fit the base model.
+    """
+
+    base: BaseShape
+    attention_layers: tuple[int, ...]
+    cache_size: int = 8192
+    topk: int = 64
+    gate_start: float = 0.0
+    segment_tokens: int = 1024
+    local_window: Literal["segment", "sliding"] = "segment"
+    window_tokens: int = 0
+    sink_tokens: int = 0
+    search: str = "auto"
+    cache_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        layers = self.base.layers
+        wrong = [layer for layer in self.attention_layers if not 0 <= layer < layers]
+        if wrong:
+            raise ValueError(f"Layers {sorted(wrong)} do not exist: this base model has layers 0 to {layers - 1}.")
+        if not self.attention_layers or len(set(self.attention_layers)) != len(self.attention_layers):
+            raise ValueError(f"attention_layers {list(self.attention_layers)} must name at least one layer, each once.")
+        for name in ("cache_size", "topk", "segment_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("window_tokens", "sink_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
+        if self.topk > self.cache_size:
+            raise ValueError(f"topk {self.topk} must not exceed cache_size {self.cache_size}.")
+        if not math.isfinite(self.gate_start):
+            raise ValueError(f"gate_start must be a finite number, got {self.gate_start}.")
+        for name, allowed in (
+            ("local_window", ("segment", "sliding")),
+            ("cache_dtype", (None, "float32", "float64", "bfloat16", "float16")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}.")
+        if self.local_window == "sliding" and not self.base.rotary:
+            raise ValueError(
+                f"local_window='sliding' moves keys to new positions, which {self.base.model_type} cannot do (its "
+                "positions are learned embeddings): use local_window='segment'."
+            )
+        if self.window.positions > self.base.max_positions:
+            raise ValueError(
+                f"segment_tokens {self.segment_tokens} + window_tokens {self.window.kept_tokens} + sink_tokens "
+                f"{self.sink_tokens} = {self.window.positions} positions, but this base model has "
+                f"{self.base.max_positions}. Choose a smaller segment_tokens."
+            )
+        get_search(self.search)
+
+    @property
+    def width(self) -> int:
+        """Numbers in the keys of one token, as many as in its values."""
+        return self.base.kv_heads * self.base.head_dim
+
+    @property
+    def window(self) -> LocalWindow:
+        """What self-attention sees."""
+        return LocalWindow(
+            self.segment_tokens, self.window_tokens if self.local_window == "sliding" else 0, self.sink_tokens
+        )
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Every layer that takes part."""
+        return tuple(sorted(self.attention_layers))
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        """What two models must share to exchange a memory."""
+        options = asdict(self)
+        for free in ("cache_size", "topk", "gate_start", "search", "cache_dtype"):
+            del options[free]
+        return {"method": "memorizing", **options}
+
+    def store_dtype(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+        """Pairs' dtype: as asked for, else float64 for a float64 model, bfloat16 on a GPU, float32 on the CPU."""
+        if self.cache_dtype is not None:
+            return getattr(torch, self.cache_dtype)
+        if dtype == torch.float64:
+            return dtype
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+    def new_state(
+        self,
+        rows: int,
+        devices: dict[int, torch.device],
+        dtype: torch.dtype,
+        keep_values: bool,
+        cache_size: int | None = None,
+    ) -> MemorizingState:
+        """An empty memory.
+
+        Args:
+            devices: of each augmented layer.
+            dtype: of the model's activations.
+            keep_values: means nothing here: values are always kept.
+            cache_size: another number of pairs than the configured one (0: nothing is remembered).
+        """
+        capacity = self.cache_size if cache_size is None else cache_size
+        return MemorizingState(
+            {
+                layer: Ring(
+                    rows,
+                    capacity,
+                    self.width,
+                    self.width,
+                    self.store_dtype(devices[layer], dtype),
+                    devices[layer],
+                )
+                for layer in self.layers
+            }
+        )
+
+
+def default_layer(layers: int) -> int:
+    """The paper's layer, three quarters up: the 9th of 12, counted from 0."""
+    return max(3 * layers // 4 - 1, 0)
+
+
+class PerHead(nn.Module):
+    """One learned number per query head."""
+
+    def __init__(self, heads: int, start: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((heads,), start))
+
+
+class MemorizingParts(NamedTuple):
+    """What one layer trains: `gate` is b, `scale` is s, both `[heads]`."""
+
+    gate: PerHead
+    scale: PerHead
+
+
+def make_parts(options: MemorizingOptions) -> dict[str, nn.Module]:
+    """The parts that one layer trains."""
+    heads = options.base.heads
+    return {"gate": PerHead(heads, options.gate_start), "scale": PerHead(heads, options.base.head_dim**0.5)}
+
+
+@dataclass
+class MemorizingReading:
+    """What one forward reads and leaves behind, by layer."""
+
+    stores: dict[int, Ring]
+    hits: dict[int, Tensor] = field(default_factory=dict)
+    new_keys: dict[int, Tensor] = field(default_factory=dict)
+    new_values: dict[int, Tensor] = field(default_factory=dict)
+
+
+class MemorizingState(RingState):
+    """A ring of pairs per layer: all key heads of a token side by side, and so its values."""
+
+    def begin(self) -> MemorizingReading:
+        return MemorizingReading({layer: ring.view() for layer, ring in self.rings.items()})
+
+    def end(self, reading: MemorizingReading) -> None:
+        self.add(reading.new_keys, reading.new_values)
+
+
+def unit(states: Tensor) -> Tensor:
+    """Vectors of length 1, so that keys of different age and heads differ by direction alone."""
+    return F.normalize(states, dim=-1)
+
+
+def mix(options: MemorizingOptions, layer: int, parts: MemorizingParts, inputs: AttentionInputs) -> Tensor:
+    """Self-attention mixed with attention to the memory, head by head, `[rows, time, heads, d_head]`."""
+    reading: MemorizingReading = inputs.call.reading
+    ring = reading.stores[layer]
+    queries = unit(inputs.plain_query)
+    with torch.no_grad():
+        reading.new_keys[layer] = side_by_side(unit(inputs.plain_key)).to(ring.keys.dtype)
+        reading.new_values[layer] = side_by_side(inputs.new_value).to(ring.keys.dtype)
+    if layer not in reading.hits:  # activation checkpointing runs this twice, and searches once
+        reading.hits[layer] = search_heads(options, ring, queries, inputs.call)
+    local, _ = inputs.local
+    remembered, anything = recall(options, ring, queries, reading.hits[layer], parts.scale.weight)
+    gate = torch.sigmoid(parts.gate.weight).to(local.dtype)[:, None] * anything[..., None].to(local.dtype)
+    return local + gate * (remembered.to(local.dtype) - local)
+
+
+def side_by_side(heads: Tensor) -> Tensor:
+    """`[rows, heads, time, d_head]` as `[rows, time, heads * d_head]`."""
+    return heads.transpose(1, 2).flatten(2)
+
+
+@torch.no_grad()
+def search_heads(options: MemorizingOptions, ring: Ring, queries: Tensor, call: SegmentCall) -> Tensor:
+    """Search each row's and head's own keys: hits `[rows, heads, time, k]` from the oldest pair, -1 for none."""
+    search, base = get_search(options.search), options.base
+    rows, heads, time, size = queries.shape
+    groups = heads // base.kv_heads
+    hits = torch.full((rows, heads, time, options.topk), -1, dtype=torch.long, device=queries.device)
+    for physical in sorted(set(ring.owner)):
+        sharing = [row for row in range(rows) if ring.owner[row] == physical]
+        entries = ring.entries(sharing[0])
+        if entries.count == 0:
+            continue
+        chosen = torch.tensor(sharing, device=queries.device)
+        for head in range(base.kv_heads):
+            asking = slice(head * groups, (head + 1) * groups)
+            asked = queries[chosen, asking]
+            found = search(asked.reshape(-1, size), one_head(entries, head, size), options.topk, "dot")[1]
+            hits[chosen, asking] = found.view(*asked.shape[:3], -1)
+    return hits.masked_fill_(~call.real.to(hits.device)[:, None, :, None], -1)
+
+
+def one_head(entries: Entries, head: int, size: int) -> Entries:
+    """The keys of one head, with an index of their own."""
+    spans = tuple(span[:, head * size : (head + 1) * size] for span in entries.spans)
+    return Entries(spans, entries.first, entries.index.setdefault(f"head {head}", {}))
+
+
+def recall(
+    options: MemorizingOptions, ring: Ring, queries: Tensor, hits: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention to what was retrieved.
+
+    Args:
+        queries: of length 1, `[rows, heads, time, d_head]`.
+        hits: `[rows, heads, time, k]`.
+        scale: s, `[heads]`.
+
+    Returns:
+        M `[rows, time, heads, d_head]`, 0 where nothing was found; whether anything was, `[rows, time, heads]`.
+    """
+    base = options.base
+    filled = hits >= 0
+    slots = ring.slots(hits)
+    head = torch.arange(base.heads, device=hits.device) // (base.heads // base.kv_heads)
+    place = slots * base.kv_heads + head[:, None, None]  # of one head's vector in the store, [rows, heads, time, k]
+    assert ring.values is not None
+    keys, values = (vectors(store, base.head_dim)[place.to(store.device)] for store in (ring.keys, ring.values))
+    scores = torch.einsum("bhtd,bhtkd->bhtk", queries, keys.to(queries.device, queries.dtype))
+    scores = scores * scale.to(scores.dtype)[:, None, None]
+    weights = torch.softmax(scores.masked_fill(~filled, torch.finfo(scores.dtype).min), -1) * filled
+    found = torch.einsum("bhtk,bhtkd->bthd", weights, values.to(queries.device, queries.dtype))
+    return found, filled.any(-1).transpose(1, 2)
+
+
+def vectors(store: Tensor, size: int) -> Tensor:
+    """Every head's vectors of a store, `[rows * allocated * kv_heads, size]`; one of zeros where it is empty."""
+    return store.new_zeros(store.shape[-1] // size, size) if store.shape[1] == 0 else store.reshape(-1, size)
+
+
+def naive(
+    options: MemorizingOptions, parts: MemorizingParts, queries: Tensor, keys: Tensor, values: Tensor, local: Tensor
+) -> Tensor:
+    """The specification: one document, token by token, head by head.
+
+    Args:
+        queries: before their rotation, `[time, heads, d_head]`.
+        keys, values: before their rotation, `[time, kv_heads, d_head]`.
+        local: what self-attention gives each head, `[time, heads, d_head]`.
+
+    Returns:
+        What each head gives with the memory, `[time, heads, d_head]`. Stored pairs take no gradient.
+    """
+    base, length = options.base, options.segment_tokens
+    keys, values = keys.detach(), values.detach()
+    mixed = []
+    for t in range(len(queries)):
+        start = t // length * length  # of the open segment
+        oldest = max(start - options.cache_size, 0)
+        for head in range(base.heads):
+            own = head // (base.heads // base.kv_heads)
+            query = queries[t, head] / queries[t, head].norm()
+            scores = [float((query @ (keys[i, own] / keys[i, own].norm())).detach()) for i in range(oldest, start)]
+            found = sorted((-score, i) for i, score in enumerate(scores, oldest))
+            chosen = [i for _, i in found[: options.topk]]
+            if not chosen:
+                mixed.append(local[t, head])
+                continue
+            near = keys[chosen, own] / keys[chosen, own].norm(dim=-1, keepdim=True)
+            weights = torch.softmax(parts.scale.weight[head] * (near @ query), 0)
+            gate = torch.sigmoid(parts.gate.weight[head])
+            mixed.append(gate * (weights @ values[chosen, own]) + (1 - gate) * local[t, head])
+    return torch.stack(mixed).view_as(local)

@@ -1,0 +1,63 @@
+"""Pushing what a recipe trained to the Hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from cacheformers.hub.card import is_local
+from cacheformers.hub.push import HubError, create_repo, push_to_hub
+from cacheformers.training.options import option
+
+
+@dataclass
+class HubOptions:
+    """Where the adapter is pushed."""
+
+    push_to_hub: str | None = option(
+        None,
+        help="Hub repository, owner/name, for the adapter, its tokenizer, card and results. Created before training.",
+    )
+    hub_private: bool = option(False, help="Create the repository as a private one.")
+    hub_base_model: str | None = option(
+        None, help="Hub id of the base, to be named in the adapter and its card where --base is a local folder."
+    )
+
+
+HubOptions._argument_group_name = "the Hub"  # type: ignore[attr-defined]
+
+
+def check_hub(options: HubOptions, base: str) -> None:
+    """Find out before the training whether its result can be pushed, by creating the repository.
+
+    Raises:
+        HubError, ValueError: it cannot; or nobody else could load it.
+    """
+    if options.push_to_hub is None:
+        return
+    if options.hub_base_model is None and is_local(base):
+        raise ValueError(
+            f"--push_to_hub: nobody else can load an adapter whose base is the local folder {base}. Name the base's "
+            "Hub id: --hub_base_model owner/name (push the base first, if it is not there)."
+        )
+    create_repo(options.push_to_hub, options.hub_private)
+
+
+def publish(folder: Path, options: HubOptions) -> str:
+    """Push a finished run.
+
+    Returns:
+        The commit's address.
+
+    Raises:
+        HubError: says how to push later what lies in the folder.
+    """
+    assert options.push_to_hub is not None
+    try:
+        return push_to_hub(folder, options.push_to_hub, base_model=options.hub_base_model, private=options.hub_private)
+    except HubError as error:
+        base = "" if options.hub_base_model is None else f", base_model={options.hub_base_model!r}"
+        raise HubError(
+            f"{error}\nThe adapter is finished and lies in {folder}. To push it from Python: "
+            f"cacheformers.push_to_hub({str(folder)!r}, {options.push_to_hub!r}{base})"
+        ) from error
