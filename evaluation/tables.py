@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from cacheformers.evaluation.run import Measure, Run, compare, reference
 
 
-def print_runs(runs: dict[str, Run]) -> None:
-    """Print what was measured: over all tokens, by position in the document, by kind of token."""
-    first, chosen = next(iter(runs.values())), reference(runs)
+def print_runs(runs: dict[str, Run], against: str | None = None) -> None:
+    """Print what was measured: over all tokens, by position in the document, by kind of token.
+
+    Args:
+        against: the run that the others are divided by, then in every part too. Default: see `reference`, over all
+            tokens only.
+    """
+    first, chosen = next(iter(runs.values())), against or reference(runs)
     print(f"\n{len(first.documents):,} held-out documents, {first.total.tokens:,} tokens predicted\n")
     titles = ["", "perplexity", "95 %", "bits/character", f"/ {chosen}", "95 %"]
     overview = []
@@ -22,6 +27,11 @@ def print_runs(runs: dict[str, Run]) -> None:
     print(table(titles, overview))
     print_parts("perplexity by tokens read before", {name: run.by_position for name, run in runs.items()})
     print_parts("perplexity by the token's last occurrence", {name: run.by_class for name, run in runs.items()})
+    if against is not None:
+        print_ratios(
+            f"/ {against}, by tokens read before", {name: run.by_position for name, run in runs.items()}, against
+        )
+        print_ratios(f"/ {against}, by last occurrence", {name: run.by_class for name, run in runs.items()}, against)
     for name, run in runs.items():
         if run.note:
             print(f"\n{name}: {run.note}.")
@@ -33,6 +43,16 @@ def print_parts(title: str, parts: dict[str, dict[str, Measure]]) -> None:
     rows = [[run, *(f"{measure.perplexity:.3f}" for measure in measures.values())] for run, measures in parts.items()]
     rows.append(["(tokens)", *(f"{measure.tokens:,}" for measure in first.values())])
     print(f"\n{table([title, *first], rows)}")
+
+
+def print_ratios(title: str, parts: dict[str, dict[str, Measure]], against: str) -> None:
+    """Print the perplexity of each run on each part as a multiple of another run's, with 95 % intervals."""
+    rows = []
+    for run, measures in parts.items():
+        if run != against:
+            ratios = [compare(measure, parts[against][name]) for name, measure in measures.items()]
+            rows.append([run, *(f"{found.ratio:.4f} ({between(found.interval, 4)})" for found in ratios)])
+    print(f"\n{table([title, *parts[against]], rows)}")
 
 
 def between(interval: tuple[float, float] | None, digits: int) -> str:

@@ -1,6 +1,7 @@
 """Put the evaluations of several runs over the same held-out documents into one table, and draw them.
 
 python recipes/compare_runs.py runs/demo_lora runs/demo --plots runs/demo/compared
+python recipes/compare_runs.py runs/demo_lora runs/demo --against lora
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ def main() -> None:
     """Compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="output folders of train_adapt.py")
+    parser.add_argument("--against", metavar="ROW", help="divide by this row, in every part of the tokens")
     parser.add_argument("--plots", type=Path, help="folder for pictures")
     options = parser.parse_args()
     try:
         runs = joined([(folder.name, load(folder)) for folder in options.runs])
+        if options.against not in (None, *runs):
+            raise ValueError(f"--against: there is no row {options.against!r}, only {', '.join(runs)}.")
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    print_runs(runs)
+    print_runs(runs, options.against)
     if options.plots:
         save_plots(options.plots, runs)
         print(f"\nPlots are in {options.plots}")

@@ -197,9 +197,11 @@ def test_a_run(folder, method):
         str(ROOT / "recipes" / "compare_runs.py"),
         str(folder / "adapter"),
         str(folder / "adapter"),
+        "--against=base",
     ]
     compared = subprocess.run(compare, capture_output=True, text=True, timeout=300)
     assert compared.returncode == 0 and f"{list(readers)[-1]} (adapter)" in compared.stdout, compared.stderr
+    assert "/ base, by last occurrence" in compared.stdout
 
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     by_peft = PeftModel.from_pretrained(base, folder / "adapter")

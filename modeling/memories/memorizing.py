@@ -203,7 +203,7 @@ class MemorizingState(RingState):
         return MemorizingReading({layer: ring.view() for layer, ring in self.rings.items()})
 
     def end(self, reading: MemorizingReading) -> None:
-        self.add(reading.new_keys, reading.new_values)
+        self.add(keys=reading.new_keys, values=reading.new_values)
 
 
 def unit(states: Tensor) -> Tensor:

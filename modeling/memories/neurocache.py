@@ -12,8 +12,7 @@ beside it; and it lets a head attend to nothing (see `HitScores`).
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -27,11 +26,9 @@ from cacheformers.modeling.memories.base import (
     LocalWindow,
     MemoryState,
     SegmentCall,
-    by_layer,
-    joined,
     keep_columns,
-    part,
 )
+from cacheformers.modeling.memories.rings import RingState
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.search.store import Ring
 
@@ -358,8 +355,8 @@ class NeurocacheReading:
     encoder: NeurocacheParts = NeurocacheParts()
 
 
-class NeurocacheState(MemoryState):
-    """One ring per storing layer, and what open segments hold: entries, values, hits, and queries for `hit_scores`."""
+class NeurocacheState(RingState):
+    """One ring per storing layer; beside its pairs, what the tokens of open segments retrieved, and asked with."""
 
     def __init__(
         self,
@@ -372,7 +369,7 @@ class NeurocacheState(MemoryState):
     ) -> None:
         value_width = options.base.hidden_size if keep_values and options.compression_factor > 1 else None
         capacity = options.cache_size if cache_size is None else cache_size
-        self.rings = {
+        rings = {
             storing: Ring(
                 rows,
                 capacity,
@@ -383,91 +380,21 @@ class NeurocacheState(MemoryState):
             )
             for _, storing in options.retrieval_map
         }
-        self.entries: dict[int, Tensor] = {}  # storing layer -> [rows, columns, d]
-        self.values: dict[int, Tensor] = {}  # storing layer -> [rows, columns, h]
-        self.hits: dict[int, Tensor] = {}  # retrieval layer -> [rows, columns, k]
-        self.queries: dict[int, Tensor] = {}  # retrieval layer -> [rows, columns, d], for cosines with what they found
+        super().__init__(rings, ("hits", "queries"))
 
     @property
-    def open_parts(self) -> tuple[dict[int, Tensor], ...]:
-        return self.entries, self.values, self.hits, self.queries
+    def hits(self) -> dict[int, Tensor]:
+        """What the tokens of open segments retrieved, by layer, `[rows, columns, k]`, counted from the oldest entry."""
+        return self.open["hits"]
 
     def begin(self) -> NeurocacheReading:
         stores = {layer: ring.view() for layer, ring in self.rings.items()}
-        return NeurocacheReading(stores, dict(self.hits), dict(self.queries))
+        return NeurocacheReading(stores, dict(self.hits), dict(self.open["queries"]))
 
     def end(self, reading: NeurocacheReading) -> None:
-        left_behind = (reading.new_entries, reading.new_values, reading.new_hits, reading.new_queries)
-        for held, new in zip(self.open_parts, left_behind, strict=True):
-            for layer, tensor in new.items():
-                held[layer] = torch.cat([held[layer], tensor], 1) if layer in held else tensor
-
-    def check(self, row: int, columns: Tensor) -> None:
-        for layer in self.rings:
-            entries = self.entries[layer]
-            if not bool(torch.isfinite(entries[row, columns.to(entries.device)]).all()):
-                raise ValueError(
-                    f"The open segment of row {row} holds NaN or Inf in layer {layer}; nothing was stored, and what "
-                    f"was read before is as it was. Check the model's weights and dtype (float16 overflows in many "
-                    f"models: use bfloat16), then go on from a clone() taken before, or reset([{row}])."
-                )
-
-    def commit(self, row: int, columns: Tensor) -> None:
-        for layer, ring in self.rings.items():
-            chosen = columns.to(ring.keys.device)
-            values = self.values[layer][row, chosen] if layer in self.values else None
-            ring.append(row, self.entries[layer][row, chosen], values)
-
-    def keep(self, columns: Tensor) -> None:
-        for held in self.open_parts:
-            for layer, tensor in held.items():
-                held[layer] = keep_columns(tensor, columns, 1)
-
-    def reset(self, rows: Sequence[int]) -> None:
-        for ring in self.rings.values():
-            ring.reset(rows)
-
-    def select(self, rows: Sequence[int]) -> None:
-        for ring in self.rings.values():
-            ring.select(rows)
-        for held in self.open_parts:
-            for layer, tensor in held.items():
-                held[layer] = tensor[torch.tensor(rows, device=tensor.device)]
-
-    def clone(self) -> NeurocacheState:
-        twin = copy.copy(self)
-        twin.rings = {layer: ring.clone() for layer, ring in self.rings.items()}
-        twin.entries, twin.values = dict(self.entries), dict(self.values)
-        twin.hits, twin.queries = dict(self.hits), dict(self.queries)
-        return twin
-
-    def to(self, device: torch.device | str) -> None:
-        for ring in self.rings.values():
-            ring.to(device)
-        for held in self.open_parts:
-            for layer, tensor in held.items():
-                held[layer] = tensor.to(device)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        rings = {
-            f"{layer}.{name}": held for layer, ring in self.rings.items() for name, held in ring.state_dict().items()
-        }
-        # Where a layer stores what it asks with, both are one tensor, which safetensors refuses.
-        queries = {layer: held.clone() for layer, held in self.queries.items()}
-        return joined(rings=rings, entries=self.entries, values=self.values, hits=self.hits, queries=queries)
-
-    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
-        for layer, ring in self.rings.items():
-            ring.load_state_dict(part(tensors, f"rings.{layer}"))
-        device = next(iter(self.rings.values())).keys.device
-        self.entries, self.values, self.hits, self.queries = (
-            by_layer(part(tensors, name), device) for name in ("entries", "values", "hits", "queries")
+        self.add(
+            keys=reading.new_entries, values=reading.new_values, hits=reading.new_hits, queries=reading.new_queries
         )
-
-    @property
-    def nbytes(self) -> int:
-        waiting = sum(tensor.nbytes for held in self.open_parts for tensor in held.values())
-        return waiting + sum(ring.nbytes for ring in self.rings.values())
 
 
 def branch(
@@ -531,7 +458,7 @@ def retrieve(
     states = fetch(options, ring, slots, reading.encoder, hidden.dtype, training)
     near = None
     if options.hit_scores:
-        reading.new_queries[layer] = queries
+        reading.new_queries[layer] = queries.clone()  # not one tensor with new entries: it could not be saved
         before = earlier_queries(reading.past_queries.get(layer), sources, queries)
         alone = states.unflatten(2, (options.topk, -1))[..., max(half - 1, 0), :]  # hits without neighbours
         near = cosines(torch.cat([before, queries], 1), alone)

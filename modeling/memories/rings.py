@@ -1,9 +1,9 @@
-"""The state of memories that store pairs: a ring per layer, and the pairs of open segments."""
+"""The state of memories that store pairs: a ring per layer, and what belongs to the tokens of open segments."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -19,22 +19,27 @@ class RingState(MemoryState):
     """Rings of keys and values, filled when segments close.
 
     What a forward reads and leaves behind is the method's own: its `end` calls `add`.
+
+    Attributes:
+        rings: by layer.
+        open: by name and layer, `[rows, columns, ...]`. `keys`, and `values` where there are some, go into the ring of
+            their layer when a segment closes; the rest is let go.
     """
 
-    def __init__(self, rings: dict[int, Ring]) -> None:
+    def __init__(self, rings: dict[int, Ring], beside: Sequence[str] = ()) -> None:
         self.rings = rings
-        self.keys: dict[int, Tensor] = {}  # layer -> [rows, columns, width] of open segments
-        self.values: dict[int, Tensor] = {}  # layer -> [rows, columns, value_width]
+        self.open: dict[str, dict[int, Tensor]] = {name: {} for name in ("keys", "values", *beside)}
 
-    def add(self, keys: dict[int, Tensor], values: dict[int, Tensor]) -> None:
-        """Append pairs `[rows, time, ...]` as new columns."""
-        for held, new in ((self.keys, keys), (self.values, values)):
-            for layer, tensor in new.items():
+    def add(self, **new: Mapping[int, Tensor]) -> None:
+        """Append `[rows, time, ...]` as new columns, by name and layer."""
+        for name, tensors in new.items():
+            held = self.open[name]
+            for layer, tensor in tensors.items():
                 held[layer] = torch.cat([held[layer], tensor], 1) if layer in held else tensor
 
     def check(self, row: int, columns: Tensor) -> None:
-        for layer in self.rings:
-            for tensor in (self.keys[layer], self.values[layer]):
+        for held in (self.open["keys"], self.open["values"]):
+            for layer, tensor in held.items():
                 if not bool(torch.isfinite(tensor[row, columns.to(tensor.device)]).all()):
                     raise ValueError(
                         f"The open segment of row {row} holds NaN or Inf in layer {layer}; nothing was stored, and "
@@ -45,10 +50,11 @@ class RingState(MemoryState):
     def commit(self, row: int, columns: Tensor) -> None:
         for layer, ring in self.rings.items():
             chosen = columns.to(ring.keys.device)
-            ring.append(row, self.keys[layer][row, chosen], self.values[layer][row, chosen])
+            values = self.open["values"].get(layer)
+            ring.append(row, self.open["keys"][layer][row, chosen], None if values is None else values[row, chosen])
 
     def keep(self, columns: Tensor) -> None:
-        for held in (self.keys, self.values):
+        for held in self.open.values():
             for layer, tensor in held.items():
                 held[layer] = keep_columns(tensor, columns, 1)
 
@@ -59,20 +65,20 @@ class RingState(MemoryState):
     def select(self, rows: Sequence[int]) -> None:
         for ring in self.rings.values():
             ring.select(rows)
-        for held in (self.keys, self.values):
+        for held in self.open.values():
             for layer, tensor in held.items():
                 held[layer] = tensor[torch.tensor(rows, device=tensor.device)]
 
     def clone(self: Self) -> Self:
         twin = copy.copy(self)
         twin.rings = {layer: ring.clone() for layer, ring in self.rings.items()}
-        twin.keys, twin.values = dict(self.keys), dict(self.values)
+        twin.open = {name: dict(held) for name, held in self.open.items()}
         return twin
 
     def to(self, device: torch.device | str) -> None:
         for ring in self.rings.values():
             ring.to(device)
-        for held in (self.keys, self.values):
+        for held in self.open.values():
             for layer, tensor in held.items():
                 held[layer] = tensor.to(device)
 
@@ -80,16 +86,15 @@ class RingState(MemoryState):
         rings = {
             f"{layer}.{name}": held for layer, ring in self.rings.items() for name, held in ring.state_dict().items()
         }
-        return joined(rings=rings, keys=self.keys, values=self.values)
+        return joined(rings=rings, **self.open)
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         for layer, ring in self.rings.items():
             ring.load_state_dict(part(tensors, f"rings.{layer}"))
         device = next(iter(self.rings.values())).keys.device
-        self.keys = by_layer(part(tensors, "keys"), device)
-        self.values = by_layer(part(tensors, "values"), device)
+        self.open = {name: by_layer(part(tensors, name), device) for name in self.open}
 
     @property
     def nbytes(self) -> int:
-        waiting = sum(tensor.nbytes for held in (self.keys, self.values) for tensor in held.values())
+        waiting = sum(tensor.nbytes for held in self.open.values() for tensor in held.values())
         return waiting + sum(ring.nbytes for ring in self.rings.values())
