@@ -129,7 +129,7 @@ def make_parts(options: InfiniAttentionOptions) -> dict[str, nn.Module]:
 def feature(inputs: Tensor) -> Tensor:
     """s(x) = ELU(x) + 1 in float32 or better; by exp, which does not round to 0 where ELU rounds to -1."""
     exact = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
-    return torch.where(exact >= 0, exact + 1, torch.exp(exact.clamp(max=0)))
+    return torch.exp(exact.clamp(max=0)) + torch.relu(exact)
 
 
 class Compressed(NamedTuple):
@@ -241,7 +241,7 @@ def attend_segments(
     scaling: float,
     real: Tensor | None = None,
     held: Compressed | None = None,
-    segments_at_once: int = 16,
+    segments_at_once: int = 4,
 ) -> tuple[Tensor, Compressed]:
     """Infini-attention over a whole text whose rows are at the beginning of a segment, many segments at once.
 
@@ -304,8 +304,8 @@ def scan(
     stored = complete[:, None, :, None, None]
     known = torch.cat([held.known[:, None], complete], 1).cummax(1).values
     if options.rule == "linear":
-        features = feature(keys) * stored
-        new = features.mT @ values.to(features.dtype), features.sum(-2)
+        features = feature(keys)
+        new = features.mT @ values.to(features.dtype) * stored, features.sum(-2) * stored[..., 0]
         matrix, norm = (
             torch.cat([old[:, :, None], added.detach() if options.truncated else added], 2).cumsum(2)
             for old, added in zip(held[:2], new, strict=True)
