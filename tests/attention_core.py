@@ -1,4 +1,4 @@
-"""Run an attention memory's core without a model: rotary positions, recorded data, and pieces as the decoder gets them."""
+"""Run an attention memory's core without a model: recorded data, rotary positions, and pieces of a text."""
 
 from __future__ import annotations
 

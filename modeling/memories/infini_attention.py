@@ -30,6 +30,7 @@ from cacheformers.modeling.memories.base import (
     part,
 )
 from cacheformers.modeling.memories.checks import check_at_least, check_choices, check_layers, check_window
+from cacheformers.modeling.memories.heads import by_head, by_kv_head
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,7 @@ class InfiniAttentionOptions:
         check_layers(self.layers, self.base)
         check_at_least(1, self, "segment_tokens")
         check_at_least(0, self, "window_tokens", "sink_tokens")
-        check_choices(
-            self, rule=("linear", "delta"), empty=("bypass", "literal"), local_window=("segment", "sliding")
-        )
+        check_choices(self, rule=("linear", "delta"), empty=("bypass", "literal"), local_window=("segment", "sliding"))
         check_window(self.local_window, self.window, self.base)
 
     @property
@@ -156,9 +155,7 @@ class Compressed(NamedTuple):
         values = values.to(features.dtype)
         if rule == "delta":
             values = values - self.recall(features)
-        return Compressed(
-            self.matrix + features.mT @ values, self.norm + features.sum(-2), torch.ones_like(self.known)
-        )
+        return Compressed(self.matrix + features.mT @ values, self.norm + features.sum(-2), torch.ones_like(self.known))
 
     def detach(self) -> Compressed:
         return Compressed(self.matrix.detach(), self.norm.detach(), self.known)
@@ -172,20 +169,6 @@ def empty_memory(rows: int, kv_heads: int, sizes: tuple[int, int], dtype: torch.
         torch.zeros(rows, kv_heads, sizes[0], dtype=dtype, device=device),
         torch.zeros(rows, dtype=torch.bool, device=device),
     )
-
-
-def by_kv_head(queries: Tensor, kv_heads: int) -> Tensor:
-    """Queries `[rows, heads, ..., tokens, d]` beside the kv head that they share, `[rows, kv_heads, ..., G*tokens, d]`.
-
-    The tokens of one query head stay together.
-    """
-    grouped = queries.unflatten(1, (kv_heads, -1)).movedim(2, -3)  # [rows, kv_heads, ..., G, tokens, d]
-    return grouped.flatten(-3, -2)
-
-
-def by_head(grouped: Tensor, tokens: int) -> Tensor:
-    """The inverse of `by_kv_head`."""
-    return grouped.unflatten(-2, (-1, tokens)).movedim(-3, 2).flatten(1, 2)
 
 
 def mix(options: InfiniAttentionOptions, shares: Tensor, near: Tensor, far: Tensor, known: Tensor) -> Tensor:
@@ -245,8 +228,8 @@ def attend_segments(
 ) -> tuple[Tensor, Compressed]:
     """Infini-attention over a whole text whose rows are at the beginning of a segment, many segments at once.
 
-    With the linear rule M and z before each segment are prefix sums; they are taken over `segments_at_once` segments, so
-    that memory does not grow with their number. The delta rule goes from segment to segment.
+    With the linear rule M and z before each segment are prefix sums, taken over `segments_at_once` segments so that
+    memory does not grow with their number. The delta rule goes from segment to segment.
 
     Args:
         queries, keys: without rotary positions and scale, `[rows, (kv_)heads, time, d_k]`.

@@ -1,0 +1,239 @@
+"""Attention over a near window and over everything before it, each key read once.
+
+Queries go in tiles. For a tile that begins at token s, window w and query t:
+
+    near     t - w < j <= t     a band of the last keys
+    far      j <= t - w         keys before s - w, which every query of the tile sees, and a small triangle
+
+Each part is a fused softmax with its log-sum-exp; parts are merged by those. No n x n matrix is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cacheformers.modeling.memories.heads import by_head, by_kv_head
+
+TILE = 256  # queries
+
+
+@dataclass
+class Reads:
+    """What attention read.
+
+    Attributes:
+        decisions: gates of tokens that have something far.
+        skipped: of these, closed ones, for which nothing far was read.
+        near_pairs, far_pairs: pairs of a query and a key in each query head, masked ones included.
+    """
+
+    decisions: int = 0
+    skipped: int = 0
+    near_pairs: int = 0
+    far_pairs: int = 0
+
+    def add(self, other: Reads) -> None:
+        self.decisions += other.decisions
+        self.skipped += other.skipped
+        self.near_pairs += other.near_pairs
+        self.far_pairs += other.far_pairs
+
+    @property
+    def skipped_share(self) -> float:
+        return self.skipped / self.decisions if self.decisions else 0.0
+
+
+class Part(NamedTuple):
+    """Softmax over some keys: its output `[..., queries, d]` and log-sum-exp `[..., queries]`, float32 or better."""
+
+    output: Tensor
+    lse: Tensor
+
+    def joined(self, other: Part, share: Tensor | None = None) -> Tensor:
+        """The output over the keys of both; `share` `[..., queries]` is how much of it, beside this part alone."""
+        weight = torch.sigmoid(other.lse - self.lse)
+        weight = (weight if share is None else share * weight)[..., None]
+        return (1 - weight) * self.output + weight * other.output
+
+
+def softmax_part(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None = None) -> Part:
+    """One fused softmax, without a gradient.
+
+    Args:
+        queries: `[rows, heads, queries, d]`.
+        keys, values: `[rows, heads, keys, d]`.
+        mask: which keys each query sees, at least one, `[queries, keys]`; None for all.
+    """
+    exact = torch.promote_types(queries.dtype, torch.float32)
+    if queries.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
+        bias = None if mask is None else queries.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            queries, keys, values, attn_mask=bias, scale=scaling
+        )
+        return Part(output.to(exact), lse.to(exact))
+    if queries.is_cuda and mask is None and queries.dtype != torch.float64:
+        output, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            queries, keys, values, None, True, scale=scaling
+        )
+        return Part(output.to(exact), lse[..., : queries.shape[2]].to(exact))
+    scores = (queries @ keys.mT).to(exact) * scaling
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return Part((torch.softmax(scores, -1).to(values.dtype) @ values).to(exact), torch.logsumexp(scores, -1))
+
+
+def tiles(first: int, total: int, window: int) -> Iterator[tuple[int, int]]:
+    """Tokens from `first` on, in tiles (start, end) of which none has both tokens with and without something far."""
+    start = first
+    while start < total:
+        end = min(start + TILE, total)
+        if start < window:
+            end = min(end, window)
+        yield start, end
+        start = end
+
+
+def band(start: int, end: int, near: int, window: int, device: torch.device) -> Tensor:
+    """Which of the keys from `near` on are in the windows of queries start to end, `[queries, keys]`."""
+    back = torch.arange(start, end, device=device)[:, None] - torch.arange(near, end, device=device)
+    return (back >= 0) & (back < window)
+
+
+def one_pass(
+    queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, window: int, scaling: float
+) -> tuple[Tensor, Reads]:
+    """Local and global attention mixed by gates, without a gradient; nothing far is read where a gate is 0.
+
+    Args:
+        queries: of the last tokens, `[rows, heads, time, d]`.
+        keys, values: of all tokens, `[rows, kv_heads, total, d]`.
+        gates: the share of global attention, `[rows, 1 or kv_heads or heads, time]`.
+        window: tokens that local attention sees, the token itself included.
+
+    Returns:
+        `[rows, heads, time, d]`, and what was read.
+    """
+    total, heads = keys.shape[2], queries.shape[1]
+    first = total - queries.shape[2]
+    output, reads = torch.empty_like(queries), Reads()
+    for start, end in tiles(first, total, window):
+        asked, from_near = queries[:, :, start - first : end - first], max(start - window + 1, 0)
+        mask = None if end - start == 1 else band(start, end, from_near, window, keys.device)
+        near = attention(asked, keys[:, :, from_near:end], values[:, :, from_near:end], scaling, mask)
+        mixed = output[:, :, start - first : end - first]
+        mixed.copy_(near.output)
+        reads.near_pairs += near.lse.numel() * (end - from_near)
+        if start < window:
+            continue
+        gate = gates[:, :, start - first : end - first]
+        is_open = gate > 0
+        reads.decisions += gate.numel()
+        reads.skipped += gate.numel() - int(is_open.sum())
+        for rows, channels, chosen in open_queries(is_open):
+            mine = slice(channels.start * heads // gate.shape[1], channels.stop * heads // gate.shape[1])
+            far = far_part(
+                asked[rows, mine, chosen], keys[rows], values[rows], mine, heads, start, window, chosen, scaling
+            )
+            alone = Part(near.output[rows, mine, chosen], near.lse[rows, mine, chosen])
+            share = gate[rows, channels, chosen].to(far.lse.dtype)
+            share = share.repeat_interleave(far.lse.shape[1] // share.shape[1], 1)
+            mixed[rows, mine, chosen] = alone.joined(far, share).to(output.dtype)
+            reads.far_pairs += far.lse.numel() * (end - window)
+    return output, reads
+
+
+def open_queries(is_open: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Rows, channels and queries of open gates `[rows, channels, queries]`: all at once where all are open."""
+    rows, channels, queries = is_open.shape
+    if bool(is_open.all()):
+        yield slice(0, rows), slice(0, channels), torch.arange(queries, device=is_open.device)
+        return
+    for row in range(rows):
+        for channel in range(channels):
+            chosen = is_open[row, channel].nonzero()[:, 0]
+            if len(chosen):
+                yield slice(row, row + 1), slice(channel, channel + 1), chosen
+
+
+def attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None) -> Part:
+    """`softmax_part` for grouped queries `[rows, heads, queries, d]`; no key is repeated."""
+    kv_heads, count = keys.shape[1], queries.shape[2]
+    if mask is not None:
+        mask = mask.repeat(queries.shape[1] // kv_heads, 1)
+    part = softmax_part(by_kv_head(queries, kv_heads), keys, values, scaling, mask)
+    return Part(by_head(part.output, count), by_head(part.lse[..., None], count)[..., 0])
+
+
+def far_part(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mine: slice,
+    heads: int,
+    start: int,
+    window: int,
+    chosen: Tensor,
+    scaling: float,
+) -> Part:
+    """Softmax over what is far from some queries of the tile that begins at token `start`.
+
+    Args:
+        queries: `[rows, heads of mine, chosen, d]`.
+        keys, values: of all kv heads, `[rows, kv_heads, total, d]`.
+        mine: which of the `heads` query heads.
+        chosen: places of the queries in their tile.
+    """
+    kv_heads = keys.shape[1]
+    shared_heads = slice(mine.start * kv_heads // heads, -(-mine.stop * kv_heads // heads))
+    keys, values = keys[:, shared_heads], values[:, shared_heads]
+    last = int(chosen[-1])
+    border = start - window if last else start - window + 1  # keys before are far from all queries
+    shared = attention(queries, keys[:, :, :border], values[:, :, :border], scaling, None) if border else None
+    if not last:
+        assert shared is not None
+        return shared
+    end = border + last + 1
+    triangle = torch.arange(last + 1, device=chosen.device) <= chosen[:, None]
+    rest = attention(queries, keys[:, :, border:end], values[:, :, border:end], scaling, triangle)
+    return rest if shared is None else Part(shared.joined(rest), torch.logaddexp(shared.lse, rest.lse))
+
+
+def two_passes(queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, window: int, scaling: float) -> Tensor:
+    """The same as `one_pass`, with gradients: the mixture of two fused attentions, which reads near keys twice."""
+    everything = windowed(queries, keys, values, None, scaling)
+    near = everything if keys.shape[2] <= window else windowed(queries, keys, values, window, scaling)
+    share = gates.repeat_interleave(queries.shape[1] // gates.shape[1], 1)[..., None]
+    return ((1 - share) * near + share * everything).to(queries.dtype)
+
+
+def windowed(queries: Tensor, keys: Tensor, values: Tensor, window: int | None, scaling: float) -> Tensor:
+    """Causal attention of the last tokens over a window, or over everything.
+
+    Args:
+        queries: `[rows, heads, time, d]`.
+        keys, values: `[rows, kv_heads, total, d]`.
+    """
+    total = keys.shape[2]
+    first = total - queries.shape[2]
+    if window is None and first == 0:
+        return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
+    outputs = []
+    for start, end in tiles(first, total, window or 1):
+        near = 0 if window is None else max(start - window + 1, 0)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                queries[:, :, start - first : end - first],
+                keys[:, :, near:end],
+                values[:, :, near:end],
+                attn_mask=band(start, end, near, window or total, keys.device),
+                scale=scaling,
+                enable_gqa=True,
+            )
+        )
+    return torch.cat(outputs, 2)
