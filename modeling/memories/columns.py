@@ -79,12 +79,12 @@ class Columns:
         """Only the columns `[rows, kept]`, each row its own. Forgotten columns come back as anything.
 
         Raises:
-            ValueError: the last columns kept have been forgotten.
+            ValueError: the last columns are to be removed, and others before them have been forgotten.
         """
         count = columns.shape[1]
         if count and bool((columns == torch.arange(count, device=columns.device)).all()):
-            if count < self.dropped:
-                raise ValueError("Cannot remove that many tokens: heads with a window have forgotten what was before.")
+            if self.dropped and count < self.end:
+                raise ValueError("Tokens cannot be removed where heads with a window have forgotten what was before.")
             return Columns(self.storage, count - self.dropped, self.dropped)
         chosen = (columns - self.dropped).clamp(min=0)
         return Columns.of(keep_columns(self.keys, chosen, 2), keep_columns(self.values, chosen, 2))

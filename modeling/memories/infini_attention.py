@@ -248,7 +248,7 @@ def attend_segments(
     if options.window.kept_tokens or options.window.sink_tokens:
         raise ValueError("Local windows that keep earlier tokens are read one segment at a time.")
     rows, kv_heads, time, _ = keys.shape
-    inputs = (queries, keys, values, local_queries, local_keys)
+    inputs: tuple[Tensor, ...] = (queries, keys, values, local_queries, local_keys)
     order = None
     if real is not None and not bool(real.all()):
         order = torch.argsort((~real).long(), dim=1, stable=True).to(keys.device)  # tokens first
@@ -315,8 +315,8 @@ def scan(
 def local_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
     """Causal attention within each of many segments, `[rows, heads, segments, tokens, d_v]`."""
     rows = len(queries)
-    by_segment = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (queries, keys, values))
-    output = F.scaled_dot_product_attention(*by_segment, is_causal=True, scale=scaling, enable_gqa=True)
+    queries, keys, values = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (queries, keys, values))
+    output = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
     return output.unflatten(0, (rows, -1)).transpose(1, 2)
 
 
@@ -495,5 +495,5 @@ def naive(
             matrix, norm = matrix.detach(), norm.detach()
         matrices.append(matrix)
         norms.append(norm)
-    output, dot, mem = (torch.stack([torch.stack(head[i]) for head in rows]) for i in range(3))
-    return NaiveDocument(output, dot, mem, matrices, norms)
+    outputs, dots, mems = (torch.stack([torch.stack(head[i]) for head in rows]) for i in range(3))
+    return NaiveDocument(outputs, dots, mems, matrices, norms)

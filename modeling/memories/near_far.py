@@ -5,7 +5,7 @@ Queries go in tiles. For a tile that begins at token s, window w and query t:
     near     t - w < j <= t     a band of the last keys
     far      j <= t - w         keys before s - w, which every query of the tile sees, and a small triangle
 
-Each part is a fused softmax with its log-sum-exp; parts are merged by those. No n x n matrix is made.
+Each part is a softmax with its log-sum-exp, and parts are merged by those. No n x n matrix is made.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Part(NamedTuple):
 
 
 def softmax_part(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None = None) -> Part:
-    """One fused softmax, without a gradient.
+    """One softmax, without a gradient: fused on the CPU; elsewhere by a matrix of scores, as large as a tile needs.
 
     Args:
         queries: `[rows, heads, queries, d]`.
@@ -77,11 +77,6 @@ def softmax_part(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, 
             queries, keys, values, attn_mask=bias, scale=scaling
         )
         return Part(output.to(exact), lse.to(exact))
-    if queries.is_cuda and mask is None and queries.dtype != torch.float64:
-        output, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            queries, keys, values, None, True, scale=scaling
-        )
-        return Part(output.to(exact), lse[..., : queries.shape[2]].to(exact))
     scores = (queries @ keys.mT).to(exact) * scaling
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
@@ -121,7 +116,7 @@ def one_pass(
     """
     total, heads = keys.shape[2], queries.shape[1]
     first = total - queries.shape[2]
-    output, reads = torch.empty_like(queries), Reads()
+    output, reads = queries.new_empty(*queries.shape[:3], values.shape[-1]), Reads()
     for start, end in tiles(first, total, window):
         asked, from_near = queries[:, :, start - first : end - first], max(start - window + 1, 0)
         mask = None if end - start == 1 else band(start, end, from_near, window, keys.device)
@@ -223,15 +218,19 @@ def windowed(queries: Tensor, keys: Tensor, values: Tensor, window: int | None, 
     first = total - queries.shape[2]
     if window is None and first == 0:
         return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
-    outputs = []
+    outputs, biases = [], {}
     for start, end in tiles(first, total, window or 1):
         near = 0 if window is None else max(start - window + 1, 0)
+        shape = (end - start, start - near)
+        if shape not in biases:  # what is kept for the backward pass is one tensor for many tiles
+            seen = band(start, end, near, window or total, keys.device)
+            biases[shape] = queries.new_zeros(seen.shape).masked_fill(~seen, -torch.inf)
         outputs.append(
             F.scaled_dot_product_attention(
                 queries[:, :, start - first : end - first],
                 keys[:, :, near:end],
                 values[:, :, near:end],
-                attn_mask=band(start, end, near, window or total, keys.device),
+                attn_mask=biases[shape],
                 scale=scaling,
                 enable_gqa=True,
             )
