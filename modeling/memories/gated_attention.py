@@ -261,8 +261,8 @@ def attend(
         `[rows, time, heads, d]`.
     """
     reading: GatedReading = call.reading
-    reading.counted = counted_tokens(call, options.window_tokens)
-    reading.visible = call.visible
+    if reading.counted is None:
+        reading.counted, reading.visible = counted_tokens(call, options.window_tokens), call.visible
     fixed = options.fixed(layer)
     if fixed is not None:
         return attend_fixed(options, layer, fixed, queries, keys, values, scaling, call).transpose(1, 2)
@@ -286,10 +286,10 @@ def attend_fixed(
 ) -> Tensor:
     """Attention of a layer whose heads are fixed, `[rows, heads, time, d]`."""
     reading: GatedReading = call.reading
-    base, output = options.base, torch.empty_like(queries)
-    near_heads = tuple(head for head in range(base.kv_heads) if head not in far_heads)
-    by_group = queries.unflatten(1, (base.kv_heads, -1))
-    mixed = output.unflatten(1, (base.kv_heads, -1))
+    kv_heads = options.base.kv_heads
+    near_heads = tuple(head for head in range(kv_heads) if head not in far_heads)
+    by_group = queries.unflatten(1, (kv_heads, -1))
+    mixed = torch.empty_like(by_group)
     for name, heads in (("far", far_heads), ("near", near_heads)):
         if not heads:
             continue
@@ -392,9 +392,10 @@ class GatedState(MemoryState):
     def end(self, reading: GatedReading) -> None:
         self.held = {**self.held, **reading.new}
         assert reading.visible is not None and reading.counted is not None
-        needed = first_needed(reading.visible, self.window_tokens)
-        for key, columns in self.held.items():
-            if key[0] == "near" and needed - columns.dropped > self.window_tokens:
+        near = {key: columns for key, columns in self.held.items() if key[0] == "near"}
+        needed = first_needed(reading.visible, self.window_tokens) if near else 0
+        for key, columns in near.items():
+            if needed - columns.dropped > self.window_tokens:
                 self.held[key] = columns.without_first(needed)
         for layer, read in reading.reads.items():
             self.reads[layer].add(read)

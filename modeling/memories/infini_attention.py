@@ -24,7 +24,6 @@ from cacheformers.modeling.memories.base import (
     LocalWindow,
     MemoryState,
     SegmentCall,
-    by_layer,
     joined,
     keep_columns,
     part,
@@ -417,11 +416,13 @@ class InfiniState(MemoryState):
         return joined(held=held, keys=self.keys, values=self.values)
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
-        device = next(iter(self.held.values())).norm.device
         for layer, old in self.held.items():
             saved = part(tensors, f"held.{layer}")
             self.held[layer] = Compressed(**{name: saved[name].to(old.norm.device) for name in Compressed._fields})
-        self.keys, self.values = (by_layer(part(tensors, name), device) for name in ("keys", "values"))
+        self.keys, self.values = (
+            {int(layer): held.to(self.held[int(layer)].norm.device) for layer, held in part(tensors, name).items()}
+            for name in ("keys", "values")
+        )
 
     @property
     def nbytes(self) -> int:
