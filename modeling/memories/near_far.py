@@ -59,27 +59,26 @@ class Part(NamedTuple):
         """The output over the keys of both; `share` `[..., queries]` is how much of it, beside this part alone."""
         weight = torch.sigmoid(other.lse - self.lse)
         weight = (weight if share is None else share * weight)[..., None]
-        return (1 - weight) * self.output + weight * other.output
+        return torch.lerp(self.output, other.output, weight)
 
 
-def softmax_part(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None = None) -> Part:
+def softmax_part(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, bias: Tensor | None) -> Part:
     """One softmax, without a gradient: fused on the CPU; elsewhere by a matrix of scores, as large as a tile needs.
 
     Args:
         queries: `[rows, heads, queries, d]`.
         keys, values: `[rows, heads, keys, d]`.
-        mask: which keys each query sees, at least one, `[queries, keys]`; None for all.
+        bias: 0 for the keys that each query sees, at least one, and -inf for the others, `[queries, keys]`.
     """
     exact = torch.promote_types(queries.dtype, torch.float32)
     if queries.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
-        bias = None if mask is None else queries.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries, keys, values, attn_mask=bias, scale=scaling
         )
         return Part(output.to(exact), lse.to(exact))
     scores = (queries @ keys.mT).to(exact) * scaling
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
+    if bias is not None:
+        scores = scores + bias
     return Part((torch.softmax(scores, -1).to(values.dtype) @ values).to(exact), torch.logsumexp(scores, -1))
 
 
@@ -94,10 +93,28 @@ def tiles(first: int, total: int, window: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def band(start: int, end: int, near: int, window: int, device: torch.device) -> Tensor:
-    """Which of the keys from `near` on are in the windows of queries start to end, `[queries, keys]`."""
-    back = torch.arange(start, end, device=device)[:, None] - torch.arange(near, end, device=device)
-    return (back >= 0) & (back < window)
+def bias_of(seen: Tensor, like: Tensor) -> Tensor:
+    """0 where a key is seen and -inf elsewhere, in the dtype of `like`."""
+    return like.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+
+
+class Bands:
+    """Biases by which queries see their window; tiles of the same shape share one."""
+
+    def __init__(self, window: int, like: Tensor) -> None:
+        self.window, self.like = window, like
+        self.made: dict[tuple[int, int], Tensor] = {}
+
+    def bias(self, start: int, end: int, near: int) -> Tensor | None:
+        """For queries start to end and the keys from `near` on, `[queries, keys]`; None for one query."""
+        if end - start == 1:
+            return None
+        shape = (end - start, start - near)
+        if shape not in self.made:
+            time = torch.arange(near, end, device=self.like.device)
+            back = time[start - near :, None] - time
+            self.made[shape] = bias_of((back >= 0) & (back < self.window), self.like)
+        return self.made[shape]
 
 
 def one_pass(
@@ -116,11 +133,12 @@ def one_pass(
     """
     total, heads = keys.shape[2], queries.shape[1]
     first = total - queries.shape[2]
+    bands = Bands(window, queries)
     output, reads = queries.new_empty(*queries.shape[:3], values.shape[-1]), Reads()
     for start, end in tiles(first, total, window):
         asked, from_near = queries[:, :, start - first : end - first], max(start - window + 1, 0)
-        mask = None if end - start == 1 else band(start, end, from_near, window, keys.device)
-        near = attention(asked, keys[:, :, from_near:end], values[:, :, from_near:end], scaling, mask)
+        bias = bands.bias(start, end, from_near)
+        near = attention(asked, keys[:, :, from_near:end], values[:, :, from_near:end], scaling, bias)
         mixed = output[:, :, start - first : end - first]
         mixed.copy_(near.output)
         reads.near_pairs += near.lse.numel() * (end - from_near)
@@ -132,13 +150,14 @@ def one_pass(
         reads.skipped += gate.numel() - int(is_open.sum())
         for rows, channels, chosen in open_queries(is_open):
             mine = slice(channels.start * heads // gate.shape[1], channels.stop * heads // gate.shape[1])
+            here = slice(None) if len(chosen) == end - start else chosen
             far = far_part(
-                asked[rows, mine, chosen], keys[rows], values[rows], mine, heads, start, window, chosen, scaling
+                asked[rows, mine, here], keys[rows], values[rows], mine, heads, start, window, chosen, scaling
             )
-            alone = Part(near.output[rows, mine, chosen], near.lse[rows, mine, chosen])
-            share = gate[rows, channels, chosen].to(far.lse.dtype)
+            alone = Part(near.output[rows, mine, here], near.lse[rows, mine, here])
+            share = gate[rows, channels, here].to(far.lse.dtype)
             share = share.repeat_interleave(far.lse.shape[1] // share.shape[1], 1)
-            mixed[rows, mine, chosen] = alone.joined(far, share).to(output.dtype)
+            mixed[rows, mine, here] = alone.joined(far, share).to(output.dtype)
             reads.far_pairs += far.lse.numel() * (end - window)
     return output, reads
 
@@ -156,12 +175,12 @@ def open_queries(is_open: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
                 yield slice(row, row + 1), slice(channel, channel + 1), chosen
 
 
-def attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, mask: Tensor | None) -> Part:
+def attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, bias: Tensor | None) -> Part:
     """`softmax_part` for grouped queries `[rows, heads, queries, d]`; no key is repeated."""
     kv_heads, count = keys.shape[1], queries.shape[2]
-    if mask is not None:
-        mask = mask.repeat(queries.shape[1] // kv_heads, 1)
-    part = softmax_part(by_kv_head(queries, kv_heads), keys, values, scaling, mask)
+    if bias is not None:
+        bias = bias.repeat(queries.shape[1] // kv_heads, 1)
+    part = softmax_part(by_kv_head(queries, kv_heads), keys, values, scaling, bias)
     return Part(by_head(part.output, count), by_head(part.lse[..., None], count)[..., 0])
 
 
@@ -195,7 +214,8 @@ def far_part(
         return shared
     end = border + last + 1
     triangle = torch.arange(last + 1, device=chosen.device) <= chosen[:, None]
-    rest = attention(queries, keys[:, :, border:end], values[:, :, border:end], scaling, triangle)
+    bias = bias_of(triangle, queries)
+    rest = attention(queries, keys[:, :, border:end], values[:, :, border:end], scaling, bias)
     return rest if shared is None else Part(shared.joined(rest), torch.logaddexp(shared.lse, rest.lse))
 
 
@@ -218,19 +238,15 @@ def windowed(queries: Tensor, keys: Tensor, values: Tensor, window: int | None, 
     first = total - queries.shape[2]
     if window is None and first == 0:
         return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
-    outputs, biases = [], {}
+    bands, outputs = Bands(window or total, queries), []
     for start, end in tiles(first, total, window or 1):
         near = 0 if window is None else max(start - window + 1, 0)
-        shape = (end - start, start - near)
-        if shape not in biases:  # what is kept for the backward pass is one tensor for many tiles
-            seen = band(start, end, near, window or total, keys.device)
-            biases[shape] = queries.new_zeros(seen.shape).masked_fill(~seen, -torch.inf)
         outputs.append(
             F.scaled_dot_product_attention(
                 queries[:, :, start - first : end - first],
                 keys[:, :, near:end],
                 values[:, :, near:end],
-                attn_mask=biases[shape],
+                attn_mask=bands.bias(start, end, near),
                 scale=scaling,
                 enable_gqa=True,
             )
