@@ -1,0 +1,513 @@
+"""Gated attention: each token decides whether it looks beyond a window (Liao & Chang, MIT 6.7960 course report).
+
+    g_t = sigmoid(a_t),  a_t = linear or MLP of x_t        x is the input of the layer's self-attention
+    P_t = (1 - g_t) P_near + g_t P_all                     softmax over the last w tokens, and over all tokens so far
+    loss = CE + sparsity_weight * mean g(1 - g) + mean_weight * mean g
+
+The report's softmax over one logit is 1 for every token, and its sparsity term has the sign that pushes gates to 0.5;
+hence the sigmoid and the plus (`sparsity_sign="paper"` is for study). Where a gate is below `threshold` nothing far is
+read, in prefill and in decoding. Keys and values all stay, since a later token may open its gate, except in heads that
+`far_heads` fixes for good (as DuoAttention does, Xiao et al. 2024, arXiv 2410.10819).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cacheformers.modeling.memories.base import BaseShape, LocalWindow, MemoryState, SegmentCall, joined, part
+from cacheformers.modeling.memories.checks import check_at_least, check_choices, check_layers
+from cacheformers.modeling.memories.columns import Columns
+from cacheformers.modeling.memories.near_far import Reads, one_pass, two_passes
+
+EVERYTHING = 2**40  # tokens that stay visible
+STRETCH = (-0.1, 1.1)  # hard-concrete gates (Louizos et al. 2018, arXiv 1712.01312) are stretched to this, then clipped
+
+
+@dataclass(frozen=True)
+class GatedAttentionOptions:
+    """The method's options, resolved against a base model.
+
+    Attributes:
+        window_tokens: w, what a closed gate sees; the token itself counts.
+        gate_hidden: width of the gate's hidden layer; None for a linear gate.
+        gate_bias: where gates start, before the sigmoid: +4 keeps the base's function nearly, inf exactly; 0 is for a
+            model from scratch.
+        gate_choice: how gates are made in training: "soft"; or, for the last phase, "straight_through" (0 or 1 forward,
+            soft backward), "gumbel" (a noisy sigmoid) or "hard_concrete" (noisy, stretched and clipped to [0, 1]).
+        gate_temperature: of the noisy choices.
+        sparsity_sign: "+" or, for study, "paper", which pushes gates to 0.5.
+        threshold: tau. In inference gates below it are 0, those above 1 - tau are 1. 0 is what was trained.
+        segment_tokens: tokens that one forward takes; it bounds activations, and changes no result.
+        far_heads: layer and its kv heads that see everything; the others see the window, and keep no more. The gate of
+            such a layer is not asked. Layers that are not named keep their gates.
+
+    Raises:
+        ValueError: an option that does not fit the base model.
+    """
+
+    base: BaseShape
+    layers: tuple[int, ...]
+    window_tokens: int = 512
+    gate_hidden: int | None = None
+    gate_per: Literal["layer", "head", "kv_head"] = "layer"
+    gate_bias: float = 4.0
+    gate_choice: Literal["soft", "straight_through", "gumbel", "hard_concrete"] = "soft"
+    gate_temperature: float = 2 / 3
+    sparsity_weight: float = 0.0
+    mean_weight: float = 0.0
+    sparsity_sign: Literal["+", "paper"] = "+"
+    threshold: float = 0.0
+    segment_tokens: int = 2048
+    far_heads: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_layers(self.layers, self.base)
+        check_at_least(1, self, "window_tokens", "segment_tokens", *(["gate_hidden"] if self.gate_hidden else []))
+        check_at_least(0, self, "sparsity_weight", "mean_weight")
+        check_choices(
+            self,
+            gate_per=("layer", "head", "kv_head"),
+            gate_choice=("soft", "straight_through", "gumbel", "hard_concrete"),
+            sparsity_sign=("+", "paper"),
+        )
+        if self.gate_hidden == 0:
+            raise ValueError("gate_hidden 0 has no units: leave it out for a linear gate.")
+        if not self.gate_temperature > 0:
+            raise ValueError(f"gate_temperature must be positive, got {self.gate_temperature}.")
+        if not 0 <= self.threshold <= 0.5:
+            raise ValueError(f"threshold must be between 0 and 0.5, got {self.threshold}.")
+        for layer, kv_heads in self.far_heads:
+            if layer not in self.layers or not set(kv_heads) <= set(range(self.base.kv_heads)):
+                raise ValueError(
+                    f"far_heads names layer {layer} with kv heads {list(kv_heads)}: the method's layers are "
+                    f"{list(self.layers)}, and this base model has {self.base.kv_heads} kv heads."
+                )
+
+    @property
+    def window(self) -> LocalWindow:
+        """What stays visible: everything. (Near and far are the attention's own matter.)"""
+        return LocalWindow(self.segment_tokens, EVERYTHING)
+
+    @property
+    def channels(self) -> int:
+        """Gates of a token in a layer."""
+        return {"layer": 1, "head": self.base.heads, "kv_head": self.base.kv_heads}[self.gate_per]
+
+    def fixed(self, layer: int) -> tuple[int, ...] | None:
+        """The kv heads of a layer that see everything; None where gates decide."""
+        return dict(self.far_heads).get(layer)
+
+    @property
+    def signature(self) -> dict[str, Any]:
+        """What two models must share to exchange a memory."""
+        options = asdict(self)
+        shared = ("base", "layers", "window_tokens", "far_heads")
+        return {"method": "gated_attention", **{name: options[name] for name in shared}}
+
+    def new_state(
+        self,
+        rows: int,
+        devices: dict[int, torch.device],
+        dtype: torch.dtype,
+        keep_values: bool = False,
+        cache_size: int | None = None,
+    ) -> GatedState:
+        """An empty memory.
+
+        Args:
+            devices: of each augmented layer.
+            dtype: of the model's activations.
+            keep_values: nothing is encoded anew in training, so this changes nothing.
+
+        Raises:
+            ValueError: a cache_size was asked for.
+        """
+        if cache_size is not None:
+            raise ValueError("Gated attention keeps every key and value: leave cache_size out.")
+        return GatedState(self, devices)
+
+
+# Gates
+
+
+class GatedParts(NamedTuple):
+    """The trained parts that one layer holds.
+
+    Shapes: `token_gate` `[channels, h or gate_hidden]` and a bias; `token_gate_hidden` `[gate_hidden, h]` and a bias.
+    """
+
+    token_gate: nn.Linear
+    token_gate_hidden: nn.Linear | None = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """a `[rows, channels, time]` of x `[rows, time, h]`, in float32 or better."""
+        hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        if self.token_gate_hidden is not None:
+            hidden = F.gelu(applied(self.token_gate_hidden, hidden))
+        return applied(self.token_gate, hidden).transpose(1, 2)
+
+
+def applied(linear: nn.Linear, inputs: Tensor) -> Tensor:
+    """A linear layer in the dtype of its inputs."""
+    return F.linear(inputs, linear.weight.to(inputs.dtype), linear.bias.to(inputs.dtype))
+
+
+def make_parts(options: GatedAttentionOptions) -> dict[str, nn.Module]:
+    """The parts that a layer trains: every token's gate is sigmoid(gate_bias) at first."""
+    size, hidden = options.base.hidden_size, options.gate_hidden
+    gate = nn.Linear(hidden or size, options.channels)
+    nn.init.zeros_(gate.weight)
+    nn.init.constant_(gate.bias, options.gate_bias)
+    parts: dict[str, nn.Module] = {"token_gate": gate}
+    if hidden:
+        parts["token_gate_hidden"] = nn.Linear(size, hidden)
+    return parts
+
+
+def gates_for_training(options: GatedAttentionOptions, logits: Tensor) -> Tensor:
+    """Gates by which outputs are mixed in training."""
+    if options.gate_choice == "soft":
+        return torch.sigmoid(logits)
+    if options.gate_choice == "straight_through":
+        soft = torch.sigmoid(logits)
+        return soft + ((soft > 0.5).to(soft.dtype) - soft).detach()
+    noise = torch.rand_like(logits).clamp(1e-6, 1 - 1e-6)
+    noisy = torch.sigmoid((logits + torch.logit(noise)) / options.gate_temperature)
+    return stretched(noisy) if options.gate_choice == "hard_concrete" else noisy
+
+
+def gates_for_inference(options: GatedAttentionOptions, logits: Tensor) -> Tensor:
+    """The same without noise, and with the threshold."""
+    gates = torch.sigmoid(logits)
+    if options.gate_choice == "straight_through":
+        return (gates > 0.5).to(gates.dtype)
+    if options.gate_choice == "hard_concrete":
+        gates = stretched(gates)
+    gates = gates.masked_fill(gates < options.threshold, 0)
+    return gates.masked_fill(gates > 1 - options.threshold, 1)
+
+
+def stretched(gates: Tensor) -> Tensor:
+    low, high = STRETCH
+    return (gates * (high - low) + low).clamp(0, 1)
+
+
+class GateLosses(NamedTuple):
+    """Terms over layers and tokens: mean g(1 - g) with its sign, mean g, and their weighted sum."""
+
+    sparsity: Tensor
+    mean: Tensor
+    total: Tensor
+
+
+def gate_losses(options: GatedAttentionOptions, gates: Iterable[Tensor], counted: Tensor) -> GateLosses:
+    """What is added to the loss.
+
+    Args:
+        gates: sigmoid of the logits in every layer, `[rows, channels, time]` (whatever the choice in the forward).
+        counted: tokens that have something far (see `GatedReading`), `[rows, time]`.
+    """
+    chosen = torch.stack([layer.transpose(1, 2)[counted.to(layer.device)].to(counted.device) for layer in gates])
+    sign = -1 if options.sparsity_sign == "paper" else 1
+    number = max(chosen.numel(), 1)
+    sparsity, mean = sign * (chosen * (1 - chosen)).sum() / number, chosen.sum() / number
+    return GateLosses(sparsity, mean, options.sparsity_weight * sparsity + options.mean_weight * mean)
+
+
+def fix_heads(options: GatedAttentionOptions, means: dict[int, Tensor], least: float = 0.5) -> GatedAttentionOptions:
+    """Options in which each head sees either everything or its window, for good.
+
+    Args:
+        means: mean gate by layer, `[channels]` (`GatedState.gate_means` over some text).
+        least: a kv head sees everything if the mean gate of one of its query heads is at least this.
+    """
+    kv_heads, fixed = options.base.kv_heads, []
+    for layer, mean in sorted(means.items()):
+        highest = mean.expand(max(len(mean), kv_heads)).unflatten(0, (kv_heads, -1)).amax(1)
+        fixed.append((layer, tuple((highest >= least).nonzero()[:, 0].tolist())))
+    return replace(options, far_heads=tuple(fixed))
+
+
+# Attention
+
+
+def attend(
+    options: GatedAttentionOptions,
+    layer: int,
+    parts: GatedParts,
+    hidden: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    call: SegmentCall,
+    training: bool,
+) -> Tensor:
+    """Gated attention of new columns over all visible ones.
+
+    Args:
+        hidden: x, the input of the layer's self-attention, `[rows, time, h]`.
+        queries, keys, values: of the new columns, as local attention takes them, `[rows, (kv_)heads, time, d]`.
+        training: gates as in training; in inference they have the threshold.
+
+    Returns:
+        `[rows, time, heads, d]`.
+    """
+    reading: GatedReading = call.reading
+    if reading.counted is None:
+        reading.counted, reading.visible = counted_tokens(call, options.window_tokens), call.visible
+    fixed = options.fixed(layer)
+    if fixed is not None:
+        return attend_fixed(options, layer, fixed, queries, keys, values, scaling, call).transpose(1, 2)
+    logits = parts.logits(hidden)
+    gates = gates_for_training(options, logits) if training else gates_for_inference(options, logits)
+    reading.gates[layer] = torch.sigmoid(logits)
+    held = reading.append("far", layer, keys, values)
+    output = reading.attention(layer, queries, held, gates, options.window_tokens, scaling, call)
+    return output.transpose(1, 2)
+
+
+def attend_fixed(
+    options: GatedAttentionOptions,
+    layer: int,
+    far_heads: tuple[int, ...],
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    call: SegmentCall,
+) -> Tensor:
+    """Attention of a layer whose heads are fixed, `[rows, heads, time, d]`."""
+    reading: GatedReading = call.reading
+    kv_heads = options.base.kv_heads
+    near_heads = tuple(head for head in range(kv_heads) if head not in far_heads)
+    by_group = queries.unflatten(1, (kv_heads, -1))
+    mixed = torch.empty_like(by_group)
+    for name, heads in (("far", far_heads), ("near", near_heads)):
+        if not heads:
+            continue
+        index = torch.tensor(heads, device=queries.device)
+        held = reading.append(name, layer, keys[:, index], values[:, index])
+        gates = queries.new_full((len(queries), len(heads), queries.shape[2]), float(name == "far"))
+        asked = by_group[:, index].flatten(1, 2)
+        found = reading.attention(layer, asked, held, gates, options.window_tokens, scaling, call)
+        mixed = mixed.index_copy(1, index, found.unflatten(1, (len(heads), -1)))
+    return mixed.flatten(1, 2)
+
+
+def counted_tokens(call: SegmentCall, window: int) -> Tensor:
+    """Which new columns are tokens with something far from them, `[rows, time]`."""
+    time = call.real.shape[1]
+    return call.real & (call.visible.cumsum(1)[:, -time:] > window)
+
+
+@dataclass
+class GatedReading:
+    """What one forward reads and leaves behind.
+
+    Attributes:
+        held: columns of each layer before this forward, under "far" (everything is kept) and "near".
+        new: the same with this forward's.
+        gates: sigmoid of each layer's logits, `[rows, channels, time]`.
+        counted: which new columns are tokens with something far from them, `[rows, time]`; losses and statistics are
+            about those.
+        visible: which columns, old and new, hold a token, `[rows, columns + time]`.
+        reads: what each layer read.
+    """
+
+    held: dict[tuple[str, int], Columns]
+    new: dict[tuple[str, int], Columns] = field(default_factory=dict)
+    gates: dict[int, Tensor] = field(default_factory=dict)
+    counted: Tensor | None = None
+    visible: Tensor | None = None
+    reads: dict[int, Reads] = field(default_factory=dict)
+
+    def append(self, name: str, layer: int, keys: Tensor, values: Tensor) -> Columns:
+        """Old and new columns of a layer."""
+        old = self.held.get((name, layer))
+        held = Columns.of(keys, values) if old is None else old.appended(keys, values)
+        self.new[name, layer] = held
+        return held
+
+    def attention(
+        self, layer: int, queries: Tensor, held: Columns, gates: Tensor, window: int, scaling: float, call: SegmentCall
+    ) -> Tensor:
+        """Mixed attention, row by row where rows hold different tokens, `[rows, heads, time, d]`."""
+        reads = self.reads.setdefault(layer, Reads())
+
+        def mixed(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                return two_passes(q, k, v, g, window, scaling)
+            output, read = one_pass(q, k, v, g, window, scaling)
+            reads.add(read)
+            return output
+
+        if not call.padded:
+            return mixed(queries, held.keys, held.values, gates)
+        rows = []
+        for row in range(len(queries)):
+            new = call.real[row].nonzero()[:, 0].to(queries.device)
+            output = torch.zeros_like(queries[row : row + 1])
+            if len(new):
+                seen = span(call.visible[row, held.dropped :].nonzero()[:, 0].to(queries.device))
+                mine = slice(row, row + 1)
+                found = mixed(
+                    queries[mine, :, new], held.keys[mine, :, seen], held.values[mine, :, seen], gates[mine, :, new]
+                )
+                output = output.index_copy(2, new, found)
+            rows.append(output)
+        return torch.cat(rows)
+
+
+def span(columns: Tensor) -> slice | Tensor:
+    """Columns as a slice where they are without gaps, so that taking them copies nothing."""
+    first, last = int(columns[0]), int(columns[-1])
+    return slice(first, last + 1) if last - first + 1 == len(columns) else columns
+
+
+class GatedState(MemoryState):
+    """Keys and values of every augmented layer, in the columns of the local cache; and what gates did.
+
+    Attributes:
+        reads: what each layer read, without gradients.
+    """
+
+    def __init__(self, options: GatedAttentionOptions, devices: dict[int, torch.device]) -> None:
+        self.window_tokens, self.devices = options.window_tokens, devices
+        self.held: dict[tuple[str, int], Columns] = {}
+        self.reads: dict[int, Reads] = {layer: Reads() for layer in options.layers}
+        self.gate_sums: dict[int, Tensor] = {}  # layer -> [channels]
+        self.tokens_counted = 0
+
+    def begin(self) -> GatedReading:
+        return GatedReading(dict(self.held))
+
+    def end(self, reading: GatedReading) -> None:
+        self.held = {**self.held, **reading.new}
+        assert reading.visible is not None and reading.counted is not None
+        near = {key: columns for key, columns in self.held.items() if key[0] == "near"}
+        needed = first_needed(reading.visible, self.window_tokens) if near else 0
+        for key, columns in near.items():
+            if needed - columns.dropped > self.window_tokens:
+                self.held[key] = columns.without_first(needed)
+        for layer, read in reading.reads.items():
+            self.reads[layer].add(read)
+        self.tokens_counted += int(reading.counted.sum())
+        for layer, gates in reading.gates.items():
+            counted = gates.detach().transpose(1, 2)[reading.counted.to(gates.device)].double().sum(0)
+            self.gate_sums[layer] = self.gate_sums[layer] + counted if layer in self.gate_sums else counted
+
+    @property
+    def gate_means(self) -> dict[int, Tensor]:
+        """Mean gate of each layer, `[channels]`, over tokens that have something far from them."""
+        return {layer: total / max(self.tokens_counted, 1) for layer, total in self.gate_sums.items()}
+
+    def check(self, row: int, columns: Tensor) -> None:
+        """Nothing is stored that is not visible already."""
+
+    def commit(self, row: int, columns: Tensor) -> None:
+        """Closed segments stay where they are."""
+
+    def detach(self) -> None:
+        """Cut the autograd graph: the next step's gradient does not reach keys and values of this one."""
+        self._change(Tensor.detach)
+
+    def keep(self, columns: Tensor) -> None:
+        self.held = {key: held.kept(columns.to(held.keys.device)) for key, held in self.held.items()}
+
+    def reset(self, rows: Sequence[int]) -> None:
+        """A row that begins again does not see its columns any more."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        self._change(lambda tensor: tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)])
+
+    def clone(self) -> GatedState:
+        twin = copy.copy(self)
+        twin.held, twin.gate_sums = dict(self.held), dict(self.gate_sums)
+        twin.reads = {layer: replace(reads) for layer, reads in self.reads.items()}
+        return twin
+
+    def to(self, device: torch.device | str) -> None:
+        self._change(lambda tensor: tensor.to(device))
+        self.devices = dict.fromkeys(self.devices, torch.device(device))
+        self.gate_sums = {layer: total.to(device) for layer, total in self.gate_sums.items()}
+
+    def _change(self, change: Any) -> None:
+        self.held = {key: held.each(change) for key, held in self.held.items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        parts: dict[str, dict[str, Tensor]] = {"far": {}, "near": {}}
+        for (name, layer), held in self.held.items():
+            parts[name][f"{layer}.keys"], parts[name][f"{layer}.values"] = held.keys.clone(), held.values.clone()
+            parts[name][f"{layer}.dropped"] = torch.tensor(held.dropped)
+        return joined(**parts)
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        self.held = {}
+        for name in ("far", "near"):
+            saved = part(tensors, name)
+            for layer in sorted({int(key.partition(".")[0]) for key in saved}):
+                keys, values = (saved[f"{layer}.{side}"].to(self.devices[layer]) for side in ("keys", "values"))
+                self.held[name, layer] = Columns.of(keys, values, int(saved[f"{layer}.dropped"]))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(held.nbytes for held in self.held.values())
+
+
+def first_needed(visible: Tensor, window: int) -> int:
+    """The first column that the next token's window may reach in some row."""
+    after = visible.flip(1).cumsum(1).flip(1)  # tokens from each column to the end
+    reached = visible & (after < window)
+    columns = reached.any(0).nonzero()[:, 0]
+    return int(columns[0]) if len(columns) else visible.shape[1]
+
+
+# The specification
+
+
+class NaiveAttention(NamedTuple):
+    """What `naive` returns: outputs `[heads, time, d]`, probabilities `[heads, time, time]`, log-sum-exps
+    `[heads, time]`."""
+
+    output: Tensor
+    output_near: Tensor
+    output_all: Tensor
+    shares: Tensor
+    shares_near: Tensor
+    shares_all: Tensor
+    lse_near: Tensor
+    lse_all: Tensor
+
+
+def naive(queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, window: int, scaling: float) -> NaiveAttention:
+    """The specification: gated attention over one document, token by token, in the plainest way.
+
+    Args:
+        queries, keys, values: `[(kv_)heads, time, d]`.
+        gates: `[channels, time]`.
+    """
+    heads, time, _ = queries.shape
+    found: list[list[tuple[Tensor, ...]]] = []
+    for head in range(heads):
+        kv_head, gate = head // (heads // len(keys)), gates[head // (heads // len(gates))]
+        found.append([])
+        for t in range(time):
+            scores = keys[kv_head, : t + 1] @ queries[head, t] * scaling
+            first = max(t - window + 1, 0)
+            everything = torch.softmax(scores, 0)
+            near = F.pad(torch.softmax(scores[first:], 0), (first, 0))
+            shares = (1 - gate[t]) * near + gate[t] * everything
+            outputs = [kind @ values[kv_head, : t + 1] for kind in (shares, near, everything)]
+            padded = [F.pad(kind, (0, time - t - 1)) for kind in (shares, near, everything)]
+            found[-1].append((*outputs, *padded, scores[first:].logsumexp(0), scores.logsumexp(0)))
+    return NaiveAttention(
+        *(torch.stack([torch.stack([token[i] for token in head]) for head in found]) for i in range(8))
+    )
