@@ -1,8 +1,10 @@
 """What the model classes of every method share: a base model of transformers with a memory inside.
 
-config.json            text_config (the base model's own), and the method's options
-model.language_model   the base model without its head, under its own names; a memory on each augmented attention
-lm_head                the base model's own head
+    config.json            text_config (the base model's own), and the method's options
+    model.language_model   the base model without its head, under its own names; a memory on each augmented attention
+    lm_head                the base model's own head
+
+A method adds a `CompositeConfig` with its settings, a `CompositeMemory`, and the model classes that name both.
 """
 
 from __future__ import annotations
@@ -238,7 +240,8 @@ class CompositeModel(CompositePreTrainedModel):
     """A base model with a memory, without a head.
 
     Args:
-        language_model: a pretrained base to take over instead of a new one; memories then start from its weights.
+        language_model: a base to take over instead of a new one.
+        from_base: memories start from its weights, not at random.
     """
 
     def __init__(self, config: CompositeConfig, language_model: PreTrainedModel | None = None, from_base: bool = False):
