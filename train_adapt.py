@@ -181,8 +181,7 @@ def make_plan(options: Options) -> Plan:
         raise ValueError(
             f"All checkpoints in {checkpoints.folder} are damaged: look why, or start anew with --overwrite."
         )
-    if accelerator.is_main_process:
-        check_hub(options.hub, options.model.base)
+    check_hub(options.hub, options.model.base)  # in every process: they all stop, or none
     checkpoints.claim()
     return Plan(options, adapter, memory, accelerator, tokenizer, documents, valid, checkpoints, settings, resumed)
 
