@@ -168,10 +168,18 @@ class CacheFormerOptions:
         """A compressed segment is visible to a token if it ends before this position."""
         return self.window_start(position) if self.pretrained else position
 
+    def block_start(self, position: Tensor) -> Tensor:
+        """First position of a token's block."""
+        return position // self.block_rows * self.block_rows
+
     def admissible(self, position: Tensor) -> Tensor:
-        """How many segments the block that begins at a position may retrieve (section 5.2 of the paper's text)."""
+        """How many of the first segments the block that begins at a position may retrieve."""
         before = self.window_start(position) if self.exclude_window or self.pretrained else position
         return before // self.pool_tokens
+
+    def filled(self, position: Tensor) -> Tensor:
+        """How many segments a token retrieves."""
+        return self.admissible(self.block_start(position)).clamp(max=self.retrieved)
 
 
 class BranchGate(nn.Module):

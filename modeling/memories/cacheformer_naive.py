@@ -36,9 +36,7 @@ def naive(
         keys = projected.k[0, kv_head]
         values = keys if projected.v is None else projected.v[0, kv_head]
         source = projected.pooled_keys(options)[0, kv_head]
-        near = list(
-            zip(normalise(parts.local_norm, keys), normalise(parts.local_norm, values), strict=True)
-        )  # one by one
+        near = list(zip(normalise(parts.local_norm, keys), normalise(parts.local_norm, values), strict=True))
         segments, half = time // options.pool_tokens, options.pool_tokens // 2
         long = [compress(options, parts, source, values, c, 0, rotate) for c in range(segments)]
         shifted = [compress(options, parts, source, values, c, half, rotate) for c in range(segments + 1)]
@@ -104,7 +102,7 @@ def segment_probabilities(options: CacheFormerOptions, query: Tensor, long: list
     horizon = int(options.horizon(torch.tensor(t)))
     visible = [c for c in range(len(long)) if (c + 1) * options.pool_tokens <= horizon]
     found = [query.new_zeros(options.pool_vectors) for _ in long]
-    if visible:
+    if visible and options.cache:
         scores = torch.stack([query @ key for c in visible for key, _ in long[c]]).detach()
         for c, share in zip(visible, torch.softmax(scores, 0).split(options.pool_vectors), strict=True):
             found[c] = share

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+from cacheformers.modeling.memories.cacheformer import CacheFormerOptions
+
+if TYPE_CHECKING:
+    from cacheformers.modeling.memories.cacheformer_tiles import Attended
 
 
 def select_segments(scores: Tensor, allowed: Tensor, topk: int, neighbors: int, sink: bool = False) -> Tensor:
@@ -82,3 +89,107 @@ def widen(hits: Tensor, allowed: Tensor, neighbors: int, segments: int) -> Tenso
     chosen = torch.where(order < never, chosen, -1)
     missing = chosen.new_full((*chosen.shape[:-1], wanted - taken), -1)
     return torch.cat([chosen, missing], -1)
+
+
+class Chooser:
+    """Chooses the segments that tokens retrieve, tile by tile, from what tokens thought of them.
+
+    What a token thinks of a segment is the magnitude of its r_s probabilities among all compressed columns it sees,
+    summed over the query heads that share keys.
+
+    Attributes:
+        lists: the current block's segments, `[rows, kv_heads, k*u]`; -1 is none.
+        evidence: sum over the current block's tokens so far of what they think of each segment, `[rows, kv_heads,
+            segments]`; with magnitude="mean", of the probabilities, `[rows, heads, segments, r_s]`.
+        foreseen: the same for whole blocks, by their numbers (`paper_block`).
+    """
+
+    def __init__(self, options: CacheFormerOptions, rows: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.options = options
+        self.lists = torch.full((rows, options.kv_heads, options.retrieved), -1, device=device)
+        shape = (options.kv_heads, 0) if options.magnitude == "rows" else (options.heads, 0, options.pool_vectors)
+        self.evidence = torch.zeros(rows, *shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        self.foreseen: dict[int, Tensor] = {}
+
+    def grow(self, segments: int) -> None:
+        """Make room for evidence on so many segments."""
+        missing = segments - self.evidence.shape[2]
+        if missing > 0:
+            blank = self.evidence.new_zeros(*self.evidence.shape[:2], missing, *self.evidence.shape[3:])
+            self.evidence = torch.cat([self.evidence, blank], 2)
+
+    def __call__(self, positions: Tensor, attended: Attended | None, real: Tensor | None) -> Tensor:
+        """The segments that a tile retrieves; what its tokens think counts from now on.
+
+        Args:
+            positions: `[rows or 1, time]`, all of one block.
+            attended: the tile's attention to the compressed segments; None where it sees none.
+            real: which tokens count, `[rows, time]`; None for all.
+
+        Returns:
+            Ascending, -1 at the end, `[rows, kv_heads, k*u]`, or with a list for each token, `[rows, kv_heads, time,
+            k*u]`.
+        """
+        options = self.options
+        if options.selection != "token":
+            self.begin_block(positions[:, :1], None if real is None else real[:, :1])
+        if attended is None:
+            return self.lists
+        opinions = self.opinions(attended)  # [rows, heads, time, segments, ...]
+        allowed = options.admissible(options.block_start(positions))[:, None]
+        if options.selection == "token":
+            return self.select(opinions, allowed)
+        if real is not None:
+            opinions = opinions * real.to(opinions.device)[:, None, :, None, *[None] * (opinions.dim() - 4)]
+        lists = self.lists
+        if options.selection == "prefix":
+            so_far = self.evidence[:, :, None, : opinions.shape[3]] + opinions.cumsum(2)
+            lists = self.select(so_far, allowed)
+        self.evidence = self.evidence.clone()
+        self.evidence[:, :, : opinions.shape[3]] += opinions.sum(2)
+        return lists
+
+    def begin_block(self, first: Tensor, real: Tensor | None) -> None:
+        """Where a row's tile begins a block, choose for it, and forget what the block before it thought."""
+        options = self.options
+        begins = first % options.block_rows == 0  # [rows or 1, 1]
+        if real is not None:
+            begins = begins & real
+        if not bool(begins.any()):
+            return
+        here = begins[..., None].to(self.lists.device)
+        evidence = self.evidence
+        if options.selection == "paper_block":
+            evidence = self.foreseen.get(int(first[0, 0]) // options.block_rows, evidence)
+        if options.selection != "prefix":
+            self.lists = torch.where(here, self.select(evidence, options.admissible(first)), self.lists)
+        self.evidence = self.evidence.masked_fill(here if evidence.dim() == 3 else here[..., None], 0.0)
+
+    def foresee(self, positions: Tensor, attended: Attended) -> None:
+        """Note what a tile thinks, before the run."""
+        opinions = self.opinions(attended).sum(2)
+        block = int(positions[0, 0]) // self.options.block_rows
+        thought = self.foreseen.setdefault(block, torch.zeros_like(self.evidence))
+        thought[:, :, : opinions.shape[2]] += opinions
+
+    def opinions(self, attended: Attended) -> Tensor:
+        """`[rows, kv_heads, time, segments]`; with magnitude="mean" `[rows, heads, time, segments, r_s]`."""
+        vectors = self.options.pool_vectors
+        weights, scale = attended.weights, attended.scale[..., None]
+        if self.options.magnitude == "mean":
+            return (weights * scale).flatten(1, 2).unflatten(-1, (-1, vectors))
+        by_vector = weights.unflatten(-1, (-1, vectors)).unbind(-1)
+        magnitude = by_vector[0]
+        if vectors > 1:  # faster than a reduction over so few
+            magnitude = by_vector[0].square()
+            for vector in by_vector[1:]:
+                magnitude.addcmul_(vector, vector)
+            magnitude.sqrt_()
+        return (magnitude * scale).sum(2)
+
+    def select(self, evidence: Tensor, allowed: Tensor) -> Tensor:
+        """Lists `[..., k*u]`, from evidence that is summed over tokens; `allowed` broadcasts with `[...]`."""
+        options = self.options
+        if options.magnitude == "mean":
+            evidence = torch.linalg.vector_norm(evidence, dim=-1).unflatten(1, (options.kv_heads, -1)).sum(2)
+        return select_segments(evidence, allowed, options.topk, options.neighbors, options.sink)
