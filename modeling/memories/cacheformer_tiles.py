@@ -81,7 +81,7 @@ def take(store: Tensor, where: slice | Tensor) -> Tensor:
     """Columns of a store `[rows, kv_heads, tokens, head_dim]`."""
     if isinstance(where, slice):
         return store[:, :, where]
-    return store.flatten(0, 2).index_select(0, flat(store, where)).unflatten(0, where.shape)
+    return store.flatten(0, 2).index_select(0, flat_places(store, where)).unflatten(0, where.shape)
 
 
 def add(gradient: Tensor, where: slice | Tensor, added: Tensor) -> None:
@@ -89,14 +89,15 @@ def add(gradient: Tensor, where: slice | Tensor, added: Tensor) -> None:
     if isinstance(where, slice):
         gradient[:, :, where] += added
     else:
-        index = flat(gradient, where)[:, None].expand(-1, added.shape[-1])
+        index = flat_places(gradient, where)[:, None].expand(-1, added.shape[-1])
         gradient.view(-1, gradient.shape[-1]).scatter_add_(0, index, added.flatten(0, -2).to(gradient.dtype))
 
 
-def flat(store: Tensor, where: Tensor) -> Tensor:
+def flat_places(store: Tensor, where: Tensor) -> Tensor:
+    """Where columns `[rows, kv_heads, ...]` of a store are when its first three dimensions are one."""
     rows, kv_heads, tokens = store.shape[:3]
-    begins = torch.arange(rows * kv_heads, device=where.device).mul_(tokens)
-    return (where + begins.view(rows, kv_heads, *[1] * (where.dim() - 2))).flatten()
+    begins = torch.arange(0, rows * kv_heads * tokens, tokens, device=store.device)
+    return (where.to(store.device) + begins.view(rows, kv_heads, *[1] * (where.dim() - 2))).flatten()
 
 
 def fold(tensor: Tensor, kv_heads: int, each_its_own: bool) -> Tensor:
@@ -181,11 +182,12 @@ class Run:
     def columns(self, positions: Tensor, lists: Tensor | None) -> dict[str, Columns]:
         """What each branch shows a tile; branches that show nothing are left out."""
         options = self.options
-        begin = options.window_start(positions[:, :1])
+        begin, last = options.window_start(positions[:, :1]), positions[:, -1:]
         limit = positions - begin + 1
-        where: slice | Tensor = slice(int(begin[0]), int(begin[0] + limit.max()))
+        where: slice | Tensor = slice(int(begin[0]), int(last[0]) + 1)
         if len(begin) > 1:
-            where = (begin + torch.arange(int(limit.max())))[:, None].expand(-1, options.kv_heads, -1)
+            window = (begin + torch.arange(int(limit.max()))).minimum(last)
+            where = window[:, None].expand(-1, options.kv_heads, -1)
         shown = {"short": Columns("keys", "values", where, limit)}
         horizon, size = options.horizon(positions), options.pool_tokens
         complete = {"long": horizon // size, "overlap": (horizon + size // 2) // size}
