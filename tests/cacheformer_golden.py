@@ -1,4 +1,4 @@
-"""Recorded runs of the published long-short code and of an independent float64 CacheFormer, and the model they are of."""
+"""Recorded runs of the published long-short code and of an independent CacheFormer, and the model they are of."""
 
 from __future__ import annotations
 

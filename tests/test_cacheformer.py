@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cacheformer_cases import label, make_options, pairwise, random_inputs, random_parts
+from cacheformer_cases import CHOICES, label, make_options, pairwise, random_inputs, random_parts
 from cacheformer_golden import (
     LONG_SHORT,
     MODES,
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from cacheformers.modeling.memories import cacheformer_tiles
 from cacheformers.modeling.memories.cacheformer import CacheFormerOptions, CacheFormerParts, Projected, make_parts
 from cacheformers.modeling.memories.cacheformer_attention import attend, selected_segments
 from cacheformers.modeling.memories.cacheformer_naive import choose_segments, naive
@@ -150,6 +152,24 @@ def test_equals_the_specification(choice):
     assert touched >= 2
 
 
+@pytest.mark.parametrize("choice", CASES[::4])
+def test_small_tiles_of_single_heads_make_no_difference(choice, monkeypatch):
+    monkeypatch.setattr(cacheformer_tiles, "TILE_TOKENS", 3)
+    monkeypatch.setattr(cacheformer_tiles, "SCORES_AT_ONCE", {"cpu": 1})
+    test_equals_the_specification(choice)
+
+
+@pytest.mark.parametrize("choice", CASES[::5])
+def test_half_precision_follows(choice):
+    """Sums are in float32, so bfloat16 inputs give what their float64 copies give, but for the output's rounding."""
+    options = make_options({**choice, "cache": False})
+    parts, inputs = random_parts(options), random_inputs(options, TIME).each(Tensor.bfloat16)
+    expected = naive(options, parts, inputs.each(Tensor.double), rotate_pairs)[0]
+    found = attend(options, parts, inputs, rotate_pairs)
+    assert found.dtype == torch.bfloat16
+    assert float((found - expected).detach().abs().mean()) < 0.02 * float(expected.detach().abs().mean())
+
+
 @pytest.mark.parametrize("time", [1, 2, 3, 4, 5, 8, 9, 12, 13, 16, 17])
 @pytest.mark.parametrize("weights", ["tied", "pretrained"])
 def test_lengths_that_divide_nothing(time, weights):
@@ -158,7 +178,7 @@ def test_lengths_that_divide_nothing(time, weights):
     )
     parts, inputs = random_parts(options), random_inputs(options, time, rows=2)
     found = attend(options, parts, inputs, rotate_pairs)
-    assert float((found - naive_rows(options, parts, inputs)).abs().max()) < 1e-12
+    assert float((found - naive_rows(options, parts, inputs)).detach().abs().max()) < 1e-12
 
 
 def test_a_pretrained_layer_starts_as_it_was():
@@ -169,7 +189,7 @@ def test_a_pretrained_layer_starts_as_it_was():
     inputs = random_inputs(options, 20)
     assert inputs.v is not None
     plain = F.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=True, enable_gqa=True)
-    different = (attend(options, random_parts(options), inputs, rotate_pairs) - plain).abs().amax((0, 1, 3))
+    different = (attend(options, random_parts(options), inputs, rotate_pairs) - plain).abs().amax((0, 1, 3)).detach()
     assert float(different[:16].max()) < 1e-14
     assert float(different[16:].min()) > 1e-4
     assert torch.equal(
@@ -202,6 +222,25 @@ def leaking_pairs(options: CacheFormerOptions, time: int) -> list[tuple[int, int
 def test_no_token_depends_on_a_later_one(choice):
     """Every pair (t, t'), exactly, in float64."""
     assert leaking_pairs(make_options(choice), TIME) == []
+
+
+@torch.no_grad()
+@pytest.mark.slow
+@pytest.mark.parametrize("selection", ["previous_block", "token", "prefix", None], ids=str)
+def test_no_configuration_lets_a_token_depend_on_a_later_one(selection):
+    """All of them, but for sizes; None is no cache."""
+    names = ["aggregation", "long", "overlap", "weights"]
+    if selection is not None:
+        names += ["magnitude", "neighbors", "exclude_window", "sink", "kv_heads"]
+    tried = 0
+    for values in itertools.product(*(CHOICES[name] for name in names)):
+        choice = {"window_tokens": 4, "pool_tokens": 2, "topk": 2, "kv_heads": 2}
+        choice |= dict(zip(names, values, strict=True))
+        choice["local_norm"] = choice["weights"] != "pretrained"
+        choice |= {"cache": False} if selection is None else {"selection": selection}
+        assert leaking_pairs(make_options(choice), 18) == [], choice
+        tried += 1
+    assert tried == (36 if selection is None else 36 * 2 * 3 * 2 * 2 * 3)
 
 
 @torch.no_grad()
@@ -268,8 +307,6 @@ def test_documents_in_a_row_are_kept_apart(selection, weights):
 # Worked examples
 
 
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("time", "vectors", "topk", "neighbors", "overlap", "columns"),
@@ -282,9 +319,9 @@ def test_columns_of_the_papers_examples(time, vectors, topk, neighbors, overlap,
     options = CacheFormerOptions(
         1, 1, 2, pool_vectors=vectors, topk=topk, neighbors=neighbors, overlap=overlap, select_rows=32
     )
-    from cacheformers.modeling.memories.cacheformer_tiles import Run
-
-    shown = Run(options, (0,), time).columns(torch.tensor([[time - 1]]), torch.zeros(1, 1, topk * neighbors).long())
+    shown = cacheformer_tiles.Run(options, (0,), time, 1.0).columns(
+        torch.tensor([[time - 1]]), torch.zeros(1, 1, topk * neighbors).long()
+    )
     visible = sum(int(branch.limit) for branch in shown.values())
     assert visible == columns - vectors
 

@@ -1,4 +1,4 @@
-"""CacheFormer decodes what it was trained on: every chunking, ragged rows, padding, rows that move, and bounded reads."""
+"""CacheFormer decodes what it was trained on: every chunking, ragged rows, padding, rows that move, bounded reads."""
 
 from __future__ import annotations
 

@@ -246,9 +246,9 @@ class Projected(NamedTuple):
     scaling: float | None = None
 
     @property
-    def queries(self) -> Tensor:
-        """Scaled."""
-        return self.q * (self.q.shape[-1] ** -0.5 if self.scaling is None else self.scaling)
+    def scale(self) -> float:
+        """What queries are multiplied with."""
+        return self.q.shape[-1] ** -0.5 if self.scaling is None else self.scaling
 
     def gates(self, parts: CacheFormerParts) -> Tensor | None:
         """`[rows, heads, time, branches]`."""
@@ -262,8 +262,8 @@ class Projected(NamedTuple):
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Projected:
         """The same with every tensor changed."""
-        tensors = (None if tensor is None else change(tensor) for tensor in self[:5])
-        return Projected(*tensors, self.scaling)  # type: ignore[arg-type]
+        tensors = {name: part for name, part in self._asdict().items() if isinstance(part, Tensor)}
+        return self._replace(**{name: change(tensor) for name, tensor in tensors.items()})  # type: ignore[arg-type]
 
 
 def normalise(norm: nn.LayerNorm | None, vectors: Tensor) -> Tensor:

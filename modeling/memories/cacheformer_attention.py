@@ -67,11 +67,11 @@ def attend_rows(
     options: CacheFormerOptions, parts: CacheFormerParts, projected: Projected, rotate: Rotate | None
 ) -> tuple[Tensor, Run]:
     """Attention where each row is a document that begins in its first column; what follows it does no harm."""
-    queries = projected.queries
-    chooser = Chooser(options, len(queries), queries.device, queries.dtype) if options.cache else None
-    run = Run(options, (0,), queries.shape[2], chooser)
+    q = projected.q
+    chooser = Chooser(options, len(q), q.device, q.dtype) if options.cache else None
+    run = Run(options, (0,), q.shape[2], projected.scale, chooser)
     stores = make_stores(options, parts, projected, rotate)
-    read: Tensor = TiledAttention.apply(run, queries, projected.gates(parts), *stores)  # type: ignore[no-untyped-call]
+    read: Tensor = TiledAttention.apply(run, q, projected.gates(parts), *stores)  # type: ignore[no-untyped-call]
     return read, run
 
 
@@ -85,19 +85,20 @@ def make_stores(
 
     def compress(count: int, shift: int) -> tuple[Tensor, Tensor | None]:
         def cut(tokens: Tensor) -> Tensor:
-            return F.pad(tokens, (0, 0, shift, 0))[:, :, : count * size].unflatten(2, (count, size))
+            padded = F.pad(tokens, (0, 0, shift, 0)) if shift else tokens
+            return padded[:, :, : count * size].unflatten(2, (count, size))
 
         numbers = torch.arange(count, device=keys.device)[None]
         pooled_values = None if values is None else cut(values)
         return pool(options, parts, cut(source), pooled_values, numbers, shift > 0, rotate)
 
     nothing = (keys[:, :, :0], None if values is None else keys[:, :, :0])
-    return Stores(
-        normalise(parts.local_norm, keys).contiguous(),
-        None if values is None else normalise(parts.local_norm, values).contiguous(),
-        *(compress((time - 1) // size, 0) if options.long or options.cache else nothing),
-        *(compress((time - 1 + half) // size, half) if options.overlap else nothing),
-    )
+    long = compress((time - 1) // size, 0) if options.long or options.cache else nothing
+    overlap = compress((time - 1 + half) // size, half) if options.overlap else nothing
+    normed = normalise(parts.local_norm, keys).contiguous()
+    if values is None:
+        return Stores(normed, long[0], overlap[0])
+    return Stores(normed, long[0], overlap[0], normalise(parts.local_norm, values).contiguous(), long[1], overlap[1])
 
 
 def document_batches(documents: Tensor) -> list[tuple[Tensor, Tensor]]:

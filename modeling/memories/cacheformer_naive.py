@@ -27,7 +27,7 @@ def naive(
     Returns:
         What the heads read, `[1, heads, time, head_dim]`, and the segments each token's cache retrieved, by kv head.
     """
-    queries, time = projected.queries[0], projected.q.shape[2]
+    queries, time = projected.q[0] * projected.scale, projected.q.shape[2]
     gates = projected.gates(parts)
     group = options.heads // options.kv_heads
     outputs: list[list[Tensor]] = []

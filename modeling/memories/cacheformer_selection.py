@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from cacheformers.modeling.memories.cacheformer import CacheFormerOptions
-
-if TYPE_CHECKING:
-    from cacheformers.modeling.memories.cacheformer_tiles import Attended
 
 
 def select_segments(scores: Tensor, allowed: Tensor, topk: int, neighbors: int, sink: bool = False) -> Tensor:
@@ -118,12 +113,12 @@ class Chooser:
             blank = self.evidence.new_zeros(*self.evidence.shape[:2], missing, *self.evidence.shape[3:])
             self.evidence = torch.cat([self.evidence, blank], 2)
 
-    def __call__(self, positions: Tensor, attended: Attended | None, real: Tensor | None) -> Tensor:
+    def __call__(self, positions: Tensor, opinions: Tensor | None, real: Tensor | None) -> Tensor:
         """The segments that a tile retrieves; what its tokens think counts from now on.
 
         Args:
             positions: `[rows or 1, time]`, all of one block.
-            attended: the tile's attention to the compressed segments; None where it sees none.
+            opinions: what `weigh` made of the probabilities of compressed columns; None where the tile sees none.
             real: which tokens count, `[rows, time]`; None for all.
 
         Returns:
@@ -133,9 +128,8 @@ class Chooser:
         options = self.options
         if options.selection != "token":
             self.begin_block(positions[:, :1], None if real is None else real[:, :1])
-        if attended is None:
+        if opinions is None:
             return self.lists
-        opinions = self.opinions(attended)  # [rows, heads, time, segments, ...]
         allowed = options.admissible(options.block_start(positions))[:, None]
         if options.selection == "token":
             return self.select(opinions, allowed)
@@ -165,27 +159,31 @@ class Chooser:
             self.lists = torch.where(here, self.select(evidence, options.admissible(first)), self.lists)
         self.evidence = self.evidence.masked_fill(here if evidence.dim() == 3 else here[..., None], 0.0)
 
-    def foresee(self, positions: Tensor, attended: Attended) -> None:
+    def foresee(self, positions: Tensor, opinions: Tensor) -> None:
         """Note what a tile thinks, before the run."""
-        opinions = self.opinions(attended).sum(2)
         block = int(positions[0, 0]) // self.options.block_rows
         thought = self.foreseen.setdefault(block, torch.zeros_like(self.evidence))
-        thought[:, :, : opinions.shape[2]] += opinions
+        thought[:, :, : opinions.shape[3]] += opinions.sum(2)
 
-    def opinions(self, attended: Attended) -> Tensor:
-        """`[rows, kv_heads, time, segments]`; with magnitude="mean" `[rows, heads, time, segments, r_s]`."""
-        vectors = self.options.pool_vectors
-        weights, scale = attended.weights, attended.scale[..., None]
+    def weigh(self, probabilities: Tensor) -> Tensor:
+        """What a tile's tokens think of segments.
+
+        Args:
+            probabilities: among all compressed columns, `[rows, kv_heads, group, time, segments*r_s]`.
+
+        Returns:
+            `[rows, kv_heads, time, segments]`; with magnitude="mean" `[rows, heads, time, segments, r_s]`.
+        """
+        by_segment = probabilities.unflatten(-1, (-1, self.options.pool_vectors))
         if self.options.magnitude == "mean":
-            return (weights * scale).flatten(1, 2).unflatten(-1, (-1, vectors))
-        by_vector = weights.unflatten(-1, (-1, vectors)).unbind(-1)
-        magnitude = by_vector[0]
-        if vectors > 1:  # faster than a reduction over so few
-            magnitude = by_vector[0].square()
-            for vector in by_vector[1:]:
-                magnitude.addcmul_(vector, vector)
-            magnitude.sqrt_()
-        return (magnitude * scale).sum(2)
+            return by_segment.flatten(1, 2)
+        first, *others = by_segment.unbind(-1)
+        if not others:
+            return first.sum(2)
+        magnitude = first.square()
+        for vector in others:  # faster than a reduction over so few
+            magnitude.addcmul_(vector, vector)
+        return magnitude.sqrt_().sum(2)
 
     def select(self, evidence: Tensor, allowed: Tensor) -> Tensor:
         """Lists `[..., k*u]`, from evidence that is summed over tokens; `allowed` broadcasts with `[...]`."""

@@ -1,4 +1,4 @@
-"""What a layer with CacheFormer's attention keeps while it decodes: what is read each step is bounded but for `long`."""
+"""What a layer with CacheFormer's attention keeps while it decodes, and how it reads the next tokens."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Shelf:
         if len(starts) == 1:
             self.vectors[:, :, starts[0] : starts[0] + count] = new
         else:
-            places = torch.tensor(starts)[:, None] + torch.arange(count)
-            rows = torch.arange(len(starts))[:, None]
-            self.vectors[rows.to(new.device), :, places.to(new.device)] = new.transpose(1, 2)
+            places = (torch.tensor(starts)[:, None] + torch.arange(count)).to(new.device)
+            row = torch.arange(len(starts), device=new.device)[:, None]
+            self.vectors[row, :, places] = new.transpose(1, 2)
 
 
 class CacheFormerState:
@@ -127,8 +127,8 @@ class CacheFormerState:
                 stores[name] = vectors[:, :, : segments[name.split("_")[0]] * options.pool_vectors]
         ragged = len(set(counts)) > 1
         real = torch.arange(time) < torch.tensor(counts)[:, None] if ragged else None
-        run = Run(options, starts, time, self.chooser, real)
-        read, _ = run.forward(projected.queries, Stores(**dict.fromkeys(Stores._fields) | stores), projected.gates(parts))
+        run = Run(options, starts, time, projected.scale, self.chooser, real)
+        read, _ = run.forward(projected.q, Stores(**stores), projected.gates(parts))
         self.tokens_read = [before + count for before, count in zip(self.tokens_read, counts, strict=True)]
         return read
 
@@ -164,7 +164,9 @@ class CacheFormerState:
             for side, vectors in zip(("keys", "values"), pooled, strict=True):
                 if vectors is not None:
                     vectors = vectors.to(self.shelves[f"{name}_{side}"].vectors.dtype)
-                    self.shelves[f"{name}_{side}"].write([c * options.pool_vectors for c in first[:, 0].tolist()], vectors)
+                    self.shelves[f"{name}_{side}"].write(
+                        [c * options.pool_vectors for c in first[:, 0].tolist()], vectors
+                    )
         last = torch.tensor(counts)[:, None] + torch.arange(size)
         self.tail = [keep_columns(side, last, 2) for side in tokens]
 

@@ -1,13 +1,13 @@
 """CacheFormer's attention, tile by tile: a tile is some consecutive tokens that share a window and a block.
 
-Every branch shows a token the first so many of its columns, so a mask is one number a token and branch. Scores exist for
-one tile at a time, and are computed again for the gradient: nothing of size time x columns is ever held. The compressed
-columns' scores serve both the attention and the choice of segments.
+Every branch shows a token the first so many of its columns, so a mask is one number a token and branch. Scores exist
+for one tile and a few heads at a time, and are computed again for the gradient: nothing of size time x columns is ever
+held. The compressed columns' probabilities serve both the attention and the choice of segments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,23 +19,26 @@ from cacheformers.modeling.memories.cacheformer import CacheFormerOptions
 from cacheformers.modeling.memories.cacheformer_selection import Chooser
 
 TILE_TOKENS = 128
+# Scores that are held at once, unless those of one key-value head are more: what stays in a processor's cache, or keeps
+# a GPU busy.
+SCORES_AT_ONCE = {"cpu": 2**20, "cuda": 2**26}
 
 
 class Stores(NamedTuple):
-    """What tokens attend to; a values entry is None where keys are values too.
+    """What tokens attend to; values are None where keys are values too.
 
     Attributes:
         keys, values: of tokens, from each row's first on, normed, `[rows, kv_heads, tokens, head_dim]`.
-        long_keys, long_values, overlap_keys, overlap_values: of segments, `[rows, kv_heads, segments*r_s, head_dim]`;
+        long_keys, overlap_keys, long_values, overlap_values: of segments, `[rows, kv_heads, segments*r_s, head_dim]`;
             empty where no branch needs them.
     """
 
     keys: Tensor
-    values: Tensor | None
     long_keys: Tensor
-    long_values: Tensor | None
     overlap_keys: Tensor
-    overlap_values: Tensor | None
+    values: Tensor | None = None
+    long_values: Tensor | None = None
+    overlap_values: Tensor | None = None
 
 
 class Columns(NamedTuple):
@@ -43,14 +46,14 @@ class Columns(NamedTuple):
 
     Attributes:
         keys, values: the names of the stores they are in.
-        where: columns of the store: a slice that all share, or their numbers `[rows, kv_heads, columns]`, or those of
-            each token `[rows, kv_heads, time, columns]`.
+        where: columns of the store: from where to where, the same for all; or their numbers `[rows, kv_heads,
+            columns]`; or those of each token `[rows, kv_heads, time, columns]`.
         limit: how many of the columns each token sees, `[rows or 1, time]`, on the host.
     """
 
     keys: str
     values: str
-    where: slice | Tensor
+    where: tuple[int, int] | Tensor
     limit: Tensor
 
     @property
@@ -58,11 +61,27 @@ class Columns(NamedTuple):
         """Whether every token has columns of its own."""
         return isinstance(self.where, Tensor) and self.where.dim() == 4
 
-    def fetch(self, stores: Stores, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values `[rows, kv_heads, (time,) columns, head_dim]`."""
-        keys = take(getattr(stores, self.keys), self.where).to(dtype)
+    @property
+    def most(self) -> int:
+        """How many of the columns are there at most."""
+        return self.where.shape[-1] if isinstance(self.where, Tensor) else self.where[1] - self.where[0]
+
+    def pieces(self, queries: Tensor, kv_heads: int) -> list[slice]:
+        """Key-value heads whose scores are held at once."""
+        rows, heads, time, _ = queries.shape
+        budget = SCORES_AT_ONCE.get(queries.device.type, SCORES_AT_ONCE["cpu"])
+        step = max(budget * kv_heads // (rows * heads * time * self.most), 1)
+        return [slice(begin, min(begin + step, kv_heads)) for begin in range(0, kv_heads, step)]
+
+    def of(self, heads: slice) -> tuple[int, int] | Tensor:
+        """The columns of some key-value heads."""
+        return self.where[:, heads] if isinstance(self.where, Tensor) else self.where
+
+    def fetch(self, stores: Stores, heads: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of some key-value heads, `[rows, kv_heads, (time,) columns, head_dim]`."""
+        keys = take(getattr(stores, self.keys), heads, self.of(heads)).to(dtype)
         values = getattr(stores, self.values)
-        return keys, keys if values is None else take(values, self.where).to(dtype)
+        return keys, keys if values is None else take(values, heads, self.of(heads)).to(dtype)
 
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Of queries `[rows, heads, time, head_dim]`, in the layout of `fold`."""
@@ -77,27 +96,34 @@ class Columns(NamedTuple):
             by_head[..., full:].masked_fill_(hidden[:, None, None], value)
 
 
-def take(store: Tensor, where: slice | Tensor) -> Tensor:
-    """Columns of a store `[rows, kv_heads, tokens, head_dim]`."""
-    if isinstance(where, slice):
-        return store[:, :, where]
-    return store.flatten(0, 2).index_select(0, flat_places(store, where)).unflatten(0, where.shape)
+def take(store: Tensor, heads: slice, where: tuple[int, int] | Tensor) -> Tensor:
+    """Columns of some heads of a store `[rows, kv_heads, tokens, head_dim]`."""
+    if isinstance(where, tuple):
+        return store[:, heads, where[0] : where[1]]
+    return store.flatten(0, 2).index_select(0, flat_places(store, heads, where)).unflatten(0, where.shape)
 
 
-def add(gradient: Tensor, where: slice | Tensor, added: Tensor) -> None:
+def add(gradient: Tensor, heads: slice, where: tuple[int, int] | Tensor, added: Tensor) -> None:
     """The opposite of `take`: add to the columns of a contiguous gradient."""
-    if isinstance(where, slice):
-        gradient[:, :, where] += added
+    if isinstance(where, tuple):
+        gradient[:, heads, where[0] : where[1]] += added
     else:
-        index = flat_places(gradient, where)[:, None].expand(-1, added.shape[-1])
-        gradient.view(-1, gradient.shape[-1]).scatter_add_(0, index, added.flatten(0, -2).to(gradient.dtype))
+        index = flat_places(gradient, heads, where)[:, None].expand(-1, added.shape[-1])
+        gradient.view(-1, gradient.shape[-1]).scatter_add_(0, index, added.flatten(0, -2))
 
 
-def flat_places(store: Tensor, where: Tensor) -> Tensor:
-    """Where columns `[rows, kv_heads, ...]` of a store are when its first three dimensions are one."""
+def flat_places(store: Tensor, heads: slice, where: Tensor) -> Tensor:
+    """Where columns `[rows, some kv_heads, ...]` of a store are when its first three dimensions are one."""
     rows, kv_heads, tokens = store.shape[:3]
-    begins = torch.arange(0, rows * kv_heads * tokens, tokens, device=store.device)
-    return (where.to(store.device) + begins.view(rows, kv_heads, *[1] * (where.dim() - 2))).flatten()
+    begins = torch.arange(0, rows * kv_heads * tokens, tokens, device=store.device).view(rows, kv_heads)[:, heads]
+    return (where.to(store.device) + begins[..., *[None] * (where.dim() - 2)]).flatten()
+
+
+def by_kv_head(tensor: Tensor, pieces: list[slice], kv_heads: int) -> Iterator[tuple[slice, Tensor]]:
+    """The query heads of `[rows, heads, ...]` that belong to some key-value heads."""
+    group = tensor.shape[1] // kv_heads
+    for heads in pieces:
+        yield heads, tensor[:, heads.start * group : heads.stop * group]
 
 
 def fold(tensor: Tensor, kv_heads: int, each_its_own: bool) -> Tensor:
@@ -117,31 +143,51 @@ class Attended(NamedTuple):
     """What a branch by itself gives a tile.
 
     Attributes:
-        read: `[rows, heads, time, head_dim]`; None where only the weights were asked for.
+        read: `[rows, heads, time, head_dim]`; empty where only probabilities were asked for.
         total: logarithm of the sum of its columns' exponentials, `[rows, heads, time]`.
-        weights: of columns, `[rows, kv_heads, group, time, columns]`, to be multiplied with `scale`
-            `[rows, kv_heads, group, time]`.
+        opinions: what was made of the columns' probabilities; None where nothing was asked.
     """
 
-    read: Tensor | None
+    read: Tensor
     total: Tensor
-    weights: Tensor
-    scale: Tensor
+    opinions: Tensor | None
 
 
-def attend(queries: Tensor, stores: Stores, columns: Columns, read: bool = True) -> Attended:
-    """Softmax attention of a tile `[rows, heads, time, head_dim]` to the columns of one branch."""
-    own, time = columns.each_its_own, queries.shape[2]
-    keys, values = columns.fetch(stores, queries.dtype)
-    weights = columns.scores(queries, keys)
-    columns.hide(weights, float("-inf"))
-    top = weights.amax(-1, keepdim=True).clamp_(min=torch.finfo(weights.dtype).min)  # finite where nothing is visible
-    weights.sub_(top).exp_()
-    sums = weights.sum(-1, keepdim=True)
-    scale = torch.where(sums > 0, sums.reciprocal(), 0.0)
-    total = unfold(top + sums.log(), time, own)[..., 0].flatten(1, 2)
-    found = unfold((weights @ values) * scale, time, own).flatten(1, 2) if read else None
-    return Attended(found, total, unfold(weights, time, own), unfold(scale, time, own)[..., 0])
+def attend(
+    queries: Tensor,
+    stores: Stores,
+    columns: Columns,
+    read: bool = True,
+    weigh: Callable[[Tensor], Tensor] | None = None,
+) -> Attended:
+    """Softmax attention of a tile `[rows, heads, time, head_dim]` to the columns of one branch.
+
+    Args:
+        read: whether the values are wanted.
+        weigh: makes opinions `[rows, kv_heads or heads, ...]` of probabilities `[rows, kv_heads, group, time,
+            columns]`.
+    """
+    own, time, kv_heads = columns.each_its_own, queries.shape[2], stores.keys.shape[1]
+    lowest, none_visible = torch.finfo(queries.dtype).min, int(columns.limit.min()) == 0
+    reads, totals, opinions = [], [], []
+    for heads, tile in by_kv_head(queries, columns.pieces(queries, kv_heads), kv_heads):
+        keys, values = columns.fetch(stores, heads, queries.dtype)
+        scores = columns.scores(tile, keys)
+        columns.hide(scores, lowest)
+        top = scores.amax(-1)
+        probabilities = torch.softmax(scores, -1)
+        totals.append(unfold(top - probabilities.amax(-1).log(), time, own).flatten(1, 2))
+        if none_visible:
+            columns.hide(probabilities, 0.0)
+        if read:
+            reads.append(unfold(probabilities @ values, time, own).flatten(1, 2))
+        if weigh is not None:
+            opinions.append(weigh(unfold(probabilities, time, own)))
+    return Attended(
+        torch.cat(reads, 1) if read else queries[..., :0],
+        torch.cat(totals, 1),
+        None if weigh is None else torch.cat(opinions, 1),
+    )
 
 
 @dataclass
@@ -151,6 +197,7 @@ class Run:
     Attributes:
         starts: position of the first token in each row, or one number where all rows are alike.
         time: how many tokens.
+        scale: what queries are multiplied with.
         chooser: None without a cache.
         real: which tokens count for the choice of segments, `[rows, time]` on the host; None for all.
         lists: the segments that each tile retrieved, filled by `forward`.
@@ -159,9 +206,10 @@ class Run:
     options: CacheFormerOptions
     starts: tuple[int, ...]
     time: int
+    scale: float
     chooser: Chooser | None = None
     real: Tensor | None = None
-    lists: list[Tensor | None] = field(default_factory=list)
+    lists: list[Tensor] = field(default_factory=list)
 
     def tiles(self) -> Iterator[tuple[int, int]]:
         """Begin and end of each tile: no row's tokens in it differ in window or block."""
@@ -184,7 +232,7 @@ class Run:
         options = self.options
         begin, last = options.window_start(positions[:, :1]), positions[:, -1:]
         limit = positions - begin + 1
-        where: slice | Tensor = slice(int(begin[0]), int(last[0]) + 1)
+        where: tuple[int, int] | Tensor = (int(begin[0]), int(last[0]) + 1)
         if len(begin) > 1:
             window = (begin + torch.arange(int(limit.max()))).minimum(last)
             where = window[:, None].expand(-1, options.kv_heads, -1)
@@ -194,7 +242,7 @@ class Run:
         for name, on in (("long", options.long or options.cache), ("overlap", options.overlap)):
             if on:
                 limit = complete[name] * options.pool_vectors
-                shown[name] = Columns(f"{name}_keys", f"{name}_values", slice(0, int(limit.max())), limit)
+                shown[name] = Columns(f"{name}_keys", f"{name}_values", (0, int(limit.max())), limit)
         if lists is not None:
             filled = options.filled(positions)
             chosen = lists[..., : int(filled.max()), None].clamp(min=0) * size
@@ -225,45 +273,55 @@ class Run:
         """Attend.
 
         Args:
-            queries: `[rows, heads, time, head_dim]`, scaled.
+            queries: `[rows, heads, time, head_dim]`.
             gates: `[rows, heads, time, branches]`.
 
         Returns:
             What heads read `[rows, heads, time, head_dim]`; and what makes their weights of scores, exp(score - shift),
             `[1 or branches, rows, heads, time]`.
         """
-        branches, joint = self.options.branches, self.options.aggregation == "joint"
+        options, branches = self.options, self.options.branches
         dtype = torch.promote_types(queries.dtype, torch.float32)
         output = torch.zeros_like(queries)
-        shifts = output.new_zeros(1 if joint else len(branches), *queries.shape[:3], dtype=dtype)
-        if self.chooser is not None:
-            self.chooser.grow(stores.long_keys.shape[2] // self.options.pool_vectors)
-            if not self.options.causal:
-                self.look_ahead(queries, stores)
-        for begin, end in self.tiles():
-            tile, positions = queries[:, :, begin:end].to(dtype), self.positions(begin, end)
-            shown = self.columns(positions, None)
-            long = attend(tile, stores, shown["long"], self.options.long) if "long" in shown else None
+        kinds = 1 if options.aggregation == "joint" else len(branches)
+        shifts = output.new_zeros(kinds, *queries.shape[:3], dtype=dtype)
+        with torch.autocast(queries.device.type, enabled=False):
             if self.chooser is not None:
-                lists = self.chooser(positions, long, None if self.real is None else self.real[:, begin:end])
-                shown = self.columns(positions, lists)
-                self.lists.append(lists)
-            shown = {name: columns for name, columns in shown.items() if name in branches}
-            done = {
-                name: long if name == "long" and long else attend(tile, stores, columns)
-                for name, columns in shown.items()
-            }
-            if joint:
-                shift = torch.logsumexp(torch.stack([branch.total for branch in done.values()]), 0)
-                shares = {name: (branch.total - shift).exp() for name, branch in done.items()}
-                shifts[0, :, :, begin:end] = shift
-            else:
-                shares, _ = self.shares(shown, None if gates is None else gates[:, :, begin:end])
-                for name, branch in done.items():
-                    shares[name] = shares[name].to(branch.total)
-                    shifts[branches.index(name), :, :, begin:end] = branch.total - shares[name].log()
-            output[:, :, begin:end] = sum(shares[name][..., None] * branch.read for name, branch in done.items())
+                self.chooser.grow(stores.long_keys.shape[2] // options.pool_vectors)
+                if not options.causal:
+                    self.look_ahead(queries, stores)
+            for begin, end in self.tiles():
+                part = slice(begin, end)
+                shown, done = self.attend_branches(queries[:, :, part].to(dtype) * self.scale, stores, begin, end)
+                if options.aggregation == "joint":
+                    shift = torch.logsumexp(torch.stack([branch.total for branch in done.values()]), 0)
+                    shares = {name: (branch.total - shift).exp() for name, branch in done.items()}
+                    shifts[0, :, :, part] = shift
+                else:
+                    given, _ = self.shares(shown, None if gates is None else gates[:, :, part])
+                    shares = {name: share.to(shifts) for name, share in given.items()}
+                    for name, share in shares.items():
+                        shifts[branches.index(name), :, :, part] = done[name].total - share.log()
+                read = [share[..., None] * done[name].read for name, share in shares.items()]
+                output[:, :, part] = torch.stack(read).sum(0)
         return output, shifts
+
+    def attend_branches(
+        self, tile: Tensor, stores: Stores, begin: int, end: int
+    ) -> tuple[dict[str, Columns], dict[str, Attended]]:
+        """Choose the segments of a tile `[rows, heads, time, head_dim]`, and attend to each branch by itself."""
+        positions = self.positions(begin, end)
+        shown, done = self.columns(positions, None), {}
+        weigh = None if self.chooser is None else self.chooser.weigh
+        if "long" in shown:
+            done["long"] = attend(tile, stores, shown["long"], self.options.long, weigh)
+        if self.chooser is not None:
+            opinions = done["long"].opinions if "long" in done else None
+            lists = self.chooser(positions, opinions, None if self.real is None else self.real[:, begin:end])
+            self.lists.append(lists)
+            shown = self.columns(positions, lists)
+        shown = {name: columns for name, columns in shown.items() if name in self.options.branches}
+        return shown, {name: done.get(name) or attend(tile, stores, columns) for name, columns in shown.items()}
 
     def look_ahead(self, queries: Tensor, stores: Stores) -> None:
         """Tell the chooser what whole blocks think, their last tokens included (`paper_block`)."""
@@ -272,8 +330,11 @@ class Run:
             positions = self.positions(begin, end)
             shown = self.columns(positions, None)
             if "long" in shown:
-                tile = queries[:, :, begin:end].to(torch.promote_types(queries.dtype, torch.float32))
-                self.chooser.foresee(positions, attend(tile, stores, shown["long"], False))
+                dtype = torch.promote_types(queries.dtype, torch.float32)
+                tile = queries[:, :, begin:end].to(dtype) * self.scale
+                opinions = attend(tile, stores, shown["long"], False, self.chooser.weigh).opinions
+                assert opinions is not None
+                self.chooser.foresee(positions, opinions)
 
     @torch.no_grad()
     def backward(
@@ -290,46 +351,81 @@ class Run:
         }
         for number, (begin, end) in enumerate(self.tiles()):
             part = slice(begin, end)
-            tile, upstream = queries[:, :, part].to(dtype), gradient[:, :, part].to(dtype)
+            tile, upstream = queries[:, :, part].to(dtype) * self.scale, gradient[:, :, part].to(dtype)
             kept = (upstream * output[:, :, part].to(dtype)).sum(-1)  # [rows, heads, time]
             shown = self.columns(self.positions(begin, end), self.lists[number] if self.lists else None)
             shown = {name: columns for name, columns in shown.items() if name in branches}
             shares, divisor = self.shares(shown, None if gates is None else gates[:, :, part])
             for name, columns in shown.items():
-                own, place = columns.each_its_own, branches.index(name)
-
-                def by_column(tensor: Tensor, columns: Columns = columns) -> Tensor:
-                    return fold(tensor, self.options.kv_heads, columns.each_its_own)
-
-                keys, values = columns.fetch(stores, dtype)
-                weights = columns.scores(tile, keys)
-                weights.sub_(by_column(shifts[0 if joint else place, :, :, part])[..., None]).exp_()
-                columns.hide(weights, 0.0)
-                to_weights = by_column(upstream) @ values.transpose(-1, -2)
-                to_values = weights.transpose(-1, -2) @ by_column(upstream)
-                mean = kept
-                if not joint:
-                    share = shares[name].to(kept).clamp(min=torch.finfo(dtype).tiny)
-                    mean = unfold((weights * to_weights).sum(-1), end - begin, own).flatten(1, 2) / share
+                place = branches.index(name)
+                shift = shifts[0 if joint else place, :, :, part]
+                share = None if joint else shares[name].to(kept).expand_as(kept)
+                means = self.differentiate(
+                    tile, upstream, kept, shift, share, columns, stores, to_queries[:, :, part], to_stores
+                )
                 if to_gates is not None:
                     there = (columns.limit > 0)[:, None].to(kept.device)
-                    to_gates[:, :, part, place] = (mean - kept) / divisor * there
-                to_scores = weights.mul_(to_weights.sub_(by_column(mean)[..., None]))
-                to_queries[:, :, part] += unfold(to_scores @ keys, end - begin, own).flatten(1, 2)
-                to_keys = to_scores.transpose(-1, -2) @ by_column(tile)
-                value_gradient = to_stores[columns.values]
-                if value_gradient is None:
-                    to_keys += to_values
-                else:
-                    add(value_gradient, columns.where, to_values)
-                key_gradient = to_stores[columns.keys]
-                assert key_gradient is not None
-                add(key_gradient, columns.where, to_keys)
+                    to_gates[:, :, part, place] = (means - kept) / divisor * there
         cast = [
             None if grown is None or store is None else grown.to(store.dtype)
             for grown, store in zip(to_stores.values(), stores, strict=True)
         ]
-        return to_queries.to(queries.dtype), to_gates, cast
+        return to_queries.mul_(self.scale).to(queries.dtype), to_gates, cast
+
+    def differentiate(
+        self,
+        queries: Tensor,
+        upstream: Tensor,
+        kept: Tensor,
+        shift: Tensor,
+        share: Tensor | None,
+        columns: Columns,
+        stores: Stores,
+        to_queries: Tensor,
+        to_stores: dict[str, Tensor | None],
+    ) -> Tensor:
+        """Add one branch's gradients of a tile to `to_queries` and `to_stores`.
+
+        Args:
+            queries, upstream: of the tile and of its output, `[rows, heads, time, head_dim]`.
+            kept: product of the output and its gradient, `[rows, heads, time]`.
+            shift: `[rows, heads, time]`.
+            share: of the branch where it is not decided by its scores, `[rows, heads, time]`.
+
+        Returns:
+            Product of the branch's own output and the gradient, `[rows, heads, time]`; `kept` for a joint softmax.
+        """
+        own, time, kv_heads = columns.each_its_own, queries.shape[2], self.options.kv_heads
+        group, means = self.options.heads // kv_heads, []
+        for heads in columns.pieces(queries, kv_heads):
+            here = slice(heads.start * group, heads.stop * group)
+
+            def by_column(tensor: Tensor, here: slice = here, count: int = heads.stop - heads.start) -> Tensor:
+                return fold(tensor[:, here], count, own)
+
+            keys, values = columns.fetch(stores, heads, queries.dtype)
+            tile, incoming = by_column(queries), by_column(upstream)
+            weights = tile @ keys.transpose(-1, -2)
+            weights.sub_(by_column(shift)[..., None]).exp_()
+            columns.hide(weights, 0.0)
+            to_weights = incoming @ values.transpose(-1, -2)
+            to_values = weights.transpose(-1, -2) @ incoming
+            mean = by_column(kept)
+            if share is not None:
+                given = by_column(share).clamp(min=torch.finfo(share.dtype).tiny)
+                mean = (weights * to_weights).sum(-1) / given
+            means.append(unfold(mean, time, own).flatten(1, 2))
+            to_scores = weights.mul_(to_weights.sub_(mean[..., None]))
+            to_queries[:, here] += unfold(to_scores @ keys, time, own).flatten(1, 2)
+            to_keys = to_scores.transpose(-1, -2) @ tile
+            key_gradient, value_gradient = to_stores[columns.keys], to_stores[columns.values]
+            assert key_gradient is not None
+            if value_gradient is None:
+                to_keys += to_values
+            else:
+                add(value_gradient, heads, columns.of(heads), to_values)
+            add(key_gradient, heads, columns.of(heads), to_keys)
+        return torch.cat(means, 1)
 
 
 class TiledAttention(torch.autograd.Function):
@@ -343,7 +439,7 @@ class TiledAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         queries, gates, output, shifts, *stores = ctx.saved_tensors
         to_queries, to_gates, to_stores = ctx.run.backward(queries, Stores(*stores), gates, output, shifts, gradient)
