@@ -1,0 +1,316 @@
+"""CacheFormer: window, compressed segments, and a cache of the best raw segments (Singh & Mahmood, arXiv 2504.13981).
+
+    short    keys of the own and the whole previous window of w tokens
+    long     G_c = softmax(Z_c W_P^T)^T Z_c: r vectors for each complete segment Z_c of s tokens  (Transformer-LS, 2021)
+    overlap  the same for segments shifted by s/2
+    cache    the raw keys of the k segments whose probabilities in `long` are largest, and their neighbours
+
+A token attends to all four at once (`joint`), or to each by itself and takes the mean (`separate`) or a gated mean
+(`gated`). Without overlap and cache this is Transformer-LS. The published choice of segments looks into the future
+(`paper_block`, for study only); the others choose from what a decoder has seen.
+
+This file holds the options, the trained parts and the pooling; `cacheformer_attention.py` attends to a whole sequence,
+`cacheformer_state.py` decodes, `cacheformer_selection.py` chooses, and `cacheformer_naive.py` is the specification.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NORM_EPS = 1e-5
+
+Rotate = Callable[[Tensor, Tensor], Tensor]  # keys [rows, heads, tokens, head_dim], positions [rows, tokens]
+
+
+@dataclass(frozen=True)
+class CacheFormerOptions:
+    """The method's options for one layer.
+
+    Attributes:
+        heads, kv_heads, head_dim: shape of the layer's attention.
+        window_tokens: window w; a token sees its own and the previous window, w to 2w tokens. Always on.
+        pool_tokens: tokens of a segment, s.
+        pool_vectors: vectors that a segment is compressed to, r_s.
+        topk: segments that the cache retrieves, k.
+        neighbors: segments that each of them brings along, itself included, u.
+        select_rows: rows that choose together, p; None for the window (1 with `token`).
+        selection: rows b*p to b*p+p-1 use the segments chosen by the block before them (`previous_block`), by each
+            row itself (`token`), by the block's rows so far (`prefix`), or by the whole block (`paper_block`: a row
+            then depends on rows after it).
+        magnitude: a segment's score is the mean of its rows' magnitudes (`rows`), or the magnitude of their mean.
+        aggregation: one softmax over all columns (`joint`), or one for each branch, and their mean or gated mean over
+            the branches that are not empty.
+        long, overlap, cache: branches that are on. The cache's scores are those of `long`, also where that is off.
+        exclude_window: retrieve only segments before the window.
+        sink: the first segment is always the first hit.
+        tied: keys are values too.
+        local_norm, global_norm: LayerNorm on the tokens' and on the compressed keys and values.
+        shared_projection: `overlap` compresses with the W_P of `long`.
+        wide_blocks: allow `previous_block` to choose in blocks longer than the window; tokens that have left the
+            window then cannot be retrieved before the block ends.
+        pretrained: for attention that was trained without this method: keys are compressed before their rotation and
+            then rotated to their segment's centre, and only what lies wholly before the window is compressed or
+            retrieved, so that up to two windows of text are attended as before.
+
+    Raises:
+        ValueError: options that contradict each other.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window_tokens: int = 128
+    pool_tokens: int = 16
+    pool_vectors: int = 4
+    topk: int = 7
+    neighbors: int = 1
+    select_rows: int | None = None
+    selection: Literal["previous_block", "token", "prefix", "paper_block"] = "previous_block"
+    magnitude: Literal["rows", "mean"] = "rows"
+    aggregation: Literal["joint", "separate", "gated"] = "joint"
+    long: bool = True
+    overlap: bool = True
+    cache: bool = True
+    exclude_window: bool = False
+    sink: bool = False
+    tied: bool = True
+    local_norm: bool = True
+    global_norm: bool = True
+    shared_projection: bool = True
+    wide_blocks: bool = False
+    pretrained: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "kv_heads", "head_dim", "window_tokens", "pool_tokens", "pool_vectors", "topk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.neighbors < 1:
+            raise ValueError(f"neighbors counts the segment itself: it must be at least 1, got {self.neighbors}.")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}.")
+        for name, allowed in (
+            ("selection", ("previous_block", "token", "prefix", "paper_block")),
+            ("magnitude", ("rows", "mean")),
+            ("aggregation", ("joint", "separate", "gated")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}.")
+        if self.compresses and self.pool_tokens > 2 * self.window_tokens:
+            raise ValueError(
+                f"pool_tokens {self.pool_tokens} is more than two windows of {self.window_tokens}: recent tokens would "
+                "be visible nowhere. Choose pool_tokens <= 2 * window_tokens."
+            )
+        if self.overlap and self.pool_tokens % 2:
+            raise ValueError(f"overlap shifts segments by half: pool_tokens must be even, got {self.pool_tokens}.")
+        if self.select_rows is not None and self.select_rows < 1:
+            raise ValueError(f"select_rows must be at least 1, got {self.select_rows}.")
+        if self.selection == "token" and self.select_rows not in (None, 1):
+            raise ValueError(f"selection='token' chooses for each row: leave out select_rows={self.select_rows}.")
+        if self.selection == "previous_block" and self.block_rows > self.window_tokens and not self.wide_blocks:
+            raise ValueError(
+                f"select_rows {self.block_rows} is more than window_tokens {self.window_tokens}: tokens that have left "
+                "the window could not be retrieved before their block ends. Choose select_rows <= window_tokens, or "
+                "set wide_blocks=True."
+            )
+        if self.pretrained and (self.tied or self.local_norm):
+            raise ValueError("pretrained attention has its own keys and values: set tied=False and local_norm=False.")
+        if self.pretrained and self.window_tokens % self.pool_tokens:
+            raise ValueError(
+                f"With pretrained=True a segment lies before the window or in it: pool_tokens {self.pool_tokens} must "
+                f"divide window_tokens {self.window_tokens}."
+            )
+        if self.cache and not self.causal:
+            warnings.warn(
+                "selection='paper_block' lets a token depend on tokens after it. Its losses are not what a decoder "
+                "obtains; use it only to study that.",
+                stacklevel=3,
+            )
+
+    @property
+    def compresses(self) -> bool:
+        """Whether any branch needs compressed segments."""
+        return self.long or self.overlap or self.cache
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token depends on a later one."""
+        return not self.cache or self.selection != "paper_block"
+
+    @property
+    def block_rows(self) -> int:
+        """Rows that choose together, p."""
+        if self.selection == "token":
+            return 1
+        return self.window_tokens if self.select_rows is None else self.select_rows
+
+    @property
+    def retrieved(self) -> int:
+        """Segments in a list, k*u."""
+        return self.topk * self.neighbors
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """Branches that are on; gates come in this order."""
+        return tuple(name for name in ("short", "long", "overlap", "cache") if name == "short" or getattr(self, name))
+
+    def window_start(self, position: Tensor) -> Tensor:
+        """First position that a token's sliding window shows."""
+        return ((position // self.window_tokens - 1) * self.window_tokens).clamp(min=0)
+
+    def horizon(self, position: Tensor) -> Tensor:
+        """A compressed segment is visible to a token if it ends before this position."""
+        return self.window_start(position) if self.pretrained else position
+
+    def block_start(self, position: Tensor) -> Tensor:
+        """First position of a token's block."""
+        return position // self.block_rows * self.block_rows
+
+    def admissible(self, position: Tensor) -> Tensor:
+        """How many of the first segments the block that begins at a position may retrieve."""
+        before = self.window_start(position) if self.exclude_window or self.pretrained else position
+        return before // self.pool_tokens
+
+    def filled(self, position: Tensor) -> Tensor:
+        """How many segments a token retrieves."""
+        return self.admissible(self.block_start(position)).clamp(max=self.retrieved)
+
+
+class BranchGate(nn.Module):
+    """A number between 0 and 1 for each token, head and branch, read from the query. All alike at first."""
+
+    def __init__(self, heads: int, branches: int, head_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(heads, branches, head_dim))
+        self.bias = nn.Parameter(torch.zeros(heads, branches))
+
+    def forward(self, queries: Tensor) -> Tensor:
+        """`[rows, heads, time, head_dim]` to `[rows, heads, time, branches]`, in float32 or better."""
+        wide = queries.to(torch.promote_types(queries.dtype, torch.float32))
+        scores = wide @ self.weight.to(wide.dtype).transpose(1, 2) + self.bias.to(wide.dtype)[:, None]
+        return torch.sigmoid(scores)
+
+
+class CacheFormerParts(NamedTuple):
+    """The parts that a layer trains; None where its options have no use for one.
+
+    Shapes: `pool`, `overlap_pool` `[r_s, head_dim]`; `local_norm`, `global_norm` LayerNorm(head_dim); `gate` see
+    `BranchGate`. All but the gate are shared by the heads.
+    """
+
+    pool: nn.Linear | None = None
+    overlap_pool: nn.Linear | None = None
+    local_norm: nn.LayerNorm | None = None
+    global_norm: nn.LayerNorm | None = None
+    gate: BranchGate | None = None
+
+
+def make_parts(options: CacheFormerOptions) -> dict[str, nn.Module]:
+    """The modules that a layer trains, by their names in `CacheFormerParts`."""
+    parts: dict[str, nn.Module] = {}
+    if options.compresses:
+        parts["pool"] = nn.Linear(options.head_dim, options.pool_vectors, bias=False)
+        if options.overlap and not options.shared_projection:
+            parts["overlap_pool"] = nn.Linear(options.head_dim, options.pool_vectors, bias=False)
+        if options.global_norm:
+            parts["global_norm"] = nn.LayerNorm(options.head_dim, eps=NORM_EPS)
+    if options.local_norm:
+        parts["local_norm"] = nn.LayerNorm(options.head_dim, eps=NORM_EPS)
+    if options.aggregation == "gated":
+        parts["gate"] = BranchGate(options.heads, len(options.branches), options.head_dim)
+    return parts
+
+
+class Projected(NamedTuple):
+    """What a layer's projections gave for some tokens, `[rows, heads or kv_heads, time, head_dim]`.
+
+    Attributes:
+        q, k: queries and keys, rotated where the model rotates.
+        v: values; None where keys are values too.
+        plain_q, plain_k: before rotation; None where nothing was rotated. Gates read the one, `pretrained` pools the
+            other.
+        scaling: of the queries; None for `head_dim ** -0.5`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None = None
+    plain_q: Tensor | None = None
+    plain_k: Tensor | None = None
+    scaling: float | None = None
+
+    @property
+    def scale(self) -> float:
+        """What queries are multiplied with."""
+        return self.q.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+
+    def gates(self, parts: CacheFormerParts) -> Tensor | None:
+        """`[rows, heads, time, branches]`."""
+        if parts.gate is None:
+            return None
+        return parts.gate(self.q if self.plain_q is None else self.plain_q)
+
+    def pooled_keys(self, options: CacheFormerOptions) -> Tensor:
+        """The keys that segments are compressed from."""
+        return self.plain_k if options.pretrained and self.plain_k is not None else self.k
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Projected:
+        """The same with every tensor changed."""
+        tensors = {name: part for name, part in self._asdict().items() if isinstance(part, Tensor)}
+        return self._replace(**{name: change(tensor) for name, tensor in tensors.items()})  # type: ignore[arg-type]
+
+
+def normalise(norm: nn.LayerNorm | None, vectors: Tensor) -> Tensor:
+    """LayerNorm in float32 or better; None leaves them as they are."""
+    if norm is None:
+        return vectors
+    dtype = torch.promote_types(vectors.dtype, torch.float32)
+    normed = F.layer_norm(
+        vectors.to(dtype), norm.normalized_shape, norm.weight.to(dtype), norm.bias.to(dtype), NORM_EPS
+    )
+    return normed.to(vectors.dtype)
+
+
+def pool(
+    options: CacheFormerOptions,
+    parts: CacheFormerParts,
+    keys: Tensor,
+    values: Tensor | None,
+    numbers: Tensor,
+    overlap: bool,
+    rotate: Rotate | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compress segments: r_s sums of each one's tokens, weighted by what W_P makes of the keys.
+
+    Args:
+        keys, values: tokens of segments, `[rows, kv_heads, segments, s, head_dim]`.
+        numbers: which segments they are, `[rows or 1, segments]`.
+        overlap: they are shifted by s/2 to the left; the first half of segment 0 is then no text.
+        rotate: turns keys to positions, where keys were given unrotated.
+
+    Returns:
+        Keys and values `[rows, kv_heads, segments*r_s, head_dim]`, a segment's vectors side by side.
+    """
+    assert parts.pool is not None
+    size, half = options.pool_tokens, options.pool_tokens // 2
+    projection = parts.overlap_pool if overlap and parts.overlap_pool is not None else parts.pool
+    dtype = torch.promote_types(keys.dtype, torch.float32)
+    scores = F.linear(keys, projection.weight.to(keys.dtype)).to(dtype)  # [rows, kv_heads, segments, s, r_s]
+    if overlap:
+        blank = (numbers == 0)[:, :, None] & (torch.arange(size, device=numbers.device) < half)
+        scores = scores.masked_fill(blank[:, None, :, :, None], float("-inf"))
+    weights = torch.softmax(scores, -2).to(keys.dtype).transpose(-1, -2)
+    pooled_keys = normalise(parts.global_norm, weights @ keys).flatten(2, 3)
+    if options.pretrained and rotate is not None:
+        centre = numbers * size + (size - 1) / 2 - (half if overlap else 0)
+        centre = centre.repeat_interleave(options.pool_vectors, 1).expand(len(keys), -1)
+        pooled_keys = rotate(pooled_keys, centre)
+    if values is None:
+        return pooled_keys, None
+    return pooled_keys, normalise(parts.global_norm, weights @ values).flatten(2, 3)

@@ -1,0 +1,388 @@
+"""CacheFormer's attention: recorded runs, its specification with gradients, causality, documents, options."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cacheformer_cases import CHOICES, label, make_options, pairwise, random_inputs, random_parts
+from cacheformer_golden import (
+    LONG_SHORT,
+    MODES,
+    TINY,
+    TinyModel,
+    needs_golden,
+    recorded,
+    rotate_pairs,
+    selection_cases,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from cacheformers.modeling.memories import cacheformer_tiles
+from cacheformers.modeling.memories.cacheformer import CacheFormerOptions, CacheFormerParts, Projected, make_parts
+from cacheformers.modeling.memories.cacheformer_attention import attend, selected_segments
+from cacheformers.modeling.memories.cacheformer_naive import choose_segments, naive
+from cacheformers.modeling.memories.cacheformer_selection import select_segments
+
+CASES = [pytest.param(choice, id=label(choice)) for choice in pairwise()]
+TIME = 37
+
+
+def naive_rows(options: CacheFormerOptions, parts: CacheFormerParts, projected: Projected) -> Tensor:
+    rows = [projected.each(lambda tensor, row=row: tensor[row : row + 1]) for row in range(len(projected.q))]
+    return torch.cat([naive(options, parts, row, rotate_pairs)[0] for row in rows])
+
+
+def compare_gradients(model: TinyModel, recording: dict[str, Tensor], tolerance: float) -> None:
+    for name, weight in model.weights.items():
+        expected = recording[f"grad.{name}"].to(weight.dtype)
+        assert weight.grad is not None
+        assert float((weight.grad - expected).abs().max()) <= tolerance * float(expected.abs().max()), name
+
+
+# Recorded runs
+
+
+@pytest.mark.parametrize("name", recorded("ls_tiny_n"))
+def test_published_long_short_runs(name):
+    recording = load_file(needs_golden(f"{name}.safetensors"))
+    model = TinyModel(CacheFormerOptions(**TINY, **LONG_SHORT), attend, torch.float32)
+    logits = model(recording["input_ids"])
+    read = logits.detach()
+    real = recording.get("mask", torch.ones(logits.shape[:2], dtype=torch.bool))
+    assert float((read - recording["logits"])[real].abs().max()) < 2e-6
+    for layer, attended in enumerate(model.attended):
+        expected = recording.get(f"inter.layer{layer}.attn_out", attended)
+        assert float((attended - expected).detach().abs().max()) < 2e-6
+    if "loss" in recording and "grad.token_emb.weight" in recording:
+        loss = F.cross_entropy(logits.flatten(0, 1), recording["targets"].flatten())
+        assert loss.item() == pytest.approx(float(recording["loss"]), abs=1e-6)
+        loss.backward()
+        compare_gradients(model, recording, 1e-5)
+
+
+@pytest.mark.parametrize("name", recorded("cf_"))
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "naive"])
+def test_independent_float64_runs(name, fast):
+    recording = load_file(needs_golden(f"{name}.safetensors"))
+    options = CacheFormerOptions(**TINY, **MODES[name.rsplit("_", 1)[0]])
+    lists = []
+
+    def both(options: CacheFormerOptions, parts: CacheFormerParts, projected: Projected) -> Tensor:
+        if fast:
+            lists.append(selected_segments(options, parts, projected)[0] if options.cache else None)
+            return attend(options, parts, projected)
+        read, chosen = naive(options, parts, projected)
+        lists.append(torch.tensor(chosen))
+        return read
+
+    model = TinyModel(options, both, torch.float64)
+    logits = model(recording["input_ids"][None])[0]
+    assert float((logits - recording["logits"]).detach().abs().max()) < 5e-7  # the recording's rotation is in float32
+    for layer in range(model.layers):
+        expected = recording.get(f"layer{layer}.selected_segments")
+        assert options.cache == (expected is not None)
+        if expected is not None:
+            assert torch.equal(lists[layer].int(), expected)
+    if "grad.token_emb.weight" in recording:
+        F.cross_entropy(logits, recording["targets"]).backward()
+        compare_gradients(model, recording, 2e-6)
+
+
+# The choice of segments
+
+
+@pytest.mark.parametrize("case", selection_cases())
+def test_recorded_selections(case):
+    expected = case["expect"]
+    assert choose_segments(case["scores"], case["allowed"], case["k"], case["u"]) == expected
+    scores = torch.tensor(case["scores"])
+    assert select_segments(scores, torch.tensor(case["allowed"]), case["k"], case["u"]).tolist() == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    scores=st.lists(st.integers(0, 4), min_size=1, max_size=14),
+    allowed=st.integers(0, 14),
+    topk=st.integers(1, 4),
+    neighbors=st.integers(1, 5),
+    sink=st.booleans(),
+)
+def test_selection_equals_the_plain_walk(scores, allowed, topk, neighbors, sink):
+    """Few different scores, so that ties, duplicates and both edges are frequent."""
+    allowed = min(allowed, len(scores))
+    expected = choose_segments([float(score) for score in scores], allowed, topk, neighbors, sink)
+    found = select_segments(torch.tensor(scores).float(), torch.tensor(allowed), topk, neighbors, sink)
+    assert found.tolist() == expected
+
+
+# The specification
+
+
+@pytest.mark.parametrize("choice", CASES)
+def test_equals_the_specification(choice):
+    """Outputs, lists and gradients of every input and part."""
+    options = make_options(choice)
+    parts = random_parts(options)
+    inputs = random_inputs(options, TIME)
+    weights = {
+        **{f"{name}.{n}": p for name, part in parts._asdict().items() if part for n, p in part.named_parameters()},
+        **{name: t.requires_grad_() for name, t in inputs._asdict().items() if isinstance(t, Tensor)},
+    }
+    expected, lists = naive(options, parts, inputs, rotate_pairs)
+    found = attend(options, parts, inputs, rotate_pairs)
+    assert float((found - expected).detach().abs().max()) < 1e-12
+    if options.cache:
+        assert selected_segments(options, parts, inputs, rotate_pairs)[0].tolist() == lists
+    direction = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    wanted = torch.autograd.grad((expected * direction).sum(), list(weights.values()), allow_unused=True)
+    grown = torch.autograd.grad((found * direction).sum(), list(weights.values()), allow_unused=True)
+    touched = 0
+    for name, left, right in zip(weights, grown, wanted, strict=True):
+        left, right = (torch.zeros(()) if side is None else side for side in (left, right))
+        assert float((left - right).abs().max()) <= 1e-10 * max(float(right.abs().max()), 1.0), name
+        touched += bool(right.any())
+    assert touched >= 2
+
+
+@pytest.mark.parametrize("choice", CASES[::4])
+def test_small_tiles_of_single_heads_make_no_difference(choice, monkeypatch):
+    monkeypatch.setattr(cacheformer_tiles, "TILE_TOKENS", 3)
+    monkeypatch.setattr(cacheformer_tiles, "SCORES_AT_ONCE", {"cpu": 1})
+    test_equals_the_specification(choice)
+
+
+@pytest.mark.parametrize("choice", CASES[::5])
+def test_half_precision_follows(choice):
+    """Sums are in float32, so bfloat16 inputs give what their float64 copies give, but for the output's rounding."""
+    options = make_options({**choice, "cache": False})
+    parts, inputs = random_parts(options), random_inputs(options, TIME).each(Tensor.bfloat16)
+    expected = naive(options, parts, inputs.each(Tensor.double), rotate_pairs)[0]
+    found = attend(options, parts, inputs, rotate_pairs)
+    assert found.dtype == torch.bfloat16
+    assert float((found - expected).detach().abs().mean()) < 0.02 * float(expected.detach().abs().mean())
+
+
+@pytest.mark.parametrize("time", [1, 2, 3, 4, 5, 8, 9, 12, 13, 16, 17])
+@pytest.mark.parametrize("weights", ["tied", "pretrained"])
+def test_lengths_that_divide_nothing(time, weights):
+    options = make_options(
+        {"kv_heads": 2, "window_tokens": 8, "pool_tokens": 4, "weights": weights, "local_norm": weights == "tied"}
+    )
+    parts, inputs = random_parts(options), random_inputs(options, time, rows=2)
+    found = attend(options, parts, inputs, rotate_pairs)
+    assert float((found - naive_rows(options, parts, inputs)).detach().abs().max()) < 1e-12
+
+
+def test_a_pretrained_layer_starts_as_it_was():
+    """Up to two windows are plain causal attention, bit by bit whatever the parts hold; longer text is not."""
+    options = make_options(
+        {"kv_heads": 2, "window_tokens": 8, "pool_tokens": 4, "weights": "pretrained", "local_norm": False}
+    )
+    inputs = random_inputs(options, 20)
+    assert inputs.v is not None
+    plain = F.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=True, enable_gqa=True)
+    different = (attend(options, random_parts(options), inputs, rotate_pairs) - plain).abs().amax((0, 1, 3)).detach()
+    assert float(different[:16].max()) < 1e-14
+    assert float(different[16:].min()) > 1e-4
+    assert torch.equal(
+        attend(options, random_parts(options), inputs, rotate_pairs)[:, :, :16],
+        attend(options, CacheFormerParts(**make_parts(options)), inputs, rotate_pairs)[:, :, :16],  # type: ignore[arg-type]
+    )
+
+
+# Causality
+
+
+def leaking_pairs(options: CacheFormerOptions, time: int) -> list[tuple[int, int]]:
+    """(t, t') where changing token t' changes what row t < t' reads."""
+    parts, inputs = random_parts(options), random_inputs(options, time)
+    other = random_inputs(options, time, seed=11)
+    rows = inputs.each(lambda tensor: tensor.expand(time, -1, -1, -1).clone())
+    for token in range(time):  # row `token` of the batch has that token changed
+        for tensor, change in zip(rows[:5], other[:5], strict=True):
+            if tensor is not None:
+                tensor[token, :, token] = change[0, :, token]
+    plain = attend(options, parts, inputs.each(lambda tensor: tensor.expand(time, -1, -1, -1)), rotate_pairs)
+    changed = attend(options, parts, rows, rotate_pairs)
+    differs = (plain != changed).any(-1).any(1)  # [changed token, row]
+    assert bool(differs.diagonal().all())
+    return [(t, token) for token, t in differs.nonzero().tolist() if t < token]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("choice", [case for case in CASES if make_options(case.values[0]).causal])
+def test_no_token_depends_on_a_later_one(choice):
+    """Every pair (t, t'), exactly, in float64."""
+    assert leaking_pairs(make_options(choice), TIME) == []
+
+
+@torch.no_grad()
+@pytest.mark.slow
+@pytest.mark.parametrize("selection", ["previous_block", "token", "prefix", None], ids=str)
+def test_no_configuration_lets_a_token_depend_on_a_later_one(selection):
+    """All of them, but for sizes (those are in the sample above); None is no cache."""
+    names = ["aggregation", "long", "overlap", "weights"]
+    if selection is not None:
+        names += ["magnitude", "exclude_window", "sink"]
+    tried = 0
+    for values in itertools.product(*(CHOICES[name] for name in names)):
+        choice = {"window_tokens": 4, "pool_tokens": 2, "topk": 2, "neighbors": 2, "kv_heads": 2}
+        choice |= dict(zip(names, values, strict=True))
+        choice["local_norm"] = choice["weights"] != "pretrained"
+        choice |= {"cache": False} if selection is None else {"selection": selection}
+        assert leaking_pairs(make_options(choice), 18) == [], choice
+        tried += 1
+    assert tried == (36 if selection is None else 36 * 2 * 2 * 2)
+
+
+@torch.no_grad()
+def test_the_papers_rule_leaks():
+    """And only inside a block: what a block retrieves is complete before it begins."""
+    choice = {"kv_heads": 4, "window_tokens": 8, "pool_tokens": 2, "topk": 2}
+    assert leaking_pairs(make_options(choice), 48) == []
+    leaks = leaking_pairs(make_options({**choice, "selection": "paper_block"}), 48)
+    assert leaks
+    assert all(t // 8 == token // 8 for t, token in leaks)
+
+
+# Padding and documents
+
+
+@pytest.mark.parametrize("selection", ["previous_block", "token"])
+@pytest.mark.parametrize("weights", ["tied", "pretrained"])
+def test_documents_in_a_row_are_kept_apart(selection, weights):
+    """Packed, padded left, right and between: each document as if alone, gradients too."""
+    options = make_options(
+        {
+            "kv_heads": 2,
+            "window_tokens": 8,
+            "pool_tokens": 4,
+            "weights": weights,
+            "local_norm": weights == "tied",
+            "selection": selection,
+            "topk": 2,
+            "neighbors": 2,
+        }
+    )
+    parts = random_parts(options)
+    lengths = [[(-1, 3), (0, 21), (1, 1), (2, 15)], [(0, 33), (-1, 7)], [(5, 9), (-1, 2), (5, 29)]]
+    documents = torch.tensor([[number for number, length in row for _ in range(length)] for row in lengths])
+    output = torch.zeros(3, 4, 40, 4, dtype=torch.float64)
+    pieces, packed = [], [torch.zeros(3, heads, 40, 4, dtype=torch.float64) for heads in (4, 2, 2, 4, 2)]
+    for row, spans in enumerate(lengths):
+        begin = 0
+        for number, length in spans:
+            piece = random_inputs(options, length, seed=100 * row + begin)
+            for whole, tensor in zip(packed, piece[:5], strict=True):
+                if tensor is not None:
+                    whole[row, :, begin : begin + length] = tensor[0]
+            if number >= 0:
+                pieces.append((row, begin, piece))
+                output[row, :, begin : begin + length] = naive(options, parts, piece, rotate_pairs)[0][0]
+            begin += length
+    q, k, v, plain_q, plain_k = (tensor.requires_grad_() for tensor in packed)
+    inputs = Projected(q, k, None if options.tied else v, plain_q, plain_k)
+    found = attend(options, parts, inputs, rotate_pairs, documents)
+    assert float((found - output).detach().abs().max()) < 1e-12
+    assert not found.transpose(1, 2)[documents < 0].any()
+
+    direction = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    (gradient,) = torch.autograd.grad((found * direction).sum(), k)
+    for row, begin, piece in pieces:
+        piece.k.requires_grad_()
+        part = slice(begin, begin + piece.k.shape[2])
+        alone = (attend(options, parts, piece, rotate_pairs) * direction[row : row + 1, :, part]).sum()
+        (expected,) = torch.autograd.grad(alone, piece.k)
+        assert float((gradient[row, :, part] - expected[0]).abs().max()) < 1e-12
+
+
+# Worked examples
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("time", "vectors", "topk", "neighbors", "overlap", "columns"),
+    [(1024, 4, 7, 1, False, 624), (2048, 2, 5, 3, False, 752), (1024, 4, 7, 1, True, 880)],
+    ids=["1024 x 624", "2048 x 752", "with overlap 2r"],
+)
+def test_columns_of_the_papers_examples(time, vectors, topk, neighbors, overlap, columns):
+    """f = 2w + r + k*u*s, r counted once where overlap has no columns of its own; the last row sees all but the last
+    segment's and the columns after itself."""
+    options = CacheFormerOptions(
+        1, 1, 2, pool_vectors=vectors, topk=topk, neighbors=neighbors, overlap=overlap, select_rows=32
+    )
+    shown = cacheformer_tiles.Run(options, (0,), time, 1.0).columns(
+        torch.tensor([[time - 1]]), torch.zeros(1, 1, topk * neighbors).long()
+    )
+    visible = sum(int(branch.limit) for branch in shown.values())
+    assert visible == columns - vectors
+
+
+@torch.no_grad()
+def test_blocks_of_32_rows_retrieve_240_keys():
+    options = CacheFormerOptions(1, 1, 2, topk=5, neighbors=3, select_rows=32)
+    inputs = Projected(torch.randn(1, 1, 1024, 2), torch.randn(1, 1, 1024, 2))
+    lists = selected_segments(options, CacheFormerParts(**make_parts(options)), inputs)[0, 0]  # type: ignore[arg-type]
+    blocks = lists.view(32, 32, 15)
+    assert bool((blocks == blocks[:, :1]).all())
+    assert bool((blocks[8:] >= 0).all())  # 15 segments of 16 tokens: 240 keys
+    assert bool((blocks.amax((1, 2)) < torch.arange(32) * 2).all())
+
+
+@torch.no_grad()
+def test_which_segments_table_5_admits():
+    """Blocks of 256 rows: none, then at most 15, 31 and 47; with every earlier segment asked for, exactly those."""
+    with pytest.warns(UserWarning, match="depend on tokens after it"):
+        options = CacheFormerOptions(1, 1, 2, topk=64, select_rows=256, selection="paper_block")
+    inputs = Projected(torch.randn(1, 1, 1024, 2), torch.randn(1, 1, 1024, 2))
+    lists = selected_segments(options, CacheFormerParts(**make_parts(options)), inputs)[0, 0]  # type: ignore[arg-type]
+    assert lists.amax(1).view(4, 256).unique(dim=1)[:, 0].tolist() == [-1, 15, 31, 47]
+    assert (lists >= 0).sum(1).view(4, 256).unique(dim=1)[:, 0].tolist() == [0, 16, 32, 48]
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pool_tokens": 300}, "pool_tokens <= 2"),
+        ({"pool_tokens": 5}, "must be even"),
+        ({"select_rows": 256}, "wide_blocks=True"),
+        ({"selection": "token", "select_rows": 4}, "leave out select_rows"),
+        ({"selection": "best"}, "selection must be one of"),
+        ({"aggregation": "sum"}, "aggregation must be one of"),
+        ({"magnitude": "l1"}, "magnitude must be one of"),
+        ({"kv_heads": 3}, "does not divide heads"),
+        ({"topk": 0}, "topk must be at least 1"),
+        ({"neighbors": 0}, "itself"),
+        ({"select_rows": 0}, "select_rows must be at least 1"),
+        ({"pretrained": True}, "tied=False"),
+        ({"pretrained": True, "tied": False, "local_norm": False, "pool_tokens": 24}, "must divide window_tokens"),
+    ],
+)
+def test_options_that_contradict_themselves(changes: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        CacheFormerOptions(**{"heads": 4, "kv_heads": 4, "head_dim": 8, **changes})
+
+
+def test_parts_that_a_layer_trains():
+    """The paper's counts: r_s*d for the projection, 4d for the norms; the overlap's own projection adds r_s*d."""
+
+    def count(**changes: Any) -> int:
+        options = dataclasses.replace(CacheFormerOptions(12, 12, 64), **changes)
+        return sum(p.numel() for part in make_parts(options).values() for p in part.parameters())
+
+    assert count() == 256 + 4 * 64
+    assert count(shared_projection=False) == 2 * 256 + 4 * 64
+    assert count(long=False, overlap=False, cache=False) == 2 * 64
+    assert count(aggregation="gated") == 256 + 4 * 64 + 12 * 4 * (64 + 1)
+    assert count(tied=False, local_norm=False, global_norm=False, pretrained=True) == 256
