@@ -34,6 +34,7 @@ from cacheformers.training.lanes import IGNORED, Lanes
 from cacheformers.training.loss import token_losses
 from cacheformers.training.optim import OPTIMIZERS, Rates, make_optimizer, make_schedule, parameter_groups
 from cacheformers.training.options import layer_map
+from cacheformers.training.run_state import trained_state
 from cacheformers.training.settings import TrainOptions, check_resumable, resumed_settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,6 +164,11 @@ def test_gates_memory_and_lora_have_their_own_rates(make_base, config_factory):
 # The recipe
 
 
+def test_what_is_trained_leaves_tied_weights_of_the_base_out(make_base, config_factory):
+    model = get_peft_model(make_base("llama_gqa", torch.float32, tie_word_embeddings=True), config_factory())
+    assert trained_state(model).keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
 @pytest.mark.parametrize(("least", "lengths"), [((), [70, 50]), (("--valid_min_tokens=60",), [70])])
 def test_short_held_out_documents_can_be_left_out(folder, least, lengths):
     given = arguments(folder, f"--valid={folder / 'valid.jsonl'}", *least)
@@ -188,6 +194,7 @@ def test_a_run(folder, method):
     memory = {"cache off": Remembering(0), "cache 40": Remembering(40)}
     readers = memory if method == "neurocache" else {"lora": Forgetting()}
     assert set(result["scores"]) == {"base", *readers}
+    assert result["trained_parameters"] == sum(map(torch.numel, adapter_weights(folder / "adapter").values()))
 
     card = ModelCard.load(folder / "adapter" / "README.md")
     assert card.data.library_name == "peft" and ("neurocache" in card.data.tags) == (method == "neurocache")

@@ -35,7 +35,10 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_p
 
 def trained_state(model: PeftModel) -> dict[str, Tensor]:
     """Everything trained, by name, on the first process; empty on the others. Every process must call this."""
-    return get_model_state_dict(model, options=WHOLE)  # type: ignore[return-value]
+    state = get_model_state_dict(model, options=WHOLE)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    # A frozen weight that is tied to another one is in there under its second name.
+    return {name: tensor for name, tensor in state.items() if name in trained}  # type: ignore[misc]
 
 
 def optimizer_state(model: PeftModel, optimizer: Any) -> dict[str, Tensor]:
