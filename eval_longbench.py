@@ -86,10 +86,11 @@ def make_plan(model: ModelOptions, options: LongBenchOptions) -> Plan:
         OSError, ValueError, ImportError: something is; says what to do.
     """
     check_scorers()
-    tasks = chosen_tasks(options.tasks, options.e)
+    tasks = chosen_tasks(options.tasks, options.longbench_e)
     templates = load_templates([task.name for task in tasks], options.prompts)
     records = {
-        task.name: load_records(options.data, task.name, options.e, options.limit, options.seed) for task in tasks
+        task.name: load_records(options.data, task.name, options.longbench_e, options.limit, options.seed)
+        for task in tasks
     }
     state = make_state(model.device)
     if is_gguf(model.base):
@@ -103,14 +104,16 @@ def make_plan(model: ModelOptions, options: LongBenchOptions) -> Plan:
     data = {task: records_identity(own) for task, own in records.items()}
     work = []
     for method in methods:
-        folder = Path(options.output) / ("pred_e" if options.e else "pred") / method.title
+        folder = Path(options.output) / ("pred_e" if options.longbench_e else "pred") / method.title
         settings = method_settings(method, model, options, config, identity)
         predictions = Predictions(folder, settings, data)
         if not options.overwrite:
             predictions.check()
         maker = PromptMaker(method, options, tokenizer, templates)
-        check_limit(maker, tasks)
-        check_prompts(maker, records)
+        if method.always_cuts:
+            check_limit(maker, tasks)
+        else:
+            check_prompts(maker, records)
         work.append((maker, predictions))
     return Plan(model, options, state, records, work)
 
@@ -142,7 +145,7 @@ def evaluate(plan: Plan, maker: PromptMaker, predictions: Predictions, arguments
         options={**asdict(plan.model), **asdict(options)},
         environment=environment(state.device, state.num_processes),
     )
-    folder = Path(options.output) / (f"{method.title}_e" if options.e else method.title)
+    folder = Path(options.output) / (f"{method.title}_e" if options.longbench_e else method.title)
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "result.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     report(folder, [result], options.plots)

@@ -479,8 +479,8 @@ def test_retrieval_asks_with_the_instruction_where_there_is_no_question(data):
             ["--tasks", "narrativeqa"],
             "holds no narrativeqa.jsonl, .jsonl.gz or .parquet. Choose with --tasks among what ",
         ),
-        (["--e=true", "--tasks", "lsht"], "lsht does not exist; LongBench-E has qasper"),
-        (["--e=true", "--tasks", "trec"], "holds no trec_e.jsonl"),
+        (["--longbench_e=true", "--tasks", "lsht"], "lsht does not exist; LongBench-E has qasper"),
+        (["--longbench_e=true", "--tasks", "trec"], "holds no trec_e.jsonl"),
         (["--data=no/such/folder/here"], "no/such/folder/here does not exist"),
         (["--methods", "magic"], "magic is none of truncation, full"),
         (["--methods", "memory"], "takes a model with a memory: give an --adapter"),
@@ -591,7 +591,7 @@ def test_forms_of_data(data, tmp_path):
 
 def test_longbench_e_goes_into_folders_of_its_own(data):
     os.rename(data / "data" / "trec.jsonl", data / "data" / "trec_e.jsonl")
-    eval_longbench.main(arguments(data, "--e=true", "--tasks", "trec"))
+    eval_longbench.main(arguments(data, "--longbench_e=true", "--tasks", "trec"))
     assert (data / "out" / "pred_e" / "base-truncation" / "trec.jsonl").exists()
     assert (data / "out" / "base-truncation_e" / "result.json").exists()
 

@@ -47,6 +47,18 @@ def test_metrics():
         assert found == pytest.approx(case["score"], abs=1e-12), case["id"]
 
 
+def test_rouge_of_sentences_that_are_too_long_is_official_whoever_calls():
+    """The package recurses once for each word of both texts; the official code scores 0 when that is too deep."""
+
+    def called_from(depth: int, words: int) -> float:
+        if depth:
+            return called_from(depth - 1, words)
+        return score("gov_report", "yes " + "no " * words, ["yes " + "one " * words])
+
+    assert called_from(0, 400) == pytest.approx(0.5) and called_from(0, 700) == 0
+    assert called_from(700, 400) == called_from(0, 400)
+
+
 @needs_golden
 def test_aggregates():
     cases = {case["id"]: case for case in lines("golden_metrics_public.jsonl")}

@@ -17,7 +17,6 @@ from cacheformers.evaluation.longbench.prompts import Encoded, after_context, cu
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.retrieval import Retriever, check_retriever, retrieved
 from cacheformers.evaluation.longbench.tasks import MAX_LENGTHS, TASKS, Task
-from cacheformers.modeling.attach import ARCHITECTURES
 from cacheformers.training.base_model import ModelOptions, base_config, load_base
 
 
@@ -44,6 +43,10 @@ class Method:
     def remembers(self) -> bool:
         return self.name == "memory"
 
+    @property
+    def always_cuts(self) -> bool:
+        return self.name in ("truncation", "retrieval")
+
 
 def make_method(
     name: str, options: LongBenchOptions, base: str, config: PretrainedConfig, adapter: PeftConfig | None
@@ -57,19 +60,19 @@ def make_method(
         ImportError, OSError, ValueError: it is not possible with this base model, this adapter or these options.
     """
     has_memory = adapter is not None and adapter.peft_type in MEMORY_TYPES
-    plain = config.model_type in ARCHITECTURES  # and no model of this package
+    built_in = type(config).__module__.startswith("cacheformers.")
     model = Path(base).name
     if name == "memory":
-        if not has_memory and plain:
+        if not has_memory and not built_in:
             raise ValueError("The method memory takes a model with a memory: give an --adapter that has one.")
         held = None if options.forget else getattr(adapter if has_memory else config, "cache_size", None)
         title = f"{Path(options.adapter).name if options.adapter else model}-memory"
         return Method(name, title, options.adapter, options.max_length, capacity=held)
-    if not plain:
+    if built_in:
         raise ValueError(f"{base} has a memory that cannot be taken off: only the method memory can use it.")
     used = None if has_memory else options.adapter
     title = f"{Path(used).name if used else model}-{name}"
-    positions, max_length = config.max_position_embeddings, options.max_length
+    positions, max_length = config.get_text_config().max_position_embeddings, options.max_length
     if name == "position-interpolation":
         if (getattr(config, "rope_parameters", None) or {}).get("rope_type") != "default":
             raise ValueError(f"position-interpolation needs unscaled rotary positions, which {base} has not.")
@@ -144,11 +147,9 @@ class PromptMaker:
 
 
 def check_limit(maker: PromptMaker, tasks: list[Task]) -> None:
-    """Raise ValueError if cut prompts and answers do not fit the model's positions."""
-    method, longest = maker.method, max(task.new_tokens for task in tasks)
-    if method.max_length is None or method.positions is None:
-        return
-    turn = 0
+    """Raise ValueError if prompts that a method always cuts, and their answers, do not fit the model's positions."""
+    method, longest, turn = maker.method, max(task.new_tokens for task in tasks), 0
+    assert method.max_length is not None and method.positions is not None
     if maker.options.chat:
         turn = len(encode(in_chat(fill("{context}", EMPTY), maker.tokenizer), maker.tokenizer).ids)
     if method.max_length + turn + longest > method.positions:

@@ -32,7 +32,7 @@ class LongBenchOptions:
         help="Adapter folder or Hub id. One with a memory is for the method 'memory', any other for the other methods.",
     )
     tasks: list[str] | None = option(None, help="Tasks by name. Default: all.")
-    e: bool = option(False, help="LongBench-E: 13 tasks with records of all lengths, from TASK_e files.")
+    longbench_e: bool = option(False, help="LongBench-E: 13 tasks with records of all lengths, from TASK_e files.")
     limit: int | None = option(None, help="Only so many records of each task.")
     seed: int | None = option(None, help="With limit: a random choice of records. Default: the first ones.")
     prompts: str | None = option(

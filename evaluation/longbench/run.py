@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,7 +25,10 @@ Batch = list[Record]
 
 def make_state(device: str) -> PartialState:
     """However many processes the launcher has started, each with a device of its own."""
-    state = PartialState(cpu=device == "cpu" or not torch.accelerator.is_available())
+    state = PartialState(
+        cpu=device == "cpu" or not torch.accelerator.is_available(),
+        timeout=timedelta(days=7),  # those that are done first wait for the others
+    )
     state.wait_for_everyone()  # so that a process that finds an error and leaves was there when others joined
     return state
 
@@ -52,9 +56,8 @@ def check_prompts(maker: PromptMaker, records: dict[str, list[Record]]) -> None:
     Raises:
         ValueError: one does not.
     """
-    state, method = PartialState(), maker.method
-    limit = method.positions if method.positions is not None else method.capacity
-    if limit is None or (method.max_length is not None and method.max_length <= limit):
+    state = PartialState()
+    if maker.method.positions is None and maker.method.capacity is None:
         return
     own = [record for task in records.values() for record in task][state.process_index :: state.num_processes]
     problems: list[str] = []
@@ -75,6 +78,8 @@ def predict(model: nn.Module, maker: PromptMaker, work: Sequence[Batch], predict
     A batch of which some records are done is answered as a whole, so that it is the batch that it would have been.
     """
     state = PartialState()
+    if state.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(state.device)
     left = [batch for batch in work if any(record.id not in predictions.done[record.task] for record in batch)]
     own = left[state.process_index :: state.num_processes]
     bar = tqdm(

@@ -38,7 +38,7 @@ def method_settings(
         "chat": options.chat,
         "max_length": method.max_length,
         "batch": options.batch,
-        "longbench_e": options.e,
+        "longbench_e": options.longbench_e,
         **({name: getattr(options, name) for name in RETRIEVAL} if method.name == "retrieval" else {}),
         **({"rope_factor": options.rope_factor} if method.name == "position-interpolation" else {}),
         **({"forget": options.forget} if method.remembers else {}),
