@@ -37,6 +37,11 @@ from cacheformers.training.environment import environment
 from cacheformers.training.gguf_base import is_gguf
 from cacheformers.training.options import RecipeParser
 
+DESCRIPTION = (
+    "Evaluate a model on LongBench, as the official code does. With --compare RESULT ... (and --output) nothing is "
+    "run: results are put side by side."
+)
+
 
 @dataclass
 class Plan:
@@ -60,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
     if any(argument.partition("=")[0] == "--compare" for argument in arguments):
         compare(arguments)
         return
-    parser = RecipeParser([ModelOptions, LongBenchOptions], (__doc__ or "").splitlines()[0])
+    parser = RecipeParser([ModelOptions, LongBenchOptions], DESCRIPTION)
     model, options = parser.parse(arguments)
     try:
         plan = make_plan(model, options)

@@ -82,7 +82,7 @@ def make_method(
         return Method(name, title, used, max_length, positions)
     if name == "retrieval":
         check_retriever(options.retriever)
-        title += f"-{Path(options.retriever).name}"
+        title += "-bm25" if options.retriever == "bm25" else "-embeddings"
     if max_length is None and positions not in MAX_LENGTHS:
         raise ValueError(f"There is no official limit for a model of {positions:,} positions: give --max_length.")
     return Method(name, title, used, max_length or MAX_LENGTHS[positions], positions)

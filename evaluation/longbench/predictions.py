@@ -91,8 +91,8 @@ class Predictions:
     def append(self, task: str, lines: Sequence[dict[str, Any]], times: Sequence[dict[str, Any]]) -> None:
         """Write the lines of some records, and how long they took; they are on the disk when this returns."""
         with FileLock(self.folder / ".writing"):
+            append(self.folder / TIMES, times)  # first: what a kill separates is answered and timed again
             append(self._file(task), lines)
-            append(self.folder / TIMES, times)
 
     def finish(self, records: dict[str, list[Record]]) -> dict[str, list[str]]:
         """Put each task's lines into the order of its records, and return the predictions; the others get nothing."""
@@ -109,7 +109,8 @@ class Predictions:
 
     def times(self) -> list[dict[str, Any]]:
         """What `append` was given as times, of the tasks of this run."""
-        return [line for line in read_lines(self.folder / TIMES) if line["task"] in self.data]
+        last = {(line["task"], line["_id"]): line for line in read_lines(self.folder / TIMES)}
+        return [line for (task, _), line in last.items() if task in self.data]
 
     def _file(self, task: str) -> Path:
         return self.folder / f"{task}.jsonl"

@@ -84,12 +84,18 @@ def bucket_average(tasks: dict[str, Any], name: str) -> str:
 
 
 def differences(titles: Sequence[str], shared: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines that compare each result with the first one."""
+    """A second table that compares each result with the first one, by task and on average."""
     if len(shared) < 2:
         return []
-    lines = ["", f"Difference of the average from *{titles[0]}*, with the 95 % interval from resampled records:", ""]
-    for title, tasks in zip(titles[1:], shared[1:], strict=True):
-        points, interval = paired_difference(tasks, shared[0])
-        sure = "" if interval is None else f" ({interval[0]:+.2f} to {interval[1]:+.2f})"
-        lines.append(f"- {title}: {points:+.2f}{sure}")
+    lines = ["", f"Difference from *{titles[0]}*, with 95 % intervals from resampled records:", ""]
+    lines += [cells("task", *titles[1:]), cells("---", *["---:"] * (len(titles) - 1))]
+    for name in shared[0]:
+        lines.append(cells(name, *(difference({name: tasks[name]}, shared[0]) for tasks in shared[1:])))
+    lines.append(cells("**average of tasks**", *(difference(tasks, shared[0]) for tasks in shared[1:])))
     return lines
+
+
+def difference(tasks: dict[str, Any], others: dict[str, Any]) -> str:
+    """Such as +1.20 (-0.31 to +2.75); without an interval for single records."""
+    points, interval = paired_difference(tasks, others)
+    return f"{points:+.2f}" + ("" if interval is None else f" ({interval[0]:+.2f} to {interval[1]:+.2f})")
