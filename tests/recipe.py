@@ -1,4 +1,4 @@
-"""What the tests of `train_adapt.py` share: tiny documents, the arguments of a tiny run, and runs as real processes.
+"""What the tests of the recipes share: tiny documents, the arguments of a tiny run, and runs as real processes.
 
 Processes are forked from a server that has imported everything once, so that each starts in a fraction of a second.
 """
@@ -59,16 +59,24 @@ def largest_difference(one: Path, other: Path) -> float:
 
 
 class Recipe:
-    """`train_adapt.py` in processes of its own.
+    """A recipe in processes of its own.
 
     Args:
         arguments: of the command line.
         log: file for what the processes write to stdout and stderr.
         processes: how many share the run, as torchrun would start them.
         before: Python lines that process `rank` (a variable there) runs first.
+        recipe: `train_adapt` or `eval_longbench`.
     """
 
-    def __init__(self, arguments: list[str], log: Path, processes: int = 1, before: str = "") -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        log: Path,
+        processes: int = 1,
+        before: str = "",
+        recipe: str = "train_adapt",
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["cacheformers.train_adapt", "torch.distributed.fsdp", "cacheformers.adapters"])
         self.logs = [log.with_suffix(f".{rank}") for rank in range(processes)]
@@ -89,7 +97,7 @@ class Recipe:
                     "import torch, datasets",
                     "torch.set_num_threads(1)",
                     f"datasets.config.HF_DATASETS_CACHE = {str(log.parent / 'datasets')!r}",
-                    "from cacheformers.train_adapt import main",
+                    f"from cacheformers.{recipe} import main",
                     f"main({arguments!r})",
                 ]
             )
@@ -133,9 +141,9 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def run(arguments: list[str], log: Path, processes: int = 1, before: str = "") -> Recipe:
+def run(arguments: list[str], log: Path, processes: int = 1, before: str = "", recipe: str = "train_adapt") -> Recipe:
     """A run that must succeed."""
-    recipe = Recipe(arguments, log, processes, before)
-    codes = recipe.wait()
-    assert codes == [0] * processes, "\n".join(recipe.output(rank) for rank in range(processes))
-    return recipe
+    started = Recipe(arguments, log, processes, before, recipe)
+    codes = started.wait()
+    assert codes == [0] * processes, "\n".join(started.output(rank) for rank in range(processes))
+    return started

@@ -50,7 +50,9 @@ class ModelOptions:
 ModelOptions._argument_group_name = "base model"  # type: ignore[attr-defined]
 
 
-def load_base(options: ModelOptions, device: str | torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_base(
+    options: ModelOptions, device: str | torch.device, **changes: Any
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The base model, on a device, and its tokenizer.
 
     A quantised one is left as it is loaded, without `prepare_model_for_kbit_training`: that would turn its norms,
@@ -59,6 +61,7 @@ def load_base(options: ModelOptions, device: str | torch.device) -> tuple[PreTra
 
     Args:
         device: where this process computes; `options.device` is only a wish for it.
+        changes: other values for fields of the base's configuration.
 
     Raises:
         OSError: there is no such model.
@@ -69,7 +72,7 @@ def load_base(options: ModelOptions, device: str | torch.device) -> tuple[PreTra
     tokenizer = load_tokenizer(options.base)
     config = base_config(options.base)
     check_vocabulary(config, tokenizer)
-    arguments: dict[str, Any] = {"dtype": options.dtype}
+    arguments: dict[str, Any] = {"dtype": options.dtype, **changes}
     if options.attn_implementation is not None:
         arguments["attn_implementation"] = options.attn_implementation
     if options.quantize != "none":

@@ -1,0 +1,184 @@
+"""Evaluate a model on LongBench, as the official code does, by one or several methods.
+
+python eval_longbench.py --base data/smollm2-135m-instruct --data LONGBENCH --chat --methods truncation retrieval
+python eval_longbench.py --base BASE --adapter ADAPTER --data LONGBENCH --methods truncation memory --tasks qasper trec
+torchrun --nproc_per_node 8 eval_longbench.py longbench.yaml
+python eval_longbench.py --compare runs/longbench/ONE runs/longbench/OTHER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from peft import PeftConfig
+from transformers import PreTrainedTokenizerBase
+
+from cacheformers.evaluation.longbench.methods import PromptMaker, check_limit, load_model, make_method
+from cacheformers.evaluation.longbench.metrics import check_scorers
+from cacheformers.evaluation.longbench.options import CompareOptions, LongBenchOptions
+from cacheformers.evaluation.longbench.plots import save_plots
+from cacheformers.evaluation.longbench.predictions import PredictionError, Predictions
+from cacheformers.evaluation.longbench.records import Record, load_records, records_identity
+from cacheformers.evaluation.longbench.report import joint_table, load_result, make_result
+from cacheformers.evaluation.longbench.retrieval import make_retriever
+from cacheformers.evaluation.longbench.run import batches, check_prompts, make_state, predict
+from cacheformers.evaluation.longbench.scores import task_scores
+from cacheformers.evaluation.longbench.settings import adapter_identity, method_settings
+from cacheformers.evaluation.longbench.tasks import chosen_tasks
+from cacheformers.evaluation.longbench.templates import load_templates
+from cacheformers.training.base_model import ModelOptions, base_config, base_folder, load_tokenizer
+from cacheformers.training.checkpoints import write_text
+from cacheformers.training.environment import environment
+from cacheformers.training.gguf_base import is_gguf
+from cacheformers.training.options import RecipeParser
+
+DESCRIPTION = (
+    "Evaluate a model on LongBench, as the official code does. With --compare RESULT ... (and --output) nothing is "
+    "run: results are put side by side."
+)
+
+
+@dataclass
+class Plan:
+    """A checked run: everything that it needs but the models' weights.
+
+    Attributes:
+        records: task -> its records.
+        work: a method's prompts, and where its predictions go.
+    """
+
+    model: ModelOptions
+    options: LongBenchOptions
+    state: PartialState
+    records: dict[str, list[Record]]
+    work: list[tuple[PromptMaker, Predictions]]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Evaluate as the options say."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if any(argument.partition("=")[0] == "--compare" for argument in arguments):
+        compare(arguments)
+        return
+    parser = RecipeParser([ModelOptions, LongBenchOptions], DESCRIPTION)
+    model, options = parser.parse(arguments)
+    try:
+        plan = make_plan(model, options)
+    except (OSError, ValueError, ImportError) as error:
+        parser.error(str(error))
+    results, failure = [], ""
+    try:
+        for maker, predictions in plan.work:
+            results.append(evaluate(plan, maker, predictions, arguments))
+    except (PredictionError, OSError) as error:
+        failure = str(error)
+    if plan.state.is_main_process and len(results) > 1 and not failure:
+        report(Path(options.output), results, options.plots)
+    plan.state.destroy_process_group()
+    if failure:
+        sys.exit(f"\n{failure}")
+
+
+def make_plan(model: ModelOptions, options: LongBenchOptions) -> Plan:
+    """Look at everything that can be wrong before a model is loaded.
+
+    Raises:
+        OSError, ValueError, ImportError: something is; says what to do.
+    """
+    check_scorers()
+    tasks = chosen_tasks(options.tasks, options.longbench_e)
+    templates = load_templates([task.name for task in tasks], options.prompts)
+    records = {
+        task.name: load_records(options.data, task.name, options.longbench_e, options.limit, options.seed)
+        for task in tasks
+    }
+    state = make_state(model.device)
+    if is_gguf(model.base):
+        with state.main_process_first():  # it is converted once
+            base_folder(model.base)
+    config, tokenizer = base_config(model.base), load_tokenizer(model.base)
+    check_chat(options, tokenizer, model.base)
+    adapter = None if options.adapter is None else PeftConfig.from_pretrained(options.adapter)
+    methods = [make_method(name, options, model.base, config, adapter) for name in options.methods]
+    identity = adapter_identity(options.adapter)
+    data = {task: records_identity(own) for task, own in records.items()}
+    work = []
+    for method in methods:
+        folder = Path(options.output) / ("pred_e" if options.longbench_e else "pred") / method.title
+        settings = method_settings(method, model, options, config, identity)
+        predictions = Predictions(folder, settings, data)
+        if not options.overwrite:
+            predictions.check()
+        maker = PromptMaker(method, options, tokenizer, templates)
+        if method.always_cuts:
+            check_limit(maker, tasks)
+        else:
+            check_prompts(maker, records)
+        work.append((maker, predictions))
+    return Plan(model, options, state, records, work)
+
+
+def check_chat(options: LongBenchOptions, tokenizer: PreTrainedTokenizerBase, base: str) -> None:
+    """Raise ValueError if a chat template is asked for and there is none, or memory needs a fast tokenizer."""
+    if options.chat and tokenizer.chat_template is None:
+        raise ValueError(f"{base} has no chat template: leave out --chat, or give a chat model.")
+    if "memory" in options.methods and not tokenizer.is_fast:
+        raise ValueError(f"The method memory needs a fast tokenizer to find the question, which {base} has not.")
+
+
+def evaluate(plan: Plan, maker: PromptMaker, predictions: Predictions, arguments: list[str]) -> dict[str, Any]:
+    """Run one method to its end, or go on with it; score it and write down what came out."""
+    method, options, state = maker.method, plan.options, plan.state
+    predictions.start(options.overwrite)
+    model = load_model(method, plan.model, options, state.device)
+    retriever = make_retriever(options.retriever, state.device) if method.name == "retrieval" else None
+    predict(model, maker.using(retriever), batches(plan.records, options.batch), predictions)
+    found = predictions.finish(plan.records)
+    if not state.is_main_process:
+        return {}
+    result = make_result(
+        method.title,
+        predictions.settings,
+        {task: task_scores(plan.records[task], found[task]) for task in plan.records},
+        predictions.times(),
+        command=["eval_longbench.py", *arguments],
+        options={**asdict(plan.model), **asdict(options)},
+        environment=environment(state.device, state.num_processes),
+    )
+    folder = Path(options.output) / (f"{method.title}_e" if options.longbench_e else method.title)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "result.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    report(folder, [result], options.plots)
+    return result
+
+
+def compare(arguments: list[str]) -> None:
+    """Put results side by side."""
+    parser = RecipeParser([CompareOptions], "Compare results of eval_longbench.py.")
+    (options,) = parser.parse(arguments)
+    try:
+        results = [load_result(path) for path in options.compare]
+        report(None if options.output is None else Path(options.output), results, plots=True)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+
+def report(folder: Path | None, results: list[dict[str, Any]], plots: bool) -> None:
+    """Print the table; in a folder, write it and the plots."""
+    table = joint_table(results)
+    print(f"\n{table}")
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / "table.md", table)
+        if plots:
+            save_plots(folder, results)
+        print(f"The table and plots are in {folder}")
+
+
+if __name__ == "__main__":
+    main()

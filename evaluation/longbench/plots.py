@@ -1,0 +1,86 @@
+"""LongBench results as pictures (PNG). Needs matplotlib; nothing else is lost without it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cacheformers.evaluation.bootstrap import draws, middle
+from cacheformers.evaluation.longbench.scores import common_tasks
+from cacheformers.evaluation.plots import COLOURS, HATCHES, MARKERS, beside, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Records are put together by their length in words (Chinese: characters).
+EDGES = (0, 2000, 4000, 8000, 16000, 10**9)
+EDGE_NAMES = ("< 2K", "2K-4K", "4K-8K", "8K-16K", "> 16K")
+
+
+def save_plots(folder: Path, results: Sequence[dict[str, Any]]) -> list[Path]:
+    """Draw tasks.png and length.png, and return the files; says how to install matplotlib where it is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print('Plots are left out, because they need matplotlib: pip install "cacheformers[eval]"')
+        return []
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for name, figure in (("tasks", by_task(results)), ("length", by_length(results))):
+        files.append(folder / f"{name}.png")
+        figure.savefig(files[-1])
+    return files
+
+
+def by_task(results: Sequence[dict[str, Any]]) -> Figure:
+    """Score by task: bars, a group a task."""
+    names = common_tasks(results)
+    figure, (axes,) = new_figure("LongBench by task", ["score"])
+    figure.set_size_inches(max(8, 0.6 * len(names) + 3), 5)
+    width = 0.8 / len(results)
+    for number, result in enumerate(results):
+        places = np.arange(len(names)) + beside(number, len(results), 0.8 - width)
+        axes.bar(
+            places,
+            [result["tasks"][name]["score"] for name in names],
+            width * 0.92,
+            color=COLOURS[number % 8],
+            hatch=HATCHES[number % 7],
+            edgecolor="white",
+            label=result["name"],
+        )
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
+    figure.legend(loc="outside upper center", frameon=False, ncols=3)
+    return figure
+
+
+def by_length(results: Sequence[dict[str, Any]]) -> Figure:
+    """Mean score of the records of like length: a line a result, with 95 % intervals from resampled records."""
+    names = common_tasks(results)
+    figure, (axes,) = new_figure("LongBench by length of the context", ["mean score of the records"])
+    records = [record for name in names for record in results[0]["tasks"][name]["records"]]
+    lengths = np.array([record["length"] for record in records])
+    masks = [(low <= lengths) & (lengths < high) for low, high in pairwise(EDGES)]
+    shown = [place for place, mask in enumerate(masks) if mask.any()]
+    for number, result in enumerate(results):
+        scores = np.array([100 * record["score"] for name in names for record in result["tasks"][name]["records"]])
+        found = [scores[masks[place]] for place in shown]
+        means = np.array([each.mean() for each in found])
+        ends = np.array([middle(each[draws(len(each), 0)].mean(1)) for each in found]).T
+        axes.errorbar(
+            np.arange(len(shown)) + beside(number, len(results), 0.2),
+            means,
+            np.maximum([means - ends[0], ends[1] - means], 0),
+            color=COLOURS[number % 8],
+            marker=MARKERS[number % 7],
+            capsize=2,
+            elinewidth=1,
+            label=result["name"],
+        )
+    axes.set_xticks(range(len(shown)), [f"{EDGE_NAMES[place]}\n({masks[place].sum()})" for place in shown])
+    axes.set_xlabel("length in words, Chinese in characters (records); tasks differ between lengths")
+    figure.legend(loc="outside upper center", frameon=False, ncols=3)
+    return figure

@@ -1,0 +1,177 @@
+"""Predictions on disk, in the official layout: `pred/MODEL/TASK.jsonl`, a line a record.
+
+Lines are appended and on the disk as soon as a batch is answered. A run that is killed at any moment leaves whole lines
+and at most one that is cut off, which the next start removes. When a task is done its lines stand in the order of the
+data, whichever process answered first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from filelock import FileLock, Timeout
+
+from cacheformers.evaluation.longbench.records import Record
+from cacheformers.training.checkpoints import sync, write_text
+from cacheformers.training.settings import check_resumable
+
+SETTINGS = "settings.json"
+TIMES = "times.ndjson"  # the official scorer takes every file whose name ends in jsonl for a task
+
+
+class PredictionError(RuntimeError):
+    """Predictions cannot be written, or are not those of this run."""
+
+
+class Predictions:
+    """The predictions of one model and method. Every process of the run makes the same calls, but for `append`.
+
+    Args:
+        folder: `pred/MODEL`, or `pred_e/MODEL`.
+        settings: what all its predictions must have come about with (JSON).
+        data: task -> hash of its records. A later run may add tasks, but not change the records of one.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any], data: dict[str, str]) -> None:
+        self.folder, self.settings, self.data = folder, settings, data
+        self.process = PartialState()
+        self.done: dict[str, set[str]] = {}
+
+    def check(self) -> None:
+        """Raise ValueError if the folder holds predictions of other settings."""
+        file = self.folder / SETTINGS
+        if not file.exists():
+            if any(self.folder.glob("*.jsonl")):
+                raise ValueError(f"{self.folder} holds predictions of unknown settings: choose another --output.")
+            return
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        known = {task: value for task, value in saved["data"].items() if task in self.data}
+        here = {task: self.data[task] for task in known}
+        check_resumable({**saved["settings"], **prefixed(known)}, {**self.settings, **prefixed(here)}, str(self.folder))
+
+    def start(self, overwrite: bool) -> None:
+        """Claim the folder, remove what a killed run has cut off, and find out what is done.
+
+        Raises:
+            PredictionError: another run writes here; a line is damaged.
+        """
+        found: list[Any] = ["", {}]
+        if self.process.is_main_process:
+            try:
+                found[1] = self._start(overwrite)
+            except Timeout:
+                found[0] = f"Another run writes into {self.folder} just now: choose another --output."
+            except (OSError, ValueError) as error:
+                found[0] = str(error)
+        failure, self.done = broadcast_object_list(found)
+        if failure:
+            raise PredictionError(failure)
+
+    def _start(self, overwrite: bool) -> dict[str, set[str]]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._claim = FileLock(self.folder / ".lock", timeout=0)
+        self._claim.acquire()
+        saved: dict[str, Any] = {"data": {}}
+        if overwrite:
+            for path in (*self.folder.glob("*.jsonl"), self.folder / TIMES):
+                path.unlink(missing_ok=True)
+        elif (self.folder / SETTINGS).exists():
+            saved = json.loads((self.folder / SETTINGS).read_text(encoding="utf-8"))
+        contents = {"settings": self.settings, "data": {**saved["data"], **self.data}}
+        replace(self.folder / SETTINGS, json.dumps(contents, indent=1) + "\n")
+        repair(self.folder / TIMES)
+        return {task: {line["_id"] for line in repair(self._file(task))} for task in self.data}
+
+    def append(self, task: str, lines: Sequence[dict[str, Any]], times: Sequence[dict[str, Any]]) -> None:
+        """Write the lines of some records, and how long they took; they are on the disk when this returns."""
+        with FileLock(self.folder / ".writing"):
+            append(self.folder / TIMES, times)  # first: what a kill separates is answered and timed again
+            append(self._file(task), lines)
+
+    def finish(self, records: dict[str, list[Record]]) -> dict[str, list[str]]:
+        """Put each task's lines into the order of its records, and return the predictions; the others get nothing."""
+        self.process.wait_for_everyone()
+        if not self.process.is_main_process:
+            return {}
+        found = {}
+        for task, own in records.items():
+            lines = {line["_id"]: line for line in read_lines(self._file(task))}
+            replace(self._file(task), as_text(lines[record.id] for record in own))
+            found[task] = [lines[record.id]["pred"] for record in own]
+        self._claim.release()
+        return found
+
+    def times(self) -> list[dict[str, Any]]:
+        """What `append` was given as times, of the tasks of this run."""
+        last = {(line["task"], line["_id"]): line for line in read_lines(self.folder / TIMES)}
+        return [line for (task, _), line in last.items() if task in self.data]
+
+    def _file(self, task: str) -> Path:
+        return self.folder / f"{task}.jsonl"
+
+
+def prediction_line(record: Record, prediction: str) -> dict[str, Any]:
+    """A line of the official layout, and the record's id."""
+    return {
+        "pred": prediction,
+        "answers": record.answers,
+        "all_classes": record.all_classes,
+        "length": record.length,
+        "_id": record.id,
+    }
+
+
+def prefixed(data: dict[str, str]) -> dict[str, str]:
+    return {f"records of {task}": value for task, value in data.items()}
+
+
+def repair(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file, after what follows its last whole line was cut off; none if there is no file."""
+    if not path.exists():
+        return []
+    whole = path.read_bytes().rfind(b"\n") + 1
+    os.truncate(path, whole)
+    return read_lines(path)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file.
+
+    Raises:
+        ValueError: one is damaged; says which.
+    """
+    found = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                found.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(
+                    f"{path}, line {number} is damaged ({error}): remove the line, or start anew with --overwrite."
+                ) from error
+    return found
+
+
+def as_text(lines: Iterable[dict[str, Any]]) -> str:
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Add lines to a file, and see them onto the disk."""
+    with path.open("ab", buffering=0) as file:
+        file.write(as_text(lines).encode())
+        os.fsync(file.fileno())
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    draft = path.with_name(f".{path.name}")
+    write_text(draft, text)
+    os.replace(draft, path)
+    sync(path.parent)

@@ -1,0 +1,147 @@
+"""LongBench's records, from a folder of JSON lines or parquet files, or from the Hub; checked before anything runs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import load_dataset
+
+from cacheformers.training.documents import fingerprint
+from cacheformers.training.sources import HUB_ID, UNREADABLE
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+FIELDS = {"input": str, "context": str, "answers": list, "length": int}
+
+
+@dataclass(frozen=True)
+class Record:
+    """A question about a text.
+
+    Attributes:
+        id: unique within the task.
+        length: words, or characters in Chinese, as the data say.
+        all_classes: the labels of a classification task, as the data have them.
+    """
+
+    task: str
+    id: str
+    input: str
+    context: str
+    answers: list[str]
+    length: int
+    all_classes: list[str] | None
+
+    @property
+    def characters(self) -> int:
+        return len(self.context) + len(self.input)
+
+
+def load_records(
+    data: str, task: str, e: bool = False, limit: int | None = None, seed: int | None = None
+) -> list[Record]:
+    """The records of a task, in the order of the data.
+
+    Args:
+        data: a folder that holds `TASK.jsonl`, `.jsonl.gz` or `.parquet` (`TASK_e` for LongBench-E), itself or in its
+            subfolder `data`; or a dataset of the Hub with a configuration for each task and a split `test`.
+        limit: so many of them: the first, or with a seed a random choice.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such data; a record is damaged or lacks something.
+    """
+    name = f"{task}_e" if e else task
+    rows = file_rows(task_file(Path(data), name)) if Path(data).exists() else hub_rows(data, name)
+    records = [checked(task, number, row, where) for number, (where, row) in enumerate(rows)]
+    if not records:
+        raise ValueError(f"{data} holds no record of {name}.")
+    ids = [record.id for record in records]
+    if len(set(ids)) < len(ids):
+        repeated = next(id for id in ids if ids.count(id) > 1)
+        raise ValueError(f"{data}: several records of {name} have the _id {repeated!r}.")
+    if limit is None or limit >= len(records):
+        return records
+    picked = range(limit) if seed is None else sorted(random.Random(seed).sample(range(len(records)), limit))
+    return [records[place] for place in picked]
+
+
+def task_file(folder: Path, name: str) -> Path:
+    """The file of a task in a folder."""
+    for candidate in (place / f"{name}{suffix}" for place in (folder, folder / "data") for suffix in SUFFIXES):
+        if candidate.is_file():
+            return candidate
+    there = sorted({file.name.split(".")[0] for file in folder.rglob("*") if file.name.endswith(SUFFIXES)})
+    raise FileNotFoundError(
+        f"{folder} holds no {name}.jsonl, .jsonl.gz or .parquet. Choose with --tasks among what is there: "
+        f"{', '.join(there) or 'nothing'}."
+    )
+
+
+def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Rows of a file, each with what errors call it."""
+    if path.suffix == ".parquet":
+        yield from dataset_rows(str(path), "parquet", data_files=str(path), split="train")
+        return
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            where = f"{path}, line {number}"
+            try:
+                yield where, json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{where} is not valid JSON ({error}): the file is damaged or cut off.") from error
+
+
+def hub_rows(name: str, task: str) -> Iterator[tuple[str, Any]]:
+    """Rows of a task in a dataset of the Hub."""
+    if not HUB_ID.fullmatch(name):
+        raise FileNotFoundError(f"{name} does not exist.")
+    yield from dataset_rows(f"{name}:{task}", name, task, split="test")
+
+
+def dataset_rows(title: str, *arguments: Any, **options: Any) -> Iterator[tuple[str, Any]]:
+    """Rows of what `load_dataset` loads."""
+    try:
+        rows: Iterable[Any] = load_dataset(*arguments, **options)
+    except UNREADABLE as error:
+        raise ValueError(
+            f"{title} cannot be read: {error}\nThe dataset of the Hub must hold parquet or JSON files (dataset scripts "
+            "no longer run), with a configuration for each task."
+        ) from error
+    for number, row in enumerate(rows, 1):
+        yield f"{title}, row {number}", row
+
+
+def checked(task: str, number: int, row: Any, where: str) -> Record:
+    """A row as a record.
+
+    Raises:
+        ValueError: it has not the form of LongBench's records, no answer, or an empty context.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is no JSON object.")
+    wrong = [name for name, kind in FIELDS.items() if not isinstance(row.get(name), kind)]
+    if wrong:
+        raise ValueError(
+            f"{where} has no {' and no '.join(wrong)} of LongBench's form (input and context: text, answers: a list of "
+            "texts, length: a number). Copies of the data whose prompts are filled in already do not serve."
+        )
+    answers = row["answers"]
+    if not answers or not all(isinstance(answer, str) for answer in answers):
+        raise ValueError(f"{where} has no answers: it cannot be scored.")
+    if not row["context"].strip():
+        raise ValueError(f"{where} has an empty context.")
+    classes = row.get("all_classes")
+    if task in ("trec", "lsht") and not classes:
+        raise ValueError(f"{where} has no all_classes, which {task} is scored with.")
+    id = str(row.get("_id", number))
+    return Record(task, id, row["input"], row["context"], answers, row["length"], classes)
+
+
+def records_identity(records: Iterable[Record]) -> str:
+    """A short hash of records, by which runs are told apart."""
+    return fingerprint([[record.id, record.input, record.context, record.answers] for record in records])

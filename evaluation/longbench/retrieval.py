@@ -1,0 +1,117 @@
+"""Text retrieval, the papers' baseline: of a context cut into chunks, the prompt gets those nearest the question."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+# What chunks are measured in: a Chinese character, or a word of any other script.
+UNIT = re.compile(r"[\u4e00-\u9fff]|[^\W\u4e00-\u9fff]+")
+SENTENCE = re.compile(r"[^。？！；\n.!?;]*[。？！；\n.!?;]*\s*")
+EMBEDDED_TOGETHER = 32
+
+
+class Retriever(Protocol):
+    """Says which texts are near a query."""
+
+    def scores(self, query: str, texts: Sequence[str]) -> Any:
+        """How near each is, `[texts]`."""
+
+
+def retrieved(context: str, query: str, retriever: Retriever, chunk_words: int, count: int) -> str:
+    """The `count` chunks of a context that are nearest the query, the nearest first, as in the official baseline."""
+    texts = chunks(context, chunk_words)
+    nearest = np.argsort(-np.asarray(retriever.scores(query, texts)), kind="stable")[:count]
+    return "\n\n".join(texts[place].strip() for place in nearest)
+
+
+def chunks(text: str, words: int) -> list[str]:
+    """Whole sentences, together at most `words` words (Chinese: characters); longer sentences are cut."""
+    found, size = [""], 0
+    for piece in (piece for sentence in SENTENCE.findall(text) for piece in pieces(sentence, words)):
+        length = len(UNIT.findall(piece))
+        if size and size + length > words:
+            found.append("")
+            size = 0
+        found[-1] += piece
+        size += length
+    return [chunk for chunk in found if chunk.strip()]
+
+
+def pieces(sentence: str, words: int) -> list[str]:
+    """A sentence cut after every so many words."""
+    starts = [match.start() for match in UNIT.finditer(sentence)][words::words]
+    return [sentence[start:end] for start, end in zip([0, *starts], [*starts, len(sentence)], strict=True)]
+
+
+class BM25:
+    """Words in common, weighed by how rare they are (bm25s)."""
+
+    def __init__(self) -> None:
+        if find_spec("bm25s") is None:
+            raise ImportError('The retriever bm25 takes bm25s. Run: pip install "cacheformers[eval]"')
+
+    def scores(self, query: str, texts: Sequence[str]) -> Any:
+        import bm25s
+
+        index = bm25s.BM25()
+        index.index([UNIT.findall(text.lower()) for text in texts], show_progress=False)
+        return index.get_scores(UNIT.findall(query.lower()))
+
+
+class Embeddings:
+    """Cosine of mean-pooled hidden states of an encoder.
+
+    Args:
+        encoder: a model folder or a Hub id.
+    """
+
+    def __init__(self, encoder: str, device: torch.device) -> None:
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(encoder)
+        self.model: Any = AutoModel.from_pretrained(encoder).to(device).eval()
+        self.longest = min(self.tokenizer.model_max_length, self.model.config.max_position_embeddings)
+
+    def scores(self, query: str, texts: Sequence[str]) -> Any:
+        vectors = self.embed([query, *texts])
+        return (vectors[1:] @ vectors[0]).cpu().numpy()
+
+    @torch.no_grad()
+    def embed(self, texts: Sequence[str]) -> Tensor:
+        """Unit vectors, `[texts, dim]`."""
+        found = []
+        for start in range(0, len(texts), EMBEDDED_TOGETHER):
+            batch = self.tokenizer(
+                list(texts[start : start + EMBEDDED_TOGETHER]),
+                padding=True,
+                truncation=True,
+                max_length=self.longest,
+                return_tensors="pt",
+            ).to(self.model.device)
+            states = self.model(**batch).last_hidden_state
+            mask = batch["attention_mask"][..., None].to(states.dtype)
+            found.append((states * mask).sum(1) / mask.sum(1))
+        return torch.nn.functional.normalize(torch.cat(found), dim=-1)
+
+
+def check_retriever(name: str) -> None:
+    """Find out before any work whether there is such a retriever.
+
+    Raises:
+        ImportError, OSError, ValueError: there is not.
+    """
+    if name == "bm25":
+        BM25()
+    else:
+        AutoConfig.from_pretrained(name)
+
+
+def make_retriever(name: str, device: torch.device) -> Retriever:
+    """`bm25`, or an encoder by its folder or Hub id."""
+    return BM25() if name == "bm25" else Embeddings(name, device)
