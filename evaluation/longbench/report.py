@@ -12,7 +12,7 @@ from typing import Any
 
 from cacheformers.evaluation.longbench.scores import averages, common_tasks, paired_difference
 from cacheformers.evaluation.longbench.tasks import BUCKETS, TASKS
-from cacheformers.evaluation.model_card import cells
+from cacheformers.hub.card import cells
 
 SCORERS = ("rouge", "jieba")
 
