@@ -191,7 +191,8 @@ def test_default_layers_without_compression(tmp_path, base):
     assert {name.rpartition(".layers.")[2] for name in tensors} == {
         f"3.self_attn.memory.lora_mem_{part}.weight" for part in "qkvo"
     }
-    assert sorted(path.name for path in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    written = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == written
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out)
 
 
