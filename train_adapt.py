@@ -28,7 +28,7 @@ from cacheformers.evaluation.perplexity import HeldOut, held_out
 from cacheformers.evaluation.plots import save_plots
 from cacheformers.evaluation.run import scores
 from cacheformers.evaluation.tables import print_runs
-from cacheformers.modeling.memories.neurocache import NeurocacheOptions
+from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
 from cacheformers.training.adapter import adapter_config, start_memory
 from cacheformers.training.base_model import (
     ModelOptions,

@@ -10,7 +10,7 @@ from typing import Any
 from peft import LoraConfig
 
 from cacheformers.hub.card import refresh_card
-from cacheformers.modeling.memories.neurocache_settings import NeurocacheSettings, layer_numbers
+from cacheformers.modeling.memories.neurocache_options import NeurocacheSettings, layer_numbers
 
 
 class MemoryPeftType(StrEnum):

@@ -9,7 +9,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from cacheformers.modeling.memories.base import SegmentCall
-from cacheformers.modeling.memories.neurocache import NeurocacheOptions, NeurocacheParts, branch, make_parts
+from cacheformers.modeling.memories.neurocache import NeurocacheParts, branch, make_parts
+from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
 
 PREFIX = "lora_mem_"
 

@@ -13,7 +13,7 @@ from cacheformers.evaluation.perplexity import HeldOut, token_nats
 from cacheformers.evaluation.readers import Damaged, Forgetting, Reader, Remembering
 from cacheformers.evaluation.run import Run, measure
 from cacheformers.modeling.attach import active_options, find_decoder, unwrap
-from cacheformers.modeling.memories.neurocache import NeurocacheOptions
+from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
 
 
 def evaluate_adapter(

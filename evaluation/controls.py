@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cacheformers.modeling.cache import MemoryCache
-from cacheformers.modeling.memories.neurocache import NeurocacheOptions
+from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from cacheformers.modeling.memories.base import BaseShape
-from cacheformers.modeling.memories.neurocache import NeurocacheOptions
+from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
 
 FLOAT32 = 4
 

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from cacheformers.adapters.config import NeurocacheAdapterConfig
 from cacheformers.adapters.start import start_from_states
 from cacheformers.modeling.attach import architecture, base_shape
-from cacheformers.modeling.memories.neurocache import NeurocacheOptions
+from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
 from cacheformers.training.documents import DocumentRow
 from cacheformers.training.lanes import Lanes
 from cacheformers.training.optim import trained_parameters

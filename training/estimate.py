@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from cacheformers.adapters.config import NeurocacheAdapterConfig
 from cacheformers.modeling.attach import base_shape, find_decoder
 from cacheformers.modeling.memories.base import BaseShape
-from cacheformers.modeling.memories.neurocache import NeurocacheOptions
+from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
 from cacheformers.training.activations import (
     FLOAT32,
     Forward,

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from cacheformers.modeling.memories.base import MemoryState, SegmentCall, by_layer, joined, part
-from cacheformers.modeling.memories.neurocache import NeurocacheOptions, NeurocacheParts, project
+from cacheformers.modeling.memories.neurocache import NeurocacheParts, project
+from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
 
 BUCKETS = 512
 EMPTY_SCORE = -1e8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cacheformers.modeling.memories.neurocache_settings import NeurocacheSettings, layer_numbers
+from cacheformers.modeling.memories.neurocache_options import NeurocacheSettings, layer_numbers
 from cacheformers.modeling.models.composite import CompositeConfig
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from cacheformers.modeling.memories.base import SegmentCall
-from cacheformers.modeling.memories.neurocache import NeurocacheOptions, NeurocacheParts, branch, make_parts
+from cacheformers.modeling.memories.neurocache import NeurocacheParts, branch, make_parts
+from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
 from cacheformers.modeling.models.composite import (
     CompositeForCausalLM,
     CompositeMemory,
