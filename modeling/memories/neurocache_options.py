@@ -41,14 +41,18 @@ class NeurocacheSettings:
         default="segment",
         metadata={
             "help": "'segment': self-attention sees the open segment only (paper). 'sliding': also the last "
-            "window_tokens tokens before it, with moved rotary positions."
+            "window_tokens tokens before it, with moved rotary positions; give a pretrained base sink_tokens with it."
         },
     )
     window_tokens: int | None = field(
         default=None, metadata={"help": "Tokens that a sliding window keeps (W). Default: segment_tokens."}
     )
     sink_tokens: int = field(
-        default=0, metadata={"help": "First tokens of a document whose keys and values every segment keeps seeing."}
+        default=0,
+        metadata={
+            "help": "First tokens of a document whose keys and values every segment keeps seeing. Pretrained models "
+            "lean on them (attention sinks): a sliding window without any ruins one."
+        },
     )
     exclude_window: bool = field(
         default=False, metadata={"help": "Do not retrieve entries whose tokens a sliding window still shows."}
