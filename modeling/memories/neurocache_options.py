@@ -51,7 +51,7 @@ class NeurocacheSettings:
         default=0,
         metadata={
             "help": "First tokens of a document whose keys and values every segment keeps seeing. Pretrained models "
-            "lean on them (attention sinks): a sliding window without any ruins one."
+            "lean on them (attention sinks): a sliding window without any ruins one, with 4 it is well."
         },
     )
     exclude_window: bool = field(
