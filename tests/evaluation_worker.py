@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 from pathlib import Path
@@ -53,6 +54,8 @@ def main(environment: dict[str, str], wrapper: str, skip_base: bool, file: Path)
     except FloatingPointError as error:
         result["error"] = str(error)
     file.write_bytes(pickle.dumps({**result, "forwards": forwards}))
+    del model  # before the connections: a DDP model that outlives them can wait for ever when it is freed
+    gc.collect()
     torch.distributed.destroy_process_group()
 
 

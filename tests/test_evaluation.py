@@ -305,6 +305,10 @@ def test_an_adapter_is_evaluated(make_model, capsys):
     shown = capsys.readouterr().out
     assert f"{runs['cache 20'].perplexity:.3f}" in shown and "3 held-out documents, 192 tokens predicted" in shown
     assert f"{runs['base'].by_class['first occurrence'].perplexity:.3f}" in shown and "longer window: 5 more" in shown
+    print_runs(runs, against="base")
+    divided = capsys.readouterr().out.partition("/ base, by last occurrence")[2]
+    first = [runs[name].by_class["first occurrence"].perplexity for name in ("cache 100", "base")]
+    assert f"cache 100 {first[0] / first[1]:.4f} (" in " ".join(divided.split())
 
 
 def test_lora_alone_is_evaluated(make_base, config_factory, opener):

@@ -311,7 +311,7 @@ def test_search_back_ends_agree(make_memorizing, ids, search):
         ({"attention_layers": (1, 1)}, "each once"),
         ({"topk": 0}, "at least 1"),
         ({"topk": 50}, "must not exceed cache_size 40"),
-        ({"sink_tokens": -1}, "negative"),
+        ({"sink_tokens": -1}, "at least 0"),
         ({"gate_start": float("nan")}, "finite"),
         ({"local_window": "all"}, "segment"),
         ({"segment_tokens": 65}, "smaller segment_tokens"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cacheformers.modeling.memories.neurocache import naive
+from cacheformers.modeling.memories.neurocache import HitScores, naive
 
 ABLATIONS = {
     "paper": {},
@@ -118,6 +118,18 @@ def test_gradients_equal_the_specifications(make_model, ids, ablation):
             touched += 1
             assert float((left - right).norm()) <= 1e-9 * float(right.norm() + 1e-12), name
         assert touched >= 4
+
+
+def test_what_hit_scores_start_from():
+    """Of what a perfect hit brings along, the entry that follows it scores most; nothing scores more still."""
+    for window, following in ((2, 1), (4, 2)):
+        scores = HitScores(heads=3, context=2, neighborhood=window)
+        near, far = scores([torch.ones(1, 1), torch.ones(1, 1)])[0, 0].split(window)
+        nothing = scores.score_of_nothing()[0]
+        assert near.argmax() == following and float(near[following]) == pytest.approx(18.8)
+        others = torch.cat([near[:following], near[following + 1 :], far])
+        assert torch.allclose(others, torch.tensor(12.4)) and float(nothing) == 22
+    assert HitScores(heads=3, context=1, neighborhood=1)([torch.ones(1, 1)]).shape == (1, 3, 1)
 
 
 @torch.no_grad()

@@ -142,14 +142,15 @@ def rates_from(optimizer: torch.optim.Optimizer, done: int) -> list[float]:
 
 
 def test_gates_memory_and_lora_have_their_own_rates(make_base, config_factory):
-    model = get_peft_model(make_base("opt"), config_factory())
+    model = get_peft_model(make_base("opt"), config_factory(hit_scores=True))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = parameter_groups(model, Rates(lora=1.0, memory=2.0, gate=60.0, weight_decay=0.1))
     seen = [names[id(parameter)] for group in groups for parameter in group["params"]]
     assert sorted(seen) == sorted(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     for group in groups:
         for name in (names[id(parameter)] for parameter in group["params"]):
-            kind = "gate" if "mem_gate" in name else "memory" if "lora_mem_" in name else "lora"
+            gate = "mem_gate" in name or "mem_scores" in name
+            kind = "gate" if gate else "memory" if "lora_mem_" in name else "lora"
             assert group["lr"] == {"gate": 60.0, "memory": 2.0, "lora": 1.0}[kind]
             assert group["weight_decay"] == (0.0 if kind == "gate" or "mem_norm" in name else 0.1)
     rates = rates_from(make_optimizer(model, Rates(1.0, 2.0, 60.0)), done=0)

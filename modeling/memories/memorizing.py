@@ -25,13 +25,14 @@ from torch import Tensor, nn
 
 from cacheformers.modeling.memories.attending import AttentionInputs
 from cacheformers.modeling.memories.base import BaseShape, LocalWindow, SegmentCall
-from cacheformers.modeling.memories.rings import RingState
+from cacheformers.modeling.memories.checks import check_at_least, check_choices, check_layers, check_window
+from cacheformers.modeling.memories.rings import STORE_DTYPES, RingState, StoreOptions
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.search.store import Entries, Ring
 
 
 @dataclass(frozen=True)
-class MemorizingOptions:
+class MemorizingOptions(StoreOptions):
     """The method's options, resolved against a base model.
 
     Attributes:
@@ -60,39 +61,15 @@ class MemorizingOptions:
     cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        layers = self.base.layers
-        wrong = [layer for layer in self.attention_layers if not 0 <= layer < layers]
-        if wrong:
-            raise ValueError(f"Layers {sorted(wrong)} do not exist: this base model has layers 0 to {layers - 1}.")
-        if not self.attention_layers or len(set(self.attention_layers)) != len(self.attention_layers):
-            raise ValueError(f"attention_layers {list(self.attention_layers)} must name at least one layer, each once.")
-        for name in ("cache_size", "topk", "segment_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("window_tokens", "sink_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
+        check_layers(self.attention_layers, self.base)
+        check_at_least(1, self, "cache_size", "topk", "segment_tokens")
+        check_at_least(0, self, "window_tokens", "sink_tokens")
         if self.topk > self.cache_size:
             raise ValueError(f"topk {self.topk} must not exceed cache_size {self.cache_size}.")
         if not math.isfinite(self.gate_start):
             raise ValueError(f"gate_start must be a finite number, got {self.gate_start}.")
-        for name, allowed in (
-            ("local_window", ("segment", "sliding")),
-            ("cache_dtype", (None, "float32", "float64", "bfloat16", "float16")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}.")
-        if self.local_window == "sliding" and not self.base.rotary:
-            raise ValueError(
-                f"local_window='sliding' moves keys to new positions, which {self.base.model_type} cannot do (its "
-                "positions are learned embeddings): use local_window='segment'."
-            )
-        if self.window.positions > self.base.max_positions:
-            raise ValueError(
-                f"segment_tokens {self.segment_tokens} + window_tokens {self.window.kept_tokens} + sink_tokens "
-                f"{self.sink_tokens} = {self.window.positions} positions, but this base model has "
-                f"{self.base.max_positions}. Choose a smaller segment_tokens."
-            )
+        check_choices(self, local_window=("segment", "sliding"), cache_dtype=STORE_DTYPES)
+        check_window(self.local_window, self.window, self.base)
         get_search(self.search)
 
     @property
@@ -119,14 +96,6 @@ class MemorizingOptions:
         for free in ("cache_size", "topk", "gate_start", "search", "cache_dtype"):
             del options[free]
         return {"method": "memorizing", **options}
-
-    def store_dtype(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
-        """Pairs' dtype: as asked for, else float64 for a float64 model, bfloat16 on a GPU, float32 on the CPU."""
-        if self.cache_dtype is not None:
-            return getattr(torch, self.cache_dtype)
-        if dtype == torch.float64:
-            return dtype
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
 
     def new_state(
         self,

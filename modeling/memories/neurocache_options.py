@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch
 
 from cacheformers.modeling.memories.base import BaseShape, LocalWindow, MemoryState
+from cacheformers.modeling.memories.checks import check_at_least, check_choices, check_window
+from cacheformers.modeling.memories.rings import STORE_DTYPES, StoreOptions
 from cacheformers.modeling.search import get_search
 
 
@@ -107,7 +109,7 @@ class NeurocacheSettings:
 
 
 @dataclass(frozen=True)
-class NeurocacheOptions:
+class NeurocacheOptions(StoreOptions):
     """The method's options, resolved against a base model (see `NeurocacheSettings` for each one's meaning).
 
     Raises:
@@ -154,12 +156,9 @@ class NeurocacheOptions:
                 f"attention_layers {list(self.attention_layers)}: nothing has been retrieved before layer {lowest}. "
                 "Attend at the lowest retrieval layer or above it."
             )
-        for name in ("cache_size", "compression_factor", "topk", "neighborhood_size", "context_size", "segment_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("window_tokens", "sink_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
+        check_at_least(1, self, "cache_size", "compression_factor", "topk")
+        check_at_least(1, self, "neighborhood_size", "context_size", "segment_tokens")
+        check_at_least(0, self, "window_tokens", "sink_tokens")
         if size % self.compression_factor:
             raise ValueError(f"compression_factor {self.compression_factor} does not divide the hidden size {size}.")
         if self.topk > self.cache_size or self.neighborhood_size > self.cache_size:
@@ -169,26 +168,16 @@ class NeurocacheOptions:
             )
         if self.neighborhood_size > 1 and self.neighborhood_size % 2:
             raise ValueError(f"neighborhood_size must be 1 or even, got {self.neighborhood_size}.")
-        for name, allowed in (
-            ("similarity", ("l2", "dot")),
-            ("gate", ("zero", "none")),
-            ("local_window", ("segment", "sliding")),
-            ("cache_dtype", (None, "float32", "float64", "bfloat16", "float16")),
-            ("compatibility", (None, "reference", "reference-fixed-heads")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}.")
-        if self.local_window == "sliding" and not self.base.rotary:
-            raise ValueError(
-                f"local_window='sliding' moves keys to new positions, which {self.base.model_type} cannot do (its "
-                "positions are learned embeddings): use local_window='segment'."
-            )
-        if self.compatibility is None and self.window.positions > self.base.max_positions:
-            raise ValueError(
-                f"segment_tokens {self.segment_tokens} + window_tokens {self.window.kept_tokens} + sink_tokens "
-                f"{self.sink_tokens} = {self.window.positions} positions, but this base model has "
-                f"{self.base.max_positions}. Choose a smaller segment_tokens."
-            )
+        check_choices(
+            self,
+            similarity=("l2", "dot"),
+            gate=("zero", "none"),
+            local_window=("segment", "sliding"),
+            cache_dtype=STORE_DTYPES,
+            compatibility=(None, "reference", "reference-fixed-heads"),
+        )
+        if self.compatibility is None:
+            check_window(self.local_window, self.window, self.base)
         buckets = min(max(self.topk, 512), self.cache_size)
         if self.compatibility is not None and self.cache_size % buckets:
             raise ValueError(
@@ -233,14 +222,6 @@ class NeurocacheOptions:
         for free in ("cache_size", "search", "cache_dtype", "gate", "topk", "neighborhood_size", "context_size"):
             del options[free]
         return {"method": "neurocache", **options}
-
-    def store_dtype(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
-        """Entries' dtype: as asked for, else float64 for a float64 model, bfloat16 on a GPU, float32 on the CPU."""
-        if self.cache_dtype is not None:
-            return getattr(torch, self.cache_dtype)
-        if dtype == torch.float64:
-            return dtype
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
 
     def new_state(
         self,

@@ -14,6 +14,22 @@ from cacheformers.modeling.search.store import Ring
 
 Self = TypeVar("Self", bound="RingState")
 
+STORE_DTYPES = (None, "float32", "float64", "bfloat16", "float16")
+
+
+class StoreOptions:
+    """Options of a method that stores: which dtype its entries have."""
+
+    cache_dtype: str | None
+
+    def store_dtype(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+        """As asked for, else float64 for a float64 model, bfloat16 on a GPU, float32 on the CPU."""
+        if self.cache_dtype is not None:
+            return getattr(torch, self.cache_dtype)
+        if dtype == torch.float64:
+            return dtype
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+
 
 class RingState(MemoryState):
     """Rings of keys and values, filled when segments close.
