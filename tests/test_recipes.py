@@ -11,7 +11,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
 
 from cacheformers import train_adapt
-from cacheformers.evaluation.adapter import check_controls
+from cacheformers.evaluation.model import check_controls
 from cacheformers.evaluation.perplexity import HeldOut
 from cacheformers.training.adapter import adapter_config
 from cacheformers.training.base_model import base_config
@@ -23,7 +23,8 @@ with torch.device("meta"):
     torch.empty(0)
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
-ALL = sorted(RECIPES.glob("*.yaml"))
+SCRATCH = sorted(RECIPES.glob("scratch_*.yaml"))
+ADAPTERS = sorted(set(RECIPES.glob("*.yaml")) - set(SCRATCH))
 GIB = 2**30
 # Recipe -> the configuration of its base that ships, the processes and the GPU (GiB) that its header speaks of.
 ESTIMATED = {
@@ -40,9 +41,10 @@ def read(recipe: Path, *more: str) -> train_adapt.Options:
     return train_adapt.Options(*train_adapt.make_parser().parse([str(recipe), *more]))
 
 
-@pytest.mark.parametrize("recipe", ALL, ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", [*ADAPTERS, *SCRATCH], ids=lambda path: path.stem)
 def test_recipes_name_existing_options(recipe):
     options = read(recipe)
+    assert options.model.init == ("scratch" if recipe in SCRATCH else "pretrained")
     assert options.train.method == "neurocache" and options.memory.segment_tokens > 0
     check_train_options(options.train, options.run)
     for source in [*options.data.train, *(options.evaluation.valid or [])]:
@@ -51,7 +53,7 @@ def test_recipes_name_existing_options(recipe):
 
 
 def test_every_recipe_has_an_estimate():
-    assert [path.stem for path in ALL] == sorted(ESTIMATED)
+    assert [path.stem for path in ADAPTERS] == sorted(ESTIMATED)
 
 
 @pytest.mark.parametrize("name", list(ESTIMATED))

@@ -244,6 +244,9 @@ def branch(
         from cacheformers.modeling.memories.neurocache_reference import reference_branch
 
         return reference_branch(options, layer, parts, hidden, call, training)
+    if hidden.dtype == torch.float32 and torch.is_autocast_enabled(hidden.device.type):
+        # Every product would do it, with retrieved states again and again.
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     reading: NeurocacheReading = call.reading
     if layer == options.first_layer:
         reading.encoder = parts
