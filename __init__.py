@@ -6,11 +6,21 @@ from cacheformers.modeling.attach import new_memory
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import MemoryFileError
 from cacheformers.modeling.files.load import load_memory
-from cacheformers.modeling.models import NeurocacheConfig, NeurocacheForCausalLM, NeurocacheModel
+from cacheformers.modeling.models import (
+    CacheFormerConfig,
+    CacheFormerForCausalLM,
+    CacheFormerModel,
+    NeurocacheConfig,
+    NeurocacheForCausalLM,
+    NeurocacheModel,
+)
 from cacheformers.modeling.reading import read, read_text
 
 __version__ = "0.1.0.dev0"
 __all__ = [
+    "CacheFormerConfig",
+    "CacheFormerForCausalLM",
+    "CacheFormerModel",
     "MemoryCache",
     "MemoryFileError",
     "NeurocacheAdapterConfig",
