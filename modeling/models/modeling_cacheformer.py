@@ -128,7 +128,7 @@ class CacheFormerSelfAttention(nn.Module):
         return self.o_proj(read.transpose(1, 2).flatten(2))
 
     # It decides on the host what to look up: what is around it compiles.
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, projected: Projected, columns: Columns, state: CacheFormerState | None) -> Tensor:
         """What heads read, `[rows, heads, time, head_dim]`."""
         if state is not None:
@@ -270,7 +270,7 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
                 "A cache carries no gradient: decode under torch.no_grad(), or leave use_cache and past_key_values out."
             )
         if passed is None or is_blank(passed):
-            devices = [layer.self_attn.o_proj.weight.device for layer in self.layers]
+            devices = [next(layer.parameters()).device for layer in self.layers]
             return CacheFormerCache(self.options, rows, self.dtype, devices)
         assert isinstance(passed, CacheFormerCache)
         if passed.states[0].options != self.options or len(passed) != len(self.layers):
@@ -313,16 +313,16 @@ def documents_of(real: Tensor, position_ids: Tensor | None) -> Columns:
 
 
 def continued(real: Tensor, position_ids: Tensor | None, cache: CacheFormerCache) -> Columns:
-    """Places of tokens that follow what a cache has read.
+    """Places of tokens that follow what a cache has read: each row's own count, whatever the padding.
 
     Raises:
-        ValueError: positions that say something else.
+        ValueError: a document begins anew.
     """
     positions = (torch.tensor(cache.tokens_read)[:, None] + real.cumsum(1) - 1).clamp(min=0)
-    if position_ids is not None and bool((real & (position_ids.cpu() != positions)).any()):
+    if position_ids is not None and bool((real & (position_ids.cpu() == 0) & (positions > 0)).any()):
         raise ValueError(
-            "With a cache every row goes on with its document: position_ids must go on, too. Leave them out; a new "
-            "document begins after cache.reset([row])."
+            "position_ids restart, but with a cache every row goes on with its document: leave them out, and call "
+            "cache.reset([row]) before a new document."
         )
     return Columns(positions, real=None if bool(real.all()) else real)
 
