@@ -44,7 +44,7 @@ def test_the_papers_sizes(size, count):
 
 
 def test_presets_are_what_they_are_called():
-    options = {name: CacheFormerConfig.preset("23m", name).options() for name in VARIANTS}
+    options = {name: CacheFormerConfig.preset("23m", name).attention_options() for name in VARIANTS}
     assert options["transformer_ls"].branches == ("short", "long")
     assert options["overlap"].branches == ("short", "long", "overlap")
     assert options["cache_k5u3"].branches == ("short", "long", "cache")
@@ -352,7 +352,7 @@ def test_save_and_load(tmp_path, tied):
     assert type(headless) is CacheFormerModel
     assert torch.equal(loaded.lm_head(headless(ids).last_hidden_state), model(ids).logits)
     config = AutoConfig.from_pretrained(tmp_path)
-    assert type(config) is CacheFormerConfig and config.options() == model.config.options()
+    assert type(config) is CacheFormerConfig and config.attention_options() == model.config.attention_options()
     half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     losses = [each(ids, labels=ids).loss.item() for each in (half, model)]
     assert half(ids).logits.dtype == torch.bfloat16 and losses[0] == pytest.approx(losses[1], abs=0.1)

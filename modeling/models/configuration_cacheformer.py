@@ -92,8 +92,8 @@ class CacheFormerConfig(CacheFormerSettings, ShimConfig):
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}.")
         return cls(**{**SIZES[size], **VARIANTS[variant], **changes})
 
-    def options(self) -> CacheFormerOptions:
-        """The attention's options, the same in every layer.
+    def attention_options(self) -> CacheFormerOptions:
+        """The same in every layer.
 
         Raises:
             ValueError: options that contradict each other.
@@ -101,7 +101,7 @@ class CacheFormerConfig(CacheFormerSettings, ShimConfig):
         assert self.num_key_value_heads is not None and self.head_dim is not None
         if self.head_dim % 2:
             raise ValueError(f"Rotary positions turn pairs of channels: head_dim must be even, got {self.head_dim}.")
-        return self.attention_options(
+        return self.resolve(
             self.num_attention_heads,
             self.num_key_value_heads,
             self.head_dim,

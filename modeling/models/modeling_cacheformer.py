@@ -211,7 +211,7 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
 
     def __init__(self, config: CacheFormerConfig) -> None:
         super().__init__(config)
-        self.options = config.options()
+        self.options = config.attention_options()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(CacheFormerLayer(config, self.options) for _ in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size, eps=NORM_EPS)
