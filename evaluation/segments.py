@@ -95,8 +95,8 @@ def heat_map(options: CacheFormerOptions, layers: list[Tensor]) -> Figure:
         if number >= len(layers):
             axes.set_visible(False)
             continue
-        grid = shares(layers[number], segments).numpy()
-        image = axes.imshow(grid, "magma_r", aspect="auto", vmin=0, vmax=1, extent=(0, segments, time, 0))
+        style: dict[str, Any] = {"cmap": "magma_r", "aspect": "auto", "interpolation": "none", "vmin": 0, "vmax": 1}
+        image = axes.imshow(shares(layers[number], segments).numpy(), extent=(0, segments, time, 0), **style)
         axes.plot([0, time / options.pool_tokens], [0, time], color="#56B4E9", linewidth=0.8)
         axes.set_title(f"layer {number}", fontsize=9)
     figure.supxlabel(f"segment ({options.pool_tokens} tokens)", fontsize=9)

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from cacheformers import CacheFormerConfig, CacheFormerForCausalLM, CacheFormerModel
+from cacheformers.hub.card import refresh_card
 from cacheformers.modeling.models.configuration_cacheformer import SIZES, VARIANTS
 
 CAUSAL = ["previous_block", "token", "prefix"]
@@ -424,6 +425,16 @@ def test_training_with_activation_checkpointing(selection):
     for name, expected in gradients[0].items():
         assert bool(expected.any()), name
         assert gap(gradients[1][name], expected) < 1e-12, name
+
+
+def test_model_card(tmp_path):
+    """Its code takes the text as a prompt: there is no memory to read it into."""
+    tiny_model(torch.float32).save_pretrained(tmp_path)
+    refresh_card(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert "previous window of 8 tokens, older ones as 2 vectors for each 4" in card
+    assert "model.generate(question" in card and "cacheformers.read" not in card
+    assert "| `selection` | `previous_block` |" in card and "singh2025cacheformer" in card
 
 
 class Repeated(Dataset):
