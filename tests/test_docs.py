@@ -59,6 +59,7 @@ def test_cacheformer_page(tmp_path, monkeypatch, capsys):
     assert names["text"].shape[1] == names["ids"].shape[1] + 8
     assert names["more"].shape[1] == names["ids"].shape[1] + 8
     assert "CacheFormerCache(tokens_read=[259]" in capsys.readouterr().out
+    assert torch.allclose(names["output"].logits, names["model"](names["ids"]).logits[:, -1:], atol=1e-4)
     assert {path.name for path in Path("runs/segments").iterdir()} == {"segments.json", "segments.png"}
     for name in VARIANTS:
         assert f'`"{name}"`' in page

@@ -127,7 +127,7 @@ class CacheFormerSelfAttention(nn.Module):
         read = self.attend(self.project(hidden, rotation), columns, state)
         return self.o_proj(read.transpose(1, 2).flatten(2))
 
-    # It decides on the host what to look up: what is around it compiles.
+    # It decides on the host what to look up; what is around it compiles.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, projected: Projected, columns: Columns, state: CacheFormerState | None) -> Tensor:
         """What heads read, `[rows, heads, time, head_dim]`."""
@@ -181,6 +181,7 @@ class CacheFormerPreTrainedModel(PushesWithCard, PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["CacheFormerLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
     _can_record_outputs = {"hidden_states": CacheFormerLayer}
     _is_stateful = True  # what was read cannot be taken back, so assisted decoding is refused
 
@@ -250,16 +251,28 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Pass either input_ids or inputs_embeds.")
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = self.find_cache(past_key_values, bool(use_cache), len(hidden))
-        real = real_tokens(attention_mask, hidden[..., 0], 0 if cache is None else cache.visible)
-        columns = documents_of(real, position_ids) if cache is None else continued(real, position_ids, cache)
-        columns = columns._replace(positions=columns.positions.to(hidden.device))
+        cache, columns = self.prepare(hidden, attention_mask, position_ids, past_key_values, bool(use_cache))
         rotation = Rotation.at(columns.positions, self.options.head_dim, self.config.rope_theta, hidden.dtype)
         for number, layer in enumerate(self.layers):
             hidden = layer(hidden, rotation, columns, None if cache is None else cache.states[number])
         if cache is not None:
-            cache.visible += real.shape[1]
+            cache.visible += hidden.shape[1]
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=cache)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def prepare(
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        past_key_values: Cache | None,
+        use_cache: bool,
+    ) -> tuple[CacheFormerCache | None, Columns]:
+        """The cache to read into, and what the columns of `[rows, time, hidden_size]` hold; see `forward`."""
+        cache = self.find_cache(past_key_values, use_cache, len(hidden))
+        real = real_tokens(attention_mask, hidden[..., 0], 0 if cache is None else cache.visible)
+        columns = documents_of(real, position_ids) if cache is None else continued(real, position_ids, cache)
+        return cache, columns._replace(positions=columns.positions.to(hidden.device))
 
     def find_cache(self, passed: Cache | None, wanted: bool, rows: int) -> CacheFormerCache | None:
         """The cache to read into."""
