@@ -38,6 +38,7 @@ from cacheformers.modeling.memories.cacheformer_attention import attend, selecte
 from cacheformers.modeling.memories.cacheformer_state import CacheFormerState
 from cacheformers.modeling.models.cache_cacheformer import CacheFormerCache, is_blank
 from cacheformers.modeling.models.configuration_cacheformer import CacheFormerConfig
+from cacheformers.modeling.models.documents import Columns, continued, documents_of
 from cacheformers.modeling.models.loading import check_complete
 
 
@@ -60,21 +61,6 @@ class Rotation(NamedTuple):
         even, odd = vectors[..., ::2], vectors[..., 1::2]
         turned = (even * self.cos - odd * self.sin, even * self.sin + odd * self.cos)
         return torch.stack(turned, -1).flatten(-2).to(vectors.dtype)
-
-
-class Columns(NamedTuple):
-    """What a forward's columns hold.
-
-    Attributes:
-        positions: in the token's document, `[rows or 1, time]`.
-        documents: number of the token's document in its row, -1 for padding, `[rows, time]` on the host; None where
-            each row is a document. Used without a state.
-        real: which columns are no padding, `[rows, time]` on the host; None for all. Used with a state.
-    """
-
-    positions: Tensor
-    documents: Tensor | None = None
-    real: Tensor | None = None
 
 
 class CacheFormerSelfAttention(nn.Module):
@@ -271,7 +257,9 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
         """The cache to read into, and what the columns of `[rows, time, hidden_size]` hold; see `forward`."""
         cache = self.find_cache(past_key_values, use_cache, len(hidden))
         real = real_tokens(attention_mask, hidden[..., 0], 0 if cache is None else cache.visible)
-        columns = documents_of(real, position_ids) if cache is None else continued(real, position_ids, cache)
+        columns = (
+            documents_of(real, position_ids) if cache is None else continued(real, position_ids, cache.tokens_read)
+        )
         return cache, columns._replace(positions=columns.positions.to(hidden.device))
 
     def find_cache(self, passed: Cache | None, wanted: bool, rows: int) -> CacheFormerCache | None:
@@ -290,54 +278,6 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
             raise ValueError("This cache was made by a model with another configuration.")
         passed.match_rows(rows)
         return passed
-
-
-def documents_of(real: Tensor, position_ids: Tensor | None) -> Columns:
-    """Find each token's document and its place in it.
-
-    Args:
-        real: which columns are no padding, `[rows, time]` on the host.
-        position_ids: restart where another document begins, `[rows or 1, time]`; None: each row is a document.
-
-    Raises:
-        ValueError: padding inside a document; positions that do not count a document's tokens.
-    """
-    time = real.shape[1]
-    if position_ids is None and bool(real.all()):
-        return Columns(torch.arange(time)[None])
-    count = real.cumsum(1)
-    begins = real & (count == 1)
-    given = None if position_ids is None else position_ids.cpu().expand(len(real), -1)
-    if given is not None:
-        begins |= real & (given == 0)
-    first = torch.where(begins, count, 0).cummax(1).values
-    positions = (count - first).clamp(min=0)
-    if given is not None and bool((real & (given != positions)).any()):
-        raise ValueError(
-            "position_ids must count each document's tokens from 0. Leave them out, unless documents are packed into a "
-            "row."
-        )
-    after_padding = real[:, 1:] & ~real[:, :-1]
-    if bool((after_padding & ~begins[:, 1:]).any()):
-        raise ValueError("attention_mask has padding inside a document: pad on the left or on the right.")
-    documents = torch.where(real, begins.cumsum(1) - 1, -1)
-    alone = bool(real.all()) and bool((documents == 0).all())
-    return Columns(positions, None if alone else documents)
-
-
-def continued(real: Tensor, position_ids: Tensor | None, cache: CacheFormerCache) -> Columns:
-    """Places of tokens that follow what a cache has read: each row's own count, whatever the padding.
-
-    Raises:
-        ValueError: a document begins anew.
-    """
-    positions = (torch.tensor(cache.tokens_read)[:, None] + real.cumsum(1) - 1).clamp(min=0)
-    if position_ids is not None and bool((real & (position_ids.cpu() == 0) & (positions > 0)).any()):
-        raise ValueError(
-            "position_ids restart, but with a cache every row goes on with its document: leave them out, and call "
-            "cache.reset([row]) before a new document."
-        )
-    return Columns(positions, real=None if bool(real.all()) else real)
 
 
 class CacheFormerForCausalLM(CacheFormerPreTrainedModel, GenerationMixin):
