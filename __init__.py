@@ -12,6 +12,9 @@ from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import MemoryFileError
 from cacheformers.modeling.files.load import load_memory
 from cacheformers.modeling.models import (
+    CacheFormerConfig,
+    CacheFormerForCausalLM,
+    CacheFormerModel,
     MemorizingConfig,
     MemorizingForCausalLM,
     MemorizingModel,
@@ -26,6 +29,9 @@ from cacheformers.modeling.reading import read, read_text
 
 __version__ = "0.1.0.dev0"
 __all__ = [
+    "CacheFormerConfig",
+    "CacheFormerForCausalLM",
+    "CacheFormerModel",
     "MemorizingAdapterConfig",
     "MemorizingConfig",
     "MemorizingForCausalLM",

@@ -117,7 +117,8 @@ class Card:
 
     def snippet(self) -> str:
         tokenizer = NAME if self.has_tokenizer or self.base is None else self.base
-        return SNIPPET.format(name=NAME, tokenizer=tokenizer, question=READ if self.method else ASK)
+        remembers = self.method is not None and METHODS[self.method].remembers
+        return SNIPPET.format(name=NAME, tokenizer=tokenizer, question=READ if remembers else ASK)
 
     def all_limits(self) -> list[str]:
         known = METHODS[self.method].limits if self.method else ()

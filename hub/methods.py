@@ -14,12 +14,14 @@ class Method:
         summary: one sentence; may name the method's options in braces.
         limits: what its users must know, a sentence each.
         citation: of the paper, as BibTeX.
+        remembers: `cacheformers.read` reads a document for it; otherwise the model takes the document itself.
     """
 
     title: str
     summary: str
     limits: tuple[str, ...]
     citation: str
+    remembers: bool = True
 
 
 # By PEFT type or model type, in lower case.
@@ -74,5 +76,27 @@ METHODS = {
   booktitle = {ACL},
   year = {2019}
 }""",
+    ),
+    "cacheformer": Method(
+        title="CacheFormer",
+        summary=(
+            "A token sees its own and the previous window of {window_tokens:,} tokens, older ones as {pool_vectors} "
+            "vectors for each {pool_tokens}, and what else the options below say (CacheFormer, arXiv 2504.13981; "
+            "without cache and overlap it is Transformer-LS)."
+        ),
+        limits=(
+            "The keys of every token are kept, and the compressed vectors that each step reads grow with the text.",
+            "The paper's rule for choosing segments looks into the future; what it reports of the cache is unverified.",
+        ),
+        citation="""@article{singh2025cacheformer,
+  title = {CacheFormer: High-Attention-Based Segment Caching},
+  author = {Singh, Sushant and Mahmood, Ausif},
+  journal = {AI},
+  volume = {6},
+  number = {4},
+  pages = {85},
+  year = {2025}
+}""",
+        remembers=False,
     ),
 }

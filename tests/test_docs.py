@@ -1,4 +1,4 @@
-"""The snippets of docs/models.md run, in their order, with a tiny model in place of the one they name."""
+"""The snippets of docs/models.md and docs/cacheformer.md run, in their order; of pretrained models, with a tiny one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import cacheformers
+from cacheformers import CacheFormerConfig
 from cacheformers.adapters.export import main
+from cacheformers.evaluation import segments
+from cacheformers.modeling.models.configuration_cacheformer import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"```(bash|python)\n(.*?)```", re.DOTALL)
@@ -37,6 +40,32 @@ def test_models_page(make_base, config_factory, tokenizer, tmp_path, monkeypatch
     assert names["answer"].shape[1] > names["question"].input_ids.shape[1]
     assert "Call me Ishmael." in capsys.readouterr().out
     assert names["model"].config.text_config.num_hidden_layers == 8
+
+
+def test_cacheformer_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
+    page = (ROOT / "docs" / "cacheformer.md").read_text()
+    names: dict = {}
+    blocks = BLOCK.findall(page)
+    assert [language for language, _ in blocks] == ["python", "python", "python", "bash"]
+    for language, text in blocks:
+        if language == "bash":
+            command = text.split()
+            assert command[:3] == ["python", "-m", "cacheformers.evaluation.segments"]
+            segments.main(command[3:])
+        else:
+            exec(text, names)
+    assert names["text"].shape[1] == names["ids"].shape[1] + 8
+    assert names["more"].shape[1] == names["ids"].shape[1] + 8
+    assert "CacheFormerCache(tokens_read=[259]" in capsys.readouterr().out
+    assert torch.allclose(names["output"].logits, names["model"](names["ids"]).logits[:, -1:], atol=1e-4)
+    assert {path.name for path in Path("runs/segments").iterdir()} == {"segments.json", "segments.png"}
+    for name in VARIANTS:
+        assert f'`"{name}"`' in page
+    fields = CacheFormerConfig.__dataclass_fields__
+    for name in re.findall(r"^\| (`.*?) \| ", page.partition("## Switches")[2], re.MULTILINE):
+        assert all(field.strip("`") in fields for field in name.split(", "))
 
 
 def test_the_papers_size():

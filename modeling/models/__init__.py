@@ -1,14 +1,17 @@
 """The memories as model classes. Importing this module makes them known to transformers' Auto classes."""
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from cacheformers.modeling.models.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
+from cacheformers.modeling.models.configuration_cacheformer import CacheFormerConfig
 from cacheformers.modeling.models.configuration_neurocache import NeurocacheConfig
+from cacheformers.modeling.models.modeling_cacheformer import CacheFormerForCausalLM, CacheFormerModel
 from cacheformers.modeling.models.modeling_memorizing import MemorizingConfig, MemorizingForCausalLM, MemorizingModel
 from cacheformers.modeling.models.modeling_neurocache import NeurocacheForCausalLM, NeurocacheModel
 from cacheformers.modeling.models.modeling_windowed import WindowedConfig, WindowedForCausalLM, WindowedModel
+from cacheformers.modeling.models.shim import ShimConfig
 
-METHODS: list[tuple[type[CompositeConfig], type[CompositeModel], type[CompositeForCausalLM]]] = [
+METHODS: list[tuple[type[ShimConfig], type[PreTrainedModel], type[PreTrainedModel]]] = [
+    (CacheFormerConfig, CacheFormerModel, CacheFormerForCausalLM),
     (NeurocacheConfig, NeurocacheModel, NeurocacheForCausalLM),
     (WindowedConfig, WindowedModel, WindowedForCausalLM),
     (MemorizingConfig, MemorizingModel, MemorizingForCausalLM),
@@ -29,4 +32,7 @@ __all__ = [
     "WindowedConfig",
     "WindowedForCausalLM",
     "WindowedModel",
+    "CacheFormerConfig",
+    "CacheFormerForCausalLM",
+    "CacheFormerModel",
 ]

@@ -40,17 +40,11 @@ from cacheformers.modeling.attach import (
 from cacheformers.modeling.attention import route_attention
 from cacheformers.modeling.memories import METHODS
 from cacheformers.modeling.memories.method import Method, MethodOnLayer
-
-SHIM = "modeling_cacheformers"
-SHIM_TEXT = '''"""This model's classes are in the package cacheformers; this file only names them."""
-
-from cacheformers import {config}, {model}, {causal}
-
-__all__ = ["{config}", "{model}", "{causal}"]
-'''
+from cacheformers.modeling.models.loading import check_complete
+from cacheformers.modeling.models.shim import ShimConfig
 
 
-class CompositeConfig(PretrainedConfig):
+class CompositeConfig(ShimConfig):
     """A base model's configuration and a memory's options.
 
     Attributes:
@@ -71,15 +65,7 @@ class CompositeConfig(PretrainedConfig):
         self.text_config.tie_word_embeddings = self.tie_word_embeddings
         # Setting ours sets the base's: an instance keeps what it has.
         kwargs.setdefault("attn_implementation", self.text_config._attn_implementation)
-        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # transformers leaves it without types
-        config, model, causal = self.class_names()
-        self.auto_map = {"AutoConfig": config, "AutoModel": model, "AutoModelForCausalLM": causal}
-        self.auto_map = {auto: f"{SHIM}.{name}" for auto, name in self.auto_map.items()}
-
-    def class_names(self) -> tuple[str, str, str]:
-        """Of the configuration, the model without and with a head."""
-        name = type(self).__name__
-        return name, name.replace("Config", "Model"), name.replace("Config", "ForCausalLM")
+        super().__post_init__(**kwargs)
 
     @property
     def method(self) -> Method:
@@ -110,18 +96,6 @@ class CompositeConfig(PretrainedConfig):
                 f"base model: {causal}.from_base."
             )
         return super().from_dict(config_dict, **kwargs)
-
-    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Write `config.json`, and the file through which transformers finds the classes without importing us."""
-        folder = Path(save_directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        config, model, causal = self.class_names()
-        (folder / f"{SHIM}.py").write_text(SHIM_TEXT.format(config=config, model=model, causal=causal))
-        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Nothing to do: transformers would copy this package's files beside every saved model."""
 
 
 class CompositeMemory(MethodOnLayer, nn.Module):
@@ -237,15 +211,7 @@ class CompositePreTrainedModel(PushesWithCard, PreTrainedModel):
     def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
         # Not in from_pretrained: its report is another one if it goes on to load an adapter.
         super()._adjust_missing_and_unexpected_keys(loading_info)
-        missing = sorted(loading_info.missing_keys)
-        foreign = sorted(key for key in loading_info.unexpected_keys if ".memory." in key)
-        if missing or foreign:
-            what = "has no tensors for" if missing else "holds tensors that the configuration does not describe:"
-            keys = missing or foreign
-            raise ValueError(
-                f"The file {what} {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}. It is "
-                "damaged, or belongs to another configuration or version: save or export the model again."
-            )
+        check_complete(loading_info)
 
 
 class CompositeModel(CompositePreTrainedModel):

@@ -1,0 +1,174 @@
+"""Which segments a CacheFormer retrieves for each token of a text: a table, a heat map, and a file.
+
+    python -m cacheformers.evaluation.segments MODEL TEXT --output runs/segments
+
+The table is that of the paper (Table 5) for one layer and head; the picture (its Figure 4) shows every layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cacheformers.modeling.memories.cacheformer import CacheFormerOptions
+from cacheformers.modeling.models.modeling_cacheformer import CacheFormerForCausalLM
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Block = tuple[tuple[int, int], list[int]]  # first and last row, and their segments
+
+
+@torch.no_grad()
+def retrieved(model: CacheFormerForCausalLM, ids: Tensor) -> list[Tensor]:
+    """What every layer retrieves while the model reads a document `[1, time]`, teacher-forced.
+
+    Returns:
+        By layer: segments `[kv_heads, time, topk * neighbors]`; -1 is none.
+
+    Raises:
+        ValueError: the model retrieves nothing.
+    """
+    if not model.model.options.cache:
+        raise ValueError("This model retrieves no segments: its configuration has cache=False.")
+    found: list[Tensor] = []
+
+    def watch(attention: nn.Module, args: Any) -> None:
+        hidden, rotation = args[:2]
+        found.append(attention.selected_segments(hidden, rotation)[0].cpu())  # type: ignore[operator]
+
+    handles = [layer.self_attn.register_forward_pre_hook(watch) for layer in model.model.layers]
+    try:
+        model.model(ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def blocks(lists: Tensor) -> list[Block]:
+    """Consecutive rows of `[time, topk * neighbors]` that retrieve the same."""
+    changes = (lists[1:] != lists[:-1]).any(1).nonzero()[:, 0] + 1
+    starts = [0, *changes.tolist()]
+    ends = [*changes.tolist(), len(lists)]
+    return [((start, end - 1), lists[start].tolist()) for start, end in zip(starts, ends, strict=True)]
+
+
+def table(options: CacheFormerOptions, lists: Tensor) -> str:
+    """Rows, what they retrieve, and the last segment that they may: `lists` is `[time, topk * neighbors]`."""
+    lines = [f"{'rows':>13}  {'last allowed':>12}  segments"]
+    for (start, end), chosen in blocks(lists):
+        allowed = int(options.admissible(options.block_start(torch.tensor(start))))
+        last = str(allowed - 1) if allowed else "none"
+        lines.append(f"{f'{start}-{end}':>13}  {last:>12}  {chosen}")
+    return "\n".join(lines)
+
+
+def shares(lists: Tensor, segments: int) -> Tensor:
+    """The share of heads that retrieve each segment, `[time, segments]`, of their lists `[kv_heads, time, k*u]`."""
+    hits = torch.zeros(*lists.shape[:2], segments + 1)
+    hits.scatter_(2, torch.where(lists < 0, segments, lists), 1.0)
+    return hits[..., :segments].mean(0)
+
+
+def heat_map(options: CacheFormerOptions, layers: list[Tensor]) -> Figure:
+    """A panel a layer: which segments (across) each token (down) retrieves, and how many heads agree.
+
+    The line is where a token stands: what is right of it has not been read.
+    """
+    from matplotlib.figure import Figure
+
+    time, wide = layers[0].shape[1], min(len(layers), 4)
+    segments, rows = -(-time // options.pool_tokens), -(-len(layers) // wide)
+    size = (1.5 + 2.6 * wide, 1 + 2.6 * rows)
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    panels = figure.subplots(rows, wide, sharex=True, sharey=True, squeeze=False)
+    for number, axes in enumerate(panels.flat):
+        if number >= len(layers):
+            axes.set_visible(False)
+            continue
+        style: dict[str, Any] = {"cmap": "magma_r", "aspect": "auto", "interpolation": "none", "vmin": 0, "vmax": 1}
+        image = axes.imshow(shares(layers[number], segments).numpy(), extent=(0, segments, time, 0), **style)
+        axes.plot([0, time / options.pool_tokens], [0, time], color="#56B4E9", linewidth=0.8)
+        axes.set_title(f"layer {number}", fontsize=9)
+    figure.supxlabel(f"segment ({options.pool_tokens} tokens)", fontsize=9)
+    figure.supylabel("token", fontsize=9)
+    figure.colorbar(image, ax=panels, label="share of key-value heads that retrieve it")
+    return figure
+
+
+def token_ids(model: str, vocabulary: int, text: str) -> Tensor:
+    """A text as ids `[1, time]`: by the model's tokenizer, or as bytes where it has none and its vocabulary is theirs.
+
+    Raises:
+        ValueError: it has none, and its vocabulary is not that of bytes.
+    """
+    if Path(model).is_dir() and not (Path(model) / "tokenizer_config.json").exists():
+        if vocabulary != 256:
+            raise ValueError(f"{model} has no tokenizer, and its {vocabulary} tokens are not bytes: save one there.")
+        return torch.tensor([list(text.encode())])
+    ids: Tensor = AutoTokenizer.from_pretrained(model)(text, return_tensors="pt").input_ids
+    return ids
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m cacheformers.evaluation.segments", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("model", help="Folder or Hub id of a CacheFormer model.")
+    parser.add_argument("text", type=Path, help="A text file.")
+    parser.add_argument("--tokens", type=int, default=1024, help="Read so many of its first tokens. Default: 1024.")
+    parser.add_argument("--layer", type=int, default=0, help="Layer of the table. Default: 0.")
+    parser.add_argument("--head", type=int, default=0, help="Key-value head of the table. Default: 0.")
+    parser.add_argument("--output", type=Path, required=True, help="Folder for segments.json and segments.png.")
+    given = parser.parse_args(arguments)
+    try:
+        run(given)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+
+def run(given: argparse.Namespace) -> None:
+    """Read, print, write."""
+    model = AutoModelForCausalLM.from_pretrained(given.model).eval()
+    if not isinstance(model, CacheFormerForCausalLM):
+        raise ValueError(f"{given.model} is a {model.config.model_type} model, not a cacheformer one.")
+    options = model.model.options
+    for name, value, count in (("layer", given.layer, len(model.model.layers)), ("head", given.head, options.kv_heads)):
+        if not 0 <= value < count:
+            raise ValueError(f"--{name} must be from 0 to {count - 1}, got {value}.")
+    ids = token_ids(given.model, model.config.vocab_size, given.text.read_text(encoding="utf-8"))[:, : given.tokens]
+    if not ids.numel():
+        raise ValueError(f"There is nothing to read: {given.text} is empty, or --tokens is not positive.")
+    layers = retrieved(model, ids)
+    print(f"Layer {given.layer}, head {given.head}, {ids.shape[1]:,} tokens:")
+    print(table(options, layers[given.layer][given.head]))
+
+    given.output.mkdir(parents=True, exist_ok=True)
+    result = {
+        "model": given.model,
+        "text": given.text.name,
+        "tokens": ids.shape[1],
+        "options": asdict(options),
+        "layers": [
+            [[{"rows": rows, "segments": chosen} for rows, chosen in blocks(head)] for head in lists]
+            for lists in layers
+        ],
+    }
+    (given.output / "segments.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
+    if importlib.util.find_spec("matplotlib") is None:
+        print('The heat map is left out, because it needs matplotlib: pip install "cacheformers[eval]"')
+    else:
+        heat_map(options, layers).savefig(given.output / "segments.png")
+    print(f"Written to {given.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The command that shows which segments a CacheFormer retrieves."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from cacheformer_golden import MODES, needs_golden, recorded
+from cacheformer_models import recorded_model, tiny_model
+from safetensors.torch import load_file
+
+from cacheformers.evaluation.segments import blocks, main, retrieved, shares, table
+
+
+@pytest.mark.parametrize("name", recorded("cf_cache"))
+def test_recorded_lists(name):
+    """Of an independent implementation, for every layer, head and token."""
+    recording = load_file(needs_golden(f"{name}.safetensors"))
+    model = recorded_model(torch.float64, **MODES[name.rsplit("_", 1)[0]])
+    for layer, lists in enumerate(retrieved(model, recording["input_ids"][None])):
+        assert torch.equal(lists.int(), recording[f"layer{layer}.selected_segments"])
+    assert not any(layer.self_attn._forward_pre_hooks for layer in model.model.layers)
+
+
+def test_the_rows_of_table_5():
+    """Blocks of 256 rows of 1,024 tokens: none, then at most 15, 31 and 47; without neighbours 7 segments each."""
+    sizes = {"window_tokens": 128, "pool_tokens": 16, "topk": 7, "select_rows": 256, "wide_blocks": True}
+    model = tiny_model(torch.float32, num_hidden_layers=1, **sizes)
+    ids = torch.randint(0, 48, (1, 1024), generator=torch.Generator().manual_seed(1))
+    (lists,) = retrieved(model, ids)
+    rows = [line.split(maxsplit=2) for line in table(model.model.options, lists[0]).splitlines()[1:]]
+    assert [row[:2] for row in rows] == [["0-255", "none"], ["256-511", "15"], ["512-767", "31"], ["768-1023", "47"]]
+    chosen = [json.loads(row[2]) for row in rows]
+    assert chosen[0] == [-1] * 7
+    for segments, last in zip(chosen[1:], (15, 31, 47), strict=True):
+        assert segments == sorted(set(segments)) and segments[0] >= 0 and segments[-1] <= last
+
+
+def test_blocks_and_shares():
+    lists = torch.tensor([[[-1, -1], [-1, -1], [0, 2], [0, 2]], [[-1, -1], [1, -1], [2, -1], [0, 2]]])
+    assert blocks(lists[0]) == [((0, 1), [-1, -1]), ((2, 3), [0, 2])]
+    assert blocks(lists[1])[-1] == ((3, 3), [0, 2])
+    assert shares(lists, 3).tolist() == [[0, 0, 0], [0, 0.5, 0], [0.5, 0, 1], [1, 0, 1]]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = tiny_model(torch.float32, vocab_size=256)
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("Call me Ishmael. " * 10)
+    return tmp_path, model
+
+
+def test_the_command(saved, capsys):
+    folder, model = saved
+    options = ["--tokens", "60", "--layer", "1", "--output", str(folder / "out")]
+    main([str(folder / "model"), str(folder / "text.txt"), *options])
+    printed = capsys.readouterr().out
+    ids = torch.tensor([list((folder / "text.txt").read_bytes()[:60])])
+    layers = retrieved(model, ids)
+    assert table(model.model.options, layers[1][0]) in printed
+    found = json.loads((folder / "out" / "segments.json").read_text())
+    assert found["tokens"] == 60 and found["options"]["topk"] == 2
+    for lists, heads in zip(layers, found["layers"], strict=True):
+        for head, stretches in zip(lists, heads, strict=True):
+            again = [s["segments"] for s in stretches for _ in range(s["rows"][0], s["rows"][1] + 1)]
+            assert again == head.tolist()
+    picture = (folder / "out" / "segments.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+
+
+def test_the_models_own_tokenizer(saved, tokenizer):
+    folder, _ = saved
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "text.txt").write_text(" ".join(f"w{i}" for i in range(50)))
+    main([str(folder / "model"), str(folder / "text.txt"), "--output", str(folder / "out")])
+    assert json.loads((folder / "out" / "segments.json").read_text())["tokens"] == 50
+
+
+def test_what_cannot_be_shown(saved, make_base, capsys):
+    folder, _ = saved
+    make_base("llama_mha", torch.float32).save_pretrained(folder / "llama")
+    tiny_model(torch.float32, vocab_size=256, cache=False).save_pretrained(folder / "no_cache")
+    tiny_model(torch.float32).save_pretrained(folder / "words")
+    (folder / "empty.txt").write_text("")
+    for model, text, more, message in (
+        ("llama", "text.txt", [], "is a llama model, not a cacheformer one"),
+        ("no_cache", "text.txt", [], "retrieves no segments"),
+        ("words", "text.txt", [], "has no tokenizer, and its 48 tokens are not bytes"),
+        ("model", "empty.txt", [], "nothing to read"),
+        ("model", "missing.txt", [], "No such file"),
+        ("model", "text.txt", ["--layer", "2"], "--layer must be from 0 to 1, got 2"),
+    ):
+        with pytest.raises(SystemExit):
+            main([str(folder / model), str(folder / text), *more, "--output", str(folder / "out")])
+        assert message in capsys.readouterr().err
+        assert not (folder / "out").exists()
