@@ -53,7 +53,7 @@ def read_texts(
     """
     if bos and tokenizer.bos_token_id is None:
         raise ValueError("The tokenizer has no BOS token: leave out --bos.")
-    found = []
+    found: list[Text] = []
     for path in paths:
         for number, text in enumerate(load(path, text_field)):
             if len(found) == documents:
