@@ -119,9 +119,9 @@ class MemoryLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
                 logits_to_keep=wanted.shape[1],
             ).logits
             lost, right = token_losses(logits, wanted).double().sum(1), (logits.argmax(-1) == wanted) | ~scored
-            for row in range(going):
-                nats[row] += float(lost[row])
-                greedy[row] = greedy[row] and bool(right[row].all())
+            for place in range(going):
+                nats[place] += float(lost[place])
+                greedy[place] = greedy[place] and bool(right[place].all())
         return [(-lost, chosen) for lost, chosen in zip(nats, greedy, strict=True)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,7 @@ def raw_text(file: Path) -> str:
     try:
         data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
         return codecs.getincrementaldecoder("utf-8")().decode(data)
-    except (EOFError, gzip.BadGzipFile) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{file} cannot be read as gzip ({error}): the file is damaged or cut off.") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is no text: its byte {error.start:,} is not UTF-8.") from error

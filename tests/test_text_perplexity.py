@@ -240,6 +240,7 @@ def test_a_memory_is_not_read_in_windows(folder, adapter, capsys):
     ("name", "content", "message"),
     [
         ("broken.gz", gzip.compress(b"w1 w2 " * 99)[:-9], "broken.gz cannot be read as gzip"),
+        ("wrong.gz", gzip.compress(b"w1 w2 ")[:10] + b"w1 w2 w3 w4", "wrong.gz cannot be read as gzip"),
         ("picture.png", b"\x89PNG\xff\xfe", "picture.png is no text: its byte 0 is not UTF-8"),
         ("empty.raw", b"", "There is no document of two tokens or more"),
     ],
