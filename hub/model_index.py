@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult
@@ -67,10 +66,10 @@ def passkey(result: dict[str, Any]) -> list[EvalResult]:
 
 def perplexity(result: dict[str, Any]) -> list[EvalResult]:
     """Per token, per word, per character and per byte."""
-    texts, windows = result["options"]["texts"], result["windows"]
-    name = ", ".join(Path(text).name if Path(text).exists() else text for text in texts)
+    documents, windows = result["texts"]["documents"], result["windows"]
+    name = ", ".join(dict.fromkeys(document.rpartition(", document ")[0] for document in documents))
     how = "with memory" if windows is None else f"windows of {windows['tokens']:,}, stride {windows['stride']:,}"
-    arguments = {"documents": len(result["texts"]["documents"]), "tokens": result["tokens"]}
+    arguments = {"documents": len(documents), "tokens": result["tokens"]}
     return [
         entry(name, name, metric, round(result[metric], 4), f"{title} ({how})", arguments=arguments)
         for metric, title in UNITS.items()
