@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
@@ -64,6 +65,12 @@ class MemoryLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         super().__init__(pretrained, "causal", peft=peft, batch_size=batch_size, device=device, **options)
         if active_options(find_decoder(unwrap(self.model))) is None:
             raise ValueError(f"{peft or pretrained} has no memory: evaluate it with --model hf.")
+
+    def _create_model(self, *arguments: Any, peft: str | None = None, **options: Any) -> None:
+        """Load the base, then the adapter: lm-eval would cut embeddings to the tokenizer's size in between."""
+        super()._create_model(*arguments, **options)
+        if peft is not None:
+            self._model = PeftModel.from_pretrained(self._model, peft)
 
     @property
     def max_length(self) -> int:

@@ -19,7 +19,7 @@ from recipe import make_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheformers.adapters.export import export
-from cacheformers.evaluation import harness  # noqa: F401  # makes our models known to lm-eval
+from cacheformers.evaluation import harness  # makes our models known to lm-eval
 
 LENGTHS = (60, 90, 20, 75)  # words of a context: none to five segments of 16
 NAMES = ("local_choice", "local_answer", "local_rolling")
@@ -152,6 +152,18 @@ def test_max_length_cuts_on_the_left(folder, tasks, adapter, tokenizer):
         ids = tokenizer(f"{sample['doc']['context']} {sample['doc']['choices'][1]}").input_ids
         expected, _ = in_one_pass(model, ids[-41:], 20)
         assert float(sample["resps"][1][0][0]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_embeddings_of_the_base_stay_as_they_are(folder, make_base, config_factory, opener):
+    """Many models have more of them than their tokenizer has tokens."""
+    make_base("llama_gqa", torch.float32, vocab_size=140).save_pretrained(folder / "base")
+    adapter = make_adapter(folder / "base", folder / "remembering", config_factory(), opener)
+    own = harness.MemoryLM(str(adapter), device="cpu", dtype="float32").model
+    assert own.get_output_embeddings().weight.shape[0] == 140
+    ids = torch.arange(3, 53)[None]
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(adapter).eval()(ids).logits
+        torch.testing.assert_close(own(input_ids=ids).logits, expected)
 
 
 @pytest.mark.parametrize(
