@@ -42,6 +42,7 @@ from cacheformers.training.gguf_base import is_gguf
 from cacheformers.training.options import RecipeParser, option
 
 FIRST_BUCKET = 1024  # tokens; later buckets of positions double
+LONGEST_WORD = 100  # nats; what takes more is no word
 
 
 @dataclass
@@ -115,6 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
         adapter = None if options.adapter is None else PeftConfig.from_pretrained(options.adapter)
         windows = check(options, model.base, config, adapter)
         texts = read_texts(options.texts, tokenizer, options.text_field, options.bos, options.documents, options.tokens)
+        Path(options.output).mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError, ImportError) as error:
         parser.error(str(error))
     loaded: nn.Module = load_base(model, state.device)[0]
@@ -197,10 +199,11 @@ def make_result(
     }
 
 
-def rates(total: Measure, counts: dict[str, int]) -> dict[str, float]:
+def rates(total: Measure, counts: dict[str, int]) -> dict[str, float | None]:
     """The mean loss per other units than tokens, by how many of them the texts have for each token.
 
-    A token that is not predicted (the first) counts as the mean of the others.
+    A token that is not predicted (the first) counts as the mean of the others. Per word there is none where the texts
+    are not divided into words by white space, such as Chinese.
 
     Args:
         counts: tokens, words, characters and bytes of the texts.
@@ -209,7 +212,8 @@ def rates(total: Measure, counts: dict[str, int]) -> dict[str, float]:
     bits = {
         f"bits_per_{unit}": nats / math.log(2) * counts["tokens"] / counts[f"{unit}s"] for unit in ("character", "byte")
     }
-    return {"word_perplexity": math.exp(nats * counts["tokens"] / counts["words"]), **bits}
+    word = nats * counts["tokens"] / counts["words"]
+    return {"word_perplexity": math.exp(word) if word < LONGEST_WORD else None, **bits}
 
 
 def positions(losses: Sequence[Losses]) -> dict[str, Measure]:
@@ -237,7 +241,7 @@ def chosen(losses: Sequence[Losses], masks: Sequence[NDArray[np.bool_]]) -> Meas
 def report(result: dict[str, Any], options: PerplexityOptions) -> None:
     """Print the numbers; write them and a plot."""
     row = [f"{result['tokens']:,}", f"{result['perplexity']:.3f}", between(result["interval"], 3)]
-    row += [f"{result['word_perplexity']:.3f}"]
+    row += ["-" if result["word_perplexity"] is None else f"{result['word_perplexity']:.3f}"]
     row += [f"{result[name]:.4f}" for name in ("bits_per_character", "bits_per_byte")]
     titles = ["", "tokens", "perplexity", "95 %", "per word", "bits/character", "bits/byte"]
     print(f"\n{table(titles, [[result['name'], *row]])}")
@@ -245,7 +249,6 @@ def report(result: dict[str, Any], options: PerplexityOptions) -> None:
     values = [f"{part['perplexity']:.3f}" for part in parts.values()]
     print(f"\n{table(['by tokens read before', *parts], [[result['name'], *values]])}")
     folder = Path(options.output)
-    folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "result.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     if options.plots and importlib.util.find_spec("matplotlib") is None:
         print('The plot is left out, because it needs matplotlib: pip install "cacheformers[eval]"')

@@ -50,7 +50,7 @@ def read_texts(
         bos: put the tokenizer's BOS token before each document. No other special token is added.
 
     Raises:
-        FileNotFoundError, ValueError: something is not there or cannot be read, or no document has two tokens.
+        FileNotFoundError, ValueError: something is not there or cannot be read, or there is nothing but white space.
     """
     if bos and tokenizer.bos_token_id is None:
         raise ValueError("The tokenizer has no BOS token: leave out --bos.")
@@ -60,7 +60,7 @@ def read_texts(
             if len(found) == documents:
                 break
             made = tokenised(f"{Path(path).name}, document {number}", text or "", tokenizer, bos, tokens)
-            if len(made.ids) > 1:  # one token alone predicts nothing
+            if len(made.ids) > 1 and made.words:  # one token alone predicts nothing
                 found.append(made)
     if not found:
         raise ValueError(f"There is no document of two tokens or more in {', '.join(paths)}.")

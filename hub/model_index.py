@@ -73,6 +73,7 @@ def perplexity(result: dict[str, Any]) -> list[EvalResult]:
     return [
         entry(name, name, metric, round(result[metric], 4), f"{title} ({how})", arguments=arguments)
         for metric, title in UNITS.items()
+        if result[metric] is not None
     ]
 
 

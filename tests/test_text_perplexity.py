@@ -17,7 +17,8 @@ from recipe import make_text, run
 from transformers import AutoModelForCausalLM
 
 from cacheformers.adapters.export import export
-from cacheformers.evaluation.text_perplexity import main
+from cacheformers.evaluation.run import Measure
+from cacheformers.evaluation.text_perplexity import main, rates
 from cacheformers.evaluation.texts import raw_text, read_texts
 from cacheformers.evaluation.windows import window_nats
 
@@ -207,6 +208,16 @@ def test_words_of_the_tokenised_file(folder):
     assert found["word_perplexity"] == pytest.approx(math.sqrt(found["perplexity"]))
 
 
+def test_a_language_without_white_space():
+    """500 nats over what white space makes two words of: a perplexity of them says nothing."""
+    counts = {"tokens": 100, "words": 2, "characters": 100, "bytes": 300}
+    found = rates(Measure(np.array([495.0]), np.array([99.0])), counts)
+    assert found["word_perplexity"] is None
+    assert found["bits_per_character"] == pytest.approx(5 / math.log(2)) == pytest.approx(3 * found["bits_per_byte"])
+    counts["words"] = 50
+    assert rates(Measure(np.array([495.0]), np.array([99.0])), counts)["word_perplexity"] == pytest.approx(math.exp(10))
+
+
 # Errors, all of them before a model is loaded
 
 
@@ -242,7 +253,7 @@ def test_a_memory_is_not_read_in_windows(folder, adapter, capsys):
         ("broken.gz", gzip.compress(b"w1 w2 " * 99)[:-9], "broken.gz cannot be read as gzip"),
         ("wrong.gz", gzip.compress(b"w1 w2 ")[:10] + b"w1 w2 w3 w4", "wrong.gz cannot be read as gzip"),
         ("picture.png", b"\x89PNG\xff\xfe", "picture.png is no text: its byte 0 is not UTF-8"),
-        ("empty.raw", b"", "There is no document of two tokens or more"),
+        ("empty.raw", b" \n \n", "There is no document of two tokens or more"),
     ],
 )
 def test_files_that_are_no_text(folder, capsys, name, content, message):
