@@ -49,6 +49,8 @@ class MemoryLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         ValueError: the model has no memory, or the batch size is to be found out.
     """
 
+    _model: Any
+
     def __init__(
         self,
         pretrained: str,
