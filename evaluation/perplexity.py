@@ -1,4 +1,7 @@
-"""Held-out documents, and the loss of each of their tokens: each read from its beginning with a memory of its own."""
+"""Held-out documents, and the loss of each of their tokens: each read from its beginning with a memory of its own.
+
+`python -m cacheformers.evaluation.perplexity` measures any model on any text: see `evaluation/text_perplexity.py`.
+"""
 
 from __future__ import annotations
 
@@ -169,3 +172,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
+
+
+if __name__ == "__main__":
+    from cacheformers.evaluation.text_perplexity import main  # imports this module
+
+    main()

@@ -19,6 +19,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 import cacheformers
 from cacheformers.hub.methods import METHODS
+from cacheformers.hub.model_index import joined
 
 CARD, ADAPTER, MODEL, TOKENIZER = "README.md", "adapter_config.json", "config.json", "tokenizer_config.json"
 TEMPLATE = Template((files("cacheformers") / "model_cards" / "template.md").read_text(encoding="utf-8"))
@@ -185,7 +186,7 @@ def merged(card: str, old: ModelCard | None, base_model: str | None = None, lice
     """A generated card with what is known besides.
 
     Args:
-        old: the card that it replaces: the licence and the tags in its metadata stay.
+        old: the card that it replaces: the licence, the tags and the results in its metadata stay.
         base_model: the Hub id of a base that was a local folder when the card was written.
         licence: the Hub's name of a licence.
     """
@@ -197,6 +198,9 @@ def merged(card: str, old: ModelCard | None, base_model: str | None = None, lice
         tags = [tag for tag in before.get("tags") or [] if not tag.startswith("base_model:")]
         data.tags = [*dict.fromkeys([*data.tags, *tags])]
         data.license = before.get("license")
+        if before.eval_results:
+            data.model_name = data.model_name or before.model_name
+            data.eval_results = joined(before.eval_results, data.eval_results or [])
     if licence is not None:
         data.license = licence
     if base_model is not None:

@@ -152,9 +152,12 @@ def is_hidden(name: str) -> bool:
 
 def folder_card(folder: Path, base_model: str | None) -> str:
     """The card in a folder; where there is none that says more, one from the configuration."""
-    card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).exists() else EMPTY
-    if EMPTY in card or UNRECORDED in card:
+    path = folder / CARD
+    if not path.exists():
         return saved_card(folder, base_model).text()
+    card = path.read_text(encoding="utf-8")
+    if EMPTY in card or UNRECORDED in card:
+        return merged(saved_card(folder, base_model).text(), ModelCard.load(path))
     return card
 
 

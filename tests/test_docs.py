@@ -1,19 +1,25 @@
-"""The snippets of docs/models.md and docs/cacheformer.md run, in their order; of pretrained models, with a tiny one."""
+"""The snippets of three pages of docs/ run, in their order; of pretrained models, with a tiny one."""
 
 from __future__ import annotations
 
+import gzip
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
+from lm_eval._cli.harness import HarnessCLI
+from lm_eval.api.registry import get_model
 from peft import get_peft_model
+from recipe import make_text
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import cacheformers
 from cacheformers import CacheFormerConfig
 from cacheformers.adapters.export import main
-from cacheformers.evaluation import segments
+from cacheformers.evaluation import harness, segments, text_perplexity
+from cacheformers.hub import results
 from cacheformers.modeling.models.configuration_cacheformer import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,3 +89,34 @@ def test_the_papers_size():
     assert memory == 3 * (2 * wide * wide + 2 * wide * narrow) + wide * narrow + 2 * narrow
     assert model.num_parameters() == pytest.approx(184e6, rel=2e-3)
     assert plain.num_parameters() == pytest.approx(model.num_parameters(), rel=2e-3)
+
+
+def test_evaluation_page(folder, config_factory, make_base, tokenizer, monkeypatch):
+    """Every command of docs/evaluate.md; of lm-eval's, which wants the Hub, what it makes of the arguments."""
+    monkeypatch.chdir(folder)
+    make_base("llama_gqa", torch.float32, max_position_embeddings=2048).save_pretrained("data/smollm2-135m-instruct")
+    tokenizer.save_pretrained("data/smollm2-135m-instruct")
+    base = AutoModelForCausalLM.from_pretrained("data/smollm2-135m-instruct")
+    get_peft_model(base, config_factory()).save_pretrained("runs/books")
+    Path("book.txt").write_text(make_text(100))
+    Path("wiki.test.raw.gz").write_bytes(gzip.compress(make_text(1500).encode()))
+    commands = {
+        "cacheformers.evaluation.perplexity": text_perplexity.main,
+        "cacheformers.hub.results": results.main,
+        "cacheformers.evaluation.harness": parsed_by_lm_eval,
+    }
+    blocks = BLOCK.findall((ROOT / "docs" / "evaluate.md").read_text())
+    lines = [line.split() for language, text in blocks for line in text.splitlines()]
+    assert len(lines) == 5
+    for python, option, module, *arguments in lines:
+        assert (python, option) == ("python", "-m")
+        commands[module](arguments)
+    assert len(ModelCard.load("runs/books/README.md").data.eval_results) == 4
+
+
+def parsed_by_lm_eval(arguments: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["harness", *arguments])
+        parsed = HarnessCLI().parse_args()
+    assert parsed.model == "cacheformers" and parsed.model_args == {"pretrained": "runs/books"}
+    assert get_model("cacheformers") is harness.MemoryLM

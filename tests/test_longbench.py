@@ -521,6 +521,21 @@ def test_a_file_that_is_cut_off(data, capsys):
     assert "hotpotqa.jsonl, line 5 is not valid JSON" in error_of(arguments(data), capsys)
 
 
+@pytest.mark.parametrize("part", [slice(-30), slice(9, None), slice(3)])
+def test_a_damaged_archive(data, capsys, part):
+    """Cut off at its end, without its beginning, and hardly there."""
+    path = data / "data" / "hotpotqa.jsonl"
+    Path(f"{path}.gz").write_bytes(gzip.compress(path.read_bytes())[part])
+    path.unlink()
+    assert "hotpotqa.jsonl.gz cannot be read" in error_of(arguments(data), capsys)
+
+
+def test_a_file_that_is_cut_off_within_a_character(data, capsys):
+    path = data / "data" / "hotpotqa.jsonl"
+    path.write_bytes(path.read_bytes()[:-30] + "é".encode()[:1])
+    assert "hotpotqa.jsonl cannot be read ('utf-8' codec" in error_of(arguments(data), capsys)
+
+
 def test_labels_are_needed_for_classification(data, capsys):
     rows = [{**row("trec", number, 20), "all_classes": None} for number in range(2)]
     write_rows(data / "data" / "trec.jsonl", rows)

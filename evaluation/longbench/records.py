@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,13 +88,15 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
     if path.suffix == ".parquet":
         yield from dataset_rows(str(path), "parquet", data_files=str(path), split="train")
         return
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            where = f"{path}, line {number}"
-            try:
-                yield where, json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{where} is not valid JSON ({error}): the file is damaged or cut off.") from error
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                yield f"{path}, line {number}", json.loads(line)
+    except json.JSONDecodeError as error:
+        where = f"{path}, line {number}"
+        raise ValueError(f"{where} is not valid JSON ({error}): the file is damaged or cut off.") from error
+    except (EOFError, UnicodeDecodeError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} cannot be read ({error}): the file is damaged or cut off.") from error
 
 
 def hub_rows(name: str, task: str) -> Iterator[tuple[str, Any]]:

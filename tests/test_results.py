@@ -1,0 +1,176 @@
+"""`python -m cacheformers.hub.results`: results in a model card's metadata, and nothing else of it changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+from huggingface_hub.repocard import metadata_load
+
+from cacheformers.evaluation.longbench.records import Record
+from cacheformers.evaluation.longbench.report import make_result
+from cacheformers.evaluation.longbench.scores import task_scores
+from cacheformers.evaluation.text_perplexity import main as perplexity
+from cacheformers.hub.card import refresh_card
+from cacheformers.hub.push import folder_card
+from cacheformers.hub.results import main
+
+OWN = """---
+licence_note: "mine"
+tags:
+- whales
+model-index:
+- name: Ahab
+  results:
+  - task:
+      type: text-generation
+    dataset:
+      name: Moby Dick
+      type: moby
+    metrics:
+    - type: accuracy
+      value: 12.5
+---
+# My own card
+
+Call me   Ishmael.
+"""
+PASSKEY = {  # a passkey result's form
+    "name": "remembering",
+    "score": 75.0,
+    "lengths": [1024, 4096],
+    "depths": [0.0, 100.0],
+    "scores": [[100.0, 100.0], [100.0, 0.0]],
+    "cases": [],
+}
+
+
+@pytest.fixture
+def adapter(folder, make_model) -> Path:
+    """A saved adapter, with the card that its saving wrote."""
+    make_model("llama_gqa").save_pretrained(folder / "remembering")
+    return folder / "remembering"
+
+
+@pytest.fixture
+def measured(folder) -> Path:
+    """The result of a real run."""
+    given = {"base": folder / "base", "texts": folder / "valid.jsonl", "output": folder / "measured", "mode": "segment"}
+    perplexity([*(f"--{key}={value}" for key, value in given.items()), "--window=20", "--device=cpu", "--plots=false"])
+    return folder / "measured"
+
+
+def longbench(path: Path, method: str = "memory", right: int = 1) -> Path:
+    """A result of eval_longbench.py, of which so many of qasper's four records are right, and half of lcc's one."""
+    records = [Record("qasper", f"q{number}", "", "-", ["mill"], 100, None) for number in range(4)]
+    tasks = {
+        "qasper": task_scores(records, ["mill"] * right + ["sea"] * (4 - right)),
+        "lcc": task_scores([Record("lcc", "l", "", "-", ["ab"], 100, None)], ["cb"]),
+    }
+    settings = {"longbench_e": False, "method": method, "max_length": 3500}
+    times = [{"seconds": 1.0, "prompt_tokens": 10, "peak_bytes": 100}]
+    path.write_text(json.dumps(make_result("remembering", settings, tasks, times)))
+    return path
+
+
+def found(folder: Path) -> dict[tuple[str, str | None, str], Any]:
+    """What the card has: (dataset, configuration, name of the metric) -> value."""
+    card = ModelCard.load(folder / "README.md")
+    return {
+        (each.dataset_name, each.dataset_config, each.metric_name): each.metric_value for each in card.data.eval_results
+    }
+
+
+def test_results_of_every_kind(adapter, folder, measured, capsys):
+    (folder / "passkey.json").write_text(json.dumps(PASSKEY))
+    before = ModelCard.load(adapter / "README.md")
+    files = [str(longbench(folder / "lb.json")), str(folder / "passkey.json"), str(measured)]
+    main([*files, "--card", str(adapter)])
+    assert "10 results are in" in capsys.readouterr().out
+    real = json.loads((measured / "result.json").read_text())
+    how = "(windows of 20, stride 20)"
+    assert found(adapter) == {
+        ("LongBench", "qasper", "qa_f1_score (memory)"): 25.0,
+        ("LongBench", "lcc", "code_sim_score (memory)"): 50.0,
+        ("LongBench", None, "average of 2 tasks (memory)"): 37.5,
+        ("Passkey retrieval", None, "keys found (%)"): 75.0,
+        ("Passkey retrieval", "1024", "keys found (%) in 1,024 tokens"): 100.0,
+        ("Passkey retrieval", "4096", "keys found (%) in 4,096 tokens"): 50.0,
+        ("valid.jsonl", None, f"perplexity per token {how}"): round(real["perplexity"], 4),
+        ("valid.jsonl", None, f"perplexity per word {how}"): round(real["word_perplexity"], 4),
+        ("valid.jsonl", None, f"bits per character {how}"): round(real["bits_per_character"], 4),
+        ("valid.jsonl", None, f"bits per byte {how}"): round(real["bits_per_byte"], 4),
+    }
+    after = ModelCard.load(adapter / "README.md")
+    assert after.text == before.text and after.data.tags == before.data.tags
+    (index,) = metadata_load(adapter / "README.md")["model-index"]
+    assert index["name"] == "remembering"
+    assert index["results"][0]["metrics"][0]["args"] == {"records": 4, "max_length": 3500}
+
+
+def test_a_second_write_replaces_the_first(adapter, folder):
+    main([str(longbench(folder / "one.json")), "--card", str(adapter)])
+    once = (adapter / "README.md").read_text()
+    main([str(folder / "one.json"), "--card", str(adapter)])
+    assert (adapter / "README.md").read_text() == once
+    main([str(longbench(folder / "other.json", "truncation", 3)), "--card", str(adapter)])
+    main([str(longbench(folder / "one.json", right=2)), "--card", str(adapter)])
+    values = {(config, name): value for (_, config, name), value in found(adapter).items()}
+    assert values["qasper", "qa_f1_score (memory)"] == 50.0 and values["qasper", "qa_f1_score (truncation)"] == 75.0
+    assert len(values) == 6
+
+
+def test_what_a_person_wrote_stays(adapter, folder):
+    (adapter / "README.md").write_text(OWN)
+    main([str(longbench(folder / "lb.json")), "--card", str(adapter)])
+    text = (adapter / "README.md").read_text()
+    assert text.endswith("# My own card\n\nCall me   Ishmael.\n")
+    metadata = metadata_load(adapter / "README.md")
+    assert metadata["licence_note"] == "mine" and metadata["tags"] == ["whales"]
+    assert metadata["model-index"][0]["name"] == "Ahab"
+    assert found(adapter)["Moby Dick", None, None] == 12.5 and len(found(adapter)) == 4
+
+
+def test_results_stay_when_the_card_is_written_anew(adapter, folder):
+    main([str(longbench(folder / "lb.json")), "--card", str(adapter)])
+    before = found(adapter)
+    refresh_card(adapter)  # saving again
+    assert found(adapter) == before
+    (adapter / "README.md").write_text(folder_card(adapter, None))  # pushing
+    assert found(adapter) == before
+
+
+def test_a_folder_without_a_card_gets_one(adapter, folder):
+    (adapter / "README.md").unlink()
+    main([str(longbench(folder / "lb.json")), "--card", str(adapter)])
+    assert len(found(adapter)) == 3 and "Neurocache" in (adapter / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"loss": 1}', "is no result of eval_longbench.py"),
+        ("[1, 2]", "is no result of eval_longbench.py"),
+        ('{"tasks": {', "bad.json: Expecting"),
+        (None, "No such file"),
+    ],
+)
+def test_files_that_are_no_result(adapter, folder, content, message):
+    before = (adapter / "README.md").read_text()
+    if content is not None:
+        (folder / "bad.json").write_text(content)
+    with pytest.raises(SystemExit, match=message):
+        main([str(longbench(folder / "good.json")), str(folder / "bad.json"), "--card", str(adapter)])
+    assert (adapter / "README.md").read_text() == before
+
+
+def test_cards_that_cannot_be_written(adapter, folder):
+    result = str(longbench(folder / "lb.json"))
+    with pytest.raises(SystemExit, match="holds neither adapter_config.json nor config.json"):
+        main([result, "--card", str(folder)])
+    (adapter / "README.md").write_text("---\nmodel-index: 7\n---\n")
+    with pytest.raises(SystemExit, match="README.md"):
+        main([result, "--card", str(adapter)])

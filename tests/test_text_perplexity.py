@@ -1,0 +1,268 @@
+"""`python -m cacheformers.evaluation.perplexity`: windows, memory, units, forms of texts, errors."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from recipe import make_text, run
+from transformers import AutoModelForCausalLM
+
+from cacheformers.adapters.export import export
+from cacheformers.evaluation.run import Measure
+from cacheformers.evaluation.text_perplexity import main, rates
+from cacheformers.evaluation.texts import raw_text, read_texts
+from cacheformers.evaluation.windows import window_nats
+
+
+def arguments(folder: Path, mode: str, *more: str) -> list[str]:
+    """A run over the held-out documents of the fixture `folder`, 70 and 50 tokens long."""
+    given = {"base": folder / "base", "texts": folder / "valid.jsonl", "output": folder / "out", "mode": mode}
+    return [*(f"--{key}={value}" for key, value in given.items()), "--device=cpu", "--plots=false", *more]
+
+
+def result(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "out" / "result.json").read_text())
+
+
+def error_of(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        main(given)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.fixture
+def adapter(folder, config_factory, opener) -> Path:
+    """A memory adapter with open gates."""
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "base"), config_factory())
+    opener(model)
+    model.save_pretrained(folder / "remembering")
+    return folder / "remembering"
+
+
+# Windows
+
+
+@torch.no_grad()
+def transformers_own(model: torch.nn.Module, ids: torch.Tensor, window: int, stride: int) -> tuple[float, int]:
+    """The sum of losses, and of how many tokens, by transformers' documented recipe for models of fixed length."""
+    nats, count, before = 0.0, 0, 0
+    for start in range(0, len(ids), stride):
+        end = min(start + window, len(ids))
+        labels = ids[start:end].clone()
+        labels[: len(labels) - (end - before)] = -100
+        scored = int((labels[1:] != -100).sum())
+        if scored:
+            nats += float(model(input_ids=ids[None, start:end], labels=labels[None]).loss) * scored
+        count, before = count + scored, end
+        if end == len(ids):
+            break
+    return nats, count
+
+
+@pytest.mark.parametrize(("window", "stride"), [(16, 16), (16, 8), (16, 5), (2, 1), (75, 75), (74, 74), (90, 3)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_windows_are_those_of_transformers_recipe(make_base, ids, window, stride, rows):
+    model = make_base("llama_gqa", max_position_embeddings=128)
+    documents = [ids[0], ids[1, :50], ids[1, :2]]
+    for document, nats in zip(documents, window_nats(model, documents, window, stride, rows), strict=True):
+        expected, count = transformers_own(model, document, window, stride)
+        assert np.isfinite(nats).sum() == count
+        assert np.nansum(nats, dtype=np.float64) == pytest.approx(expected, rel=1e-5)
+
+
+def test_segments_are_read_by_themselves(make_base, ids):
+    """Of each window the first token is not predicted, and nothing before it matters."""
+    model = make_base("llama_gqa")
+    (nats,) = window_nats(model, [ids[0]], 25, 25)
+    assert np.flatnonzero(np.isnan(nats)).tolist() == [24, 49]
+    other = torch.cat([ids[1, :50], ids[0, 50:]])
+    np.testing.assert_array_equal(window_nats(model, [other], 25, 25)[0][50:], nats[50:])
+
+
+def test_a_loss_that_is_not_finite(make_base, ids):
+    model = make_base("llama_gqa")
+    model.lm_head.weight.data[int(ids[0, 30])] = torch.inf
+    with pytest.raises(FloatingPointError, match="document 0 at token .* float16 overflows"):
+        window_nats(model, [ids[0]], 16, 8)
+
+
+# Results
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # runpy, as other tests have imported the module
+@pytest.mark.parametrize(("mode", "more", "tokens"), [("segment", [], 66 + 47), ("sliding", ["--stride=7"], 69 + 49)])
+def test_a_run_writes_all_units(folder, capsys, monkeypatch, mode, more, tokens):
+    """A word is a token here: both perplexities are one."""
+    given = arguments(folder, mode, "--window=20", "--plots=true", *more)
+    monkeypatch.setattr("sys.argv", ["perplexity", *given])
+    runpy.run_module("cacheformers.evaluation.perplexity", run_name="__main__")
+    found = result(folder)
+    assert found["tokens"] == tokens and found["tokens_by_document"][0] > found["tokens_by_document"][1]
+    mean = sum(found["nats_by_document"]) / tokens
+    assert found["perplexity"] == pytest.approx(math.exp(mean)) == pytest.approx(found["word_perplexity"])
+    texts = [make_text(length, length) for length in (70, 50)]
+    characters = sum(map(len, texts))
+    assert found["texts"]["words"] == 120 and found["texts"]["characters"] == found["texts"]["bytes"] == characters
+    assert found["bits_per_character"] == pytest.approx(mean / math.log(2) * 120 / characters)
+    assert found["windows"] == {"tokens": 20, "stride": 20 if mode == "segment" else 7}
+    assert found["command"][3:] == given and found["environment"]["torch"] == torch.__version__
+    assert f"{found['perplexity']:.3f}" in capsys.readouterr().out
+    assert (folder / "out" / "position.png").stat().st_size > 1000
+
+
+def test_by_position(folder, monkeypatch):
+    monkeypatch.setattr("cacheformers.evaluation.text_perplexity.FIRST_BUCKET", 16)
+    main(arguments(folder, "sliding", "--window=30"))
+    found = result(folder)
+    assert {name: part["tokens"] for name, part in found["by_position"].items()} == {
+        "0-16": 32,
+        "16-32": 32,
+        "32-64": 32 + 17,
+        "64-128": 5,
+    }
+    nats = sum(sum(part["nats_by_document"]) for part in found["by_position"].values())
+    assert nats == pytest.approx(sum(found["nats_by_document"]))
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_memory_reads_a_document_as_one_pass(folder, adapter, tokenizer, exported):
+    model = AutoModelForCausalLM.from_pretrained(adapter).eval()
+    given = [f"--adapter={adapter}"]
+    if exported:
+        given = [f"--base={export(adapter, folder / 'model')}"]
+    main(arguments(folder, "memory", "--rows=2", *given))
+    found = result(folder)
+    for place, length in enumerate((70, 50)):
+        ids = tokenizer(make_text(length, length), return_tensors="pt").input_ids
+        with torch.no_grad():
+            logits = model(ids).logits[0, :-1]
+        expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+        assert found["nats_by_document"][place] == pytest.approx(float(expected), rel=1e-4)
+    assert found["windows"] is None and found["name"] == ("model-memory" if exported else "remembering-memory")
+
+
+def test_lora_is_read_in_windows(folder):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "base"), LoraConfig(r=2))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.5)
+    model.save_pretrained(folder / "lora")
+    main(arguments(folder, "segment"))
+    plain = result(folder)["perplexity"]
+    main(arguments(folder, "segment", f"--adapter={folder / 'lora'}"))
+    assert result(folder)["perplexity"] != pytest.approx(plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sliding", "memory"])
+def test_two_processes_equal_one(folder, adapter, mode):
+    given = arguments(folder, mode, *(["--window=20"] if mode == "sliding" else [f"--adapter={adapter}"]))
+    main(given)
+    alone = result(folder)
+    run(given, folder / "log", 2, recipe="evaluation.text_perplexity")
+    together = result(folder)
+    assert together["environment"]["processes"] == 2
+    np.testing.assert_allclose(together["nats_by_document"], alone["nats_by_document"], rtol=1e-5)
+
+
+# Texts
+
+
+def test_forms_of_texts(folder, tokenizer):
+    """Raw files, compressed or not, are one document each; line ends stay; a cut character at the end is left out."""
+    text = "w1 w2\r\n\n w3 Ĝ"
+    (folder / "enwik").write_bytes(text.encode()[:-1])
+    (folder / "wiki.raw.gz").write_bytes(gzip.compress(text.encode()))
+    (folder / "book.txt").write_bytes(text.encode())
+    assert raw_text(folder / "enwik") == text[:-1]
+    paths = [str(folder / name) for name in ("wiki.raw.gz", "book.txt")]
+    zipped, plain = read_texts(paths, tokenizer)
+    assert (zipped.tokens, zipped.words, zipped.characters, zipped.bytes) == (4, 4, len(text), len(text) + 1)
+    assert plain.ids.tolist() == zipped.ids.tolist() and zipped.name == "wiki.raw.gz, document 0"
+    assert len(read_texts([str(folder / "valid.jsonl"), *paths], tokenizer, documents=3)) == 3
+
+
+def test_first_tokens_and_bos(folder, tokenizer):
+    path = str(folder / "valid.jsonl")
+    whole = read_texts([path], tokenizer)[0]
+    (first,) = read_texts([path], tokenizer, bos=True, documents=1, tokens=10)
+    assert first.ids.tolist() == [tokenizer.bos_token_id, *whole.ids[:10].tolist()]
+    assert first.tokens == first.words == 10
+    assert first.characters == len(" ".join(make_text(70, 70).split()[:10]))
+
+
+def test_words_of_the_tokenised_file(folder):
+    """WikiText's convention: the raw file's loss over the tokenised file's words."""
+    main(arguments(folder, "segment", "--words=240"))
+    found = result(folder)
+    assert found["word_perplexity"] == pytest.approx(math.sqrt(found["perplexity"]))
+
+
+def test_a_language_without_white_space():
+    """500 nats over what white space makes two words of: a perplexity of them says nothing."""
+    counts = {"tokens": 100, "words": 2, "characters": 100, "bytes": 300}
+    found = rates(Measure(np.array([495.0]), np.array([99.0])), counts)
+    assert found["word_perplexity"] is None
+    assert found["bits_per_character"] == pytest.approx(5 / math.log(2)) == pytest.approx(3 * found["bits_per_byte"])
+    counts["words"] = 50
+    assert rates(Measure(np.array([495.0]), np.array([99.0])), counts)["word_perplexity"] == pytest.approx(math.exp(10))
+
+
+# Errors, all of them before a model is loaded
+
+
+@pytest.mark.parametrize(
+    ("mode", "more", "message"),
+    [
+        ("segment", ["--window=65"], "A window of 65 tokens exceeds the model's 64 positions"),
+        ("sliding", ["--window=10", "--stride=11"], "would leave tokens out between windows of 10"),
+        ("segment", ["--stride=4"], "stride is for sliding, not for segment"),
+        ("memory", ["--window=4"], "window is for sliding and segment"),
+        ("memory", [], "takes a model with a memory: give an --adapter"),
+        ("segment", ["--tokens=1"], "tokens must be at least 2"),
+        ("segment", ["--words=9", "--tokens=5"], "words is for whole texts"),
+        ("magic", [], "invalid choice: 'magic'"),
+        ("segment", ["--texts=no/such/file.raw"], "no/such/file.raw"),
+        ("segment", ["--text_field=body"], "no field 'body', only title, text"),
+        ("segment", ["--base=no/such/model"], "no/such/model"),
+    ],
+)
+def test_options_that_cannot_work(folder, capsys, mode, more, message):
+    assert message in error_of(arguments(folder, mode, *more), capsys)
+    assert not (folder / "out").exists()
+
+
+def test_a_memory_is_not_read_in_windows(folder, adapter, capsys):
+    said = error_of(arguments(folder, "sliding", f"--adapter={adapter}"), capsys)
+    assert "remembering has a memory: use the mode memory" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("broken.gz", gzip.compress(b"w1 w2 " * 99)[:-9], "broken.gz cannot be read as gzip"),
+        ("wrong.gz", gzip.compress(b"w1 w2 ")[:10] + b"w1 w2 w3 w4", "wrong.gz cannot be read as gzip"),
+        ("picture.png", b"\x89PNG\xff\xfe", "picture.png is no text: its byte 0 is not UTF-8"),
+        ("empty.raw", b" \n \n", "There is no document of two tokens or more"),
+    ],
+)
+def test_files_that_are_no_text(folder, capsys, name, content, message):
+    (folder / name).write_bytes(content)
+    assert message in error_of(arguments(folder, "segment", f"--texts={folder / name}"), capsys)
+
+
+def test_no_bos(folder, tokenizer, capsys):
+    tokenizer.bos_token = None
+    tokenizer.save_pretrained(folder / "base")
+    tokenizer.bos_token = "<bos>"
+    assert "has no BOS token: leave out --bos" in error_of(arguments(folder, "segment", "--bos=true"), capsys)
