@@ -18,6 +18,7 @@ from cacheformers.training.sources import FORMATS, load_texts
 
 REPEAT = "repeat"
 SENTENCE = re.compile(r"[.!?][\"'\u201d\u2019)_]*\s+(?=\S)")  # what stands between two sentences
+IDENTIFYING = 10_000  # tokens at the beginning by which a filler is known
 Ids = NDArray[np.int64]
 
 
@@ -50,7 +51,7 @@ class Filler:
 
     def identity(self) -> str:
         """A short hash of its beginning."""
-        return fingerprint([self.varied, self.ids[:10_000].tolist()])
+        return fingerprint([self.varied, self.ids[:IDENTIFYING].tolist()])
 
 
 def load_filler(name: str, text_field: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> Filler:
@@ -64,13 +65,13 @@ def load_filler(name: str, text_field: str, tokenizer: PreTrainedTokenizerBase, 
         FileNotFoundError, ValueError: no such file, not readable, or not enough text in it.
     """
     if name == REPEAT:
-        times = 1 + longest // len(encode(REPEATED, tokenizer)[0])
+        times = 1 + max(longest, IDENTIFYING) // len(encode(REPEATED, tokenizer)[0])
         return joined([REPEATED * (times + times // 8 + 1)], tokenizer, longest, varied=False)
     if not Path(name).exists():
         raise FileNotFoundError(
             f"filler {name!r} is neither {REPEAT!r} nor a file or folder that exists ({', '.join(FORMATS)})."
         )
-    found = joined(load_texts([name], text_field), tokenizer, 2 * longest, varied=True)
+    found = joined(load_texts([name], text_field), tokenizer, max(2 * longest, IDENTIFYING), varied=True)
     if len(found.ids) < longest:
         raise ValueError(
             f"{name} has {len(found.ids):,} tokens, too few to fill {longest:,}: give more text or shorter --lengths."
