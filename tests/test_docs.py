@@ -1,4 +1,4 @@
-"""The snippets of docs/models.md run, in their order, with a tiny model in place of the one they name."""
+"""The snippets of docs/models.md run, with a tiny model in place of theirs; those of docs/passkey.md are understood."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import cacheformers
+from cacheformers import train_adapt
 from cacheformers.adapters.export import main
+from cacheformers.evaluation.passkey.options import PasskeyOptions
+from cacheformers.evaluation.passkey.wordings import INTRO, NEEDLES, REPEATED
+from cacheformers.training.base_model import ModelOptions
+from cacheformers.training.options import RecipeParser
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"```(bash|python)\n(.*?)```", re.DOTALL)
@@ -37,6 +42,24 @@ def test_models_page(make_base, config_factory, tokenizer, tmp_path, monkeypatch
     assert names["answer"].shape[1] > names["question"].input_ids.shape[1]
     assert "Call me Ishmael." in capsys.readouterr().out
     assert names["model"].config.text_config.num_hidden_layers == 8
+
+
+def test_passkey_page(monkeypatch):
+    """Its commands have options that exist, in forms that are understood; its prompt is that of the code."""
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "passkey.md").read_text()
+    lines = [line.split() for _, text in BLOCK.findall(page) for line in text.splitlines()]
+    asked = [line[3:] for line in lines if line[1:3] == ["-m", "cacheformers.evaluation.passkey"]]
+    parser = RecipeParser([ModelOptions, PasskeyOptions], "")
+    lengths = [parser.parse(line)[1].tokens for line in asked if line != ["--help"]]
+    assert [max(tokens) for tokens in lengths] == [2048, 7270, 65536, 4096]
+    [made] = [line[2] for line in lines if line[1] == "recipes/make_passkeys.py"]
+    [trained] = [line[2:] for line in lines if line[1] == "train_adapt.py"]
+    data = train_adapt.Options(*train_adapt.make_parser().parse(trained)).data
+    assert data.train == [made] and data.label_field == "answers"
+    wording = NEEDLES["passkey"]
+    for sentence in (INTRO, REPEATED, wording.needle.format(key="12345"), wording.question):
+        assert sentence.strip() in page
 
 
 def test_the_papers_size():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import adapter_config
 from peft import get_peft_model
-from recipe import adapter_weights, arguments, make_text
+from recipe import adapter_weights, arguments, largest_difference, make_text, run
 from transformers import AutoModelForCausalLM
 
 from cacheformers import train_adapt
@@ -76,6 +76,26 @@ def test_places_everywhere_are_the_same_as_none(folder):
         train_adapt.main(arguments(folder, f"--train={file}", "--device=cpu", *more, output=name))
     with_places, without = adapter_weights(folder / "with"), adapter_weights(folder / "without")
     assert all(torch.equal(with_places[name], without[name]) for name in without)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_two_processes_equal_one(folder, sharding):
+    """Also where one of them has labels and the other has none, and where neither has."""
+    rows = []
+    for length in (60, 40, 75, 33, 50, 90):
+        text = make_text(length, length)
+        rows.append(
+            {"text": text, "answers": [place_of(text, length - 9, length - 6), place_of(text, 20, 22)][: length % 4]}
+        )
+    given = [f"--train={write(folder / 'some.jsonl', rows)}", "--label_field=answers", "--lanes=2", "--steps=12"]
+    given += ["--memory_rate=1e-2", "--lora_rate=1e-2"]
+    train_adapt.main(arguments(folder, *given, "--device=cpu", output="alone"))
+    run(arguments(folder, *given, f"--sharding={sharding}"), folder / "two.log", 2)
+    assert largest_difference(folder / "adapter", folder / "alone") <= 1e-5
+    one, two = (json.loads((folder / name / "train_result.json").read_text()) for name in ("alone", "adapter"))
+    assert one["tokens"] == two["tokens"] > 12 * 2 * 16
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
 
 
 def test_identity_knows_places(tokenizer):

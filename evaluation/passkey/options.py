@@ -44,7 +44,7 @@ class PasskeyOptions:
     filler: str = option(
         REPEAT,
         help="The text around it: 'repeat' (the papers' sentences about grass, over and over) or a file of real text, "
-        "such as books (.txt, .jsonl, .jsonl.gz, .parquet), of which every case gets another part.",
+        "such as books (.txt, .jsonl, .jsonl.gz, .parquet), of which each case takes another part.",
     )
     text_field: str = option("text", help="The field of a JSON line of the filler, or the column, that holds its text.")
     cache_size: int | None = option(
@@ -59,7 +59,8 @@ class PasskeyOptions:
     plots: bool = option(True, help="Draw the heat map (needs matplotlib).")
 
     def __post_init__(self) -> None:
-        self.tokens = sorted({parse_length(length) for length in self.lengths})
+        if not self.tokens:
+            raise ValueError("There are no --lengths.")
         if self.needle not in NEEDLES:
             raise ValueError(f"needle {self.needle!r} is none of {', '.join(NEEDLES)}.")
         if not self.depths or any(not 0 <= depth <= 100 for depth in self.depths):
@@ -70,6 +71,11 @@ class PasskeyOptions:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}.")
+
+    @property
+    def tokens(self) -> list[int]:
+        """The lengths as numbers, the shortest first."""
+        return sorted({parse_length(length) for length in self.lengths})
 
 
 PasskeyOptions._argument_group_name = "passkey"  # type: ignore[attr-defined]
