@@ -185,7 +185,8 @@ def valid_documents(options: Options, tokenizer: PreTrainedTokenizerBase) -> lis
     if wanted.valid is None:
         return []
     least = options.data.min_tokens if wanted.valid_min_tokens is None else wanted.valid_min_tokens
-    documents = open_documents(wanted.valid, tokenizer, replace(options.data, stream=False, min_tokens=least))
+    data = replace(options.data, stream=False, label_field=None, min_tokens=least)
+    documents = open_documents(wanted.valid, tokenizer, data)
     assert isinstance(documents, Documents)
     return held_out(documents, wanted.valid_documents, wanted.valid_tokens)
 

@@ -48,6 +48,9 @@ class RandomDocuments:
     def tokens(self, index: int) -> torch.Tensor:
         return self.ids[index]
 
+    def learnt(self, index: int) -> None:
+        """All tokens are."""
+
     def release(self, position: int) -> None:
         """All of them stay."""
 

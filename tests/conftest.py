@@ -16,7 +16,7 @@ import pytest
 import torch
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftModel, get_peft_model
 from recipe import WORDS, write_documents
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -174,6 +174,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+
+@pytest.fixture
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A token a byte, so that any text goes through it unchanged."""
+    names = ["<pad>", "<bos>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({name: place for place, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The snippets of three pages of docs/ run, in their order; of pretrained models, with a tiny one."""
+"""The snippets of pages of docs/ run, in their order, of pretrained models with a tiny one; or are understood."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from recipe import make_text
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import cacheformers
-from cacheformers import CacheFormerConfig
+from cacheformers import CacheFormerConfig, train_adapt
 from cacheformers.adapters.export import main
 from cacheformers.evaluation import harness, segments, text_perplexity
+from cacheformers.evaluation.passkey.options import PasskeyOptions
+from cacheformers.evaluation.passkey.wordings import INTRO, NEEDLES, REPEATED
 from cacheformers.hub import results
 from cacheformers.modeling.models.configuration_cacheformer import VARIANTS
+from cacheformers.training.base_model import ModelOptions
+from cacheformers.training.options import RecipeParser
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"```(bash|python)\n(.*?)```", re.DOTALL)
@@ -72,6 +76,24 @@ def test_cacheformer_page(tmp_path, monkeypatch, capsys):
     fields = CacheFormerConfig.__dataclass_fields__
     for name in re.findall(r"^\| (`.*?) \| ", page.partition("## Switches")[2], re.MULTILINE):
         assert all(field.strip("`") in fields for field in name.split(", "))
+
+
+def test_passkey_page(monkeypatch):
+    """Its commands have options that exist, in forms that are understood; its prompt is that of the code."""
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "passkey.md").read_text()
+    lines = [line.split() for _, text in BLOCK.findall(page) for line in text.splitlines()]
+    asked = [line[3:] for line in lines if line[1:3] == ["-m", "cacheformers.evaluation.passkey"]]
+    parser = RecipeParser([ModelOptions, PasskeyOptions], "")
+    lengths = [parser.parse(line)[1].tokens for line in asked if line != ["--help"]]
+    assert [max(tokens) for tokens in lengths] == [2048, 7270, 65536, 4096]
+    [made] = [line[2] for line in lines if line[1] == "recipes/make_passkeys.py"]
+    [trained] = [line[2:] for line in lines if line[1] == "train_adapt.py"]
+    data = train_adapt.Options(*train_adapt.make_parser().parse(trained)).data
+    assert data.train == [made] and data.label_field == "answers"
+    wording = NEEDLES["passkey"]
+    for sentence in (INTRO, REPEATED, wording.needle.format(key="12345"), wording.question):
+        assert sentence.strip() in page
 
 
 def test_the_papers_size():

@@ -17,7 +17,6 @@ import torch
 from conftest import SHARED
 from peft import LoraConfig, PeftModel, get_peft_model
 from recipe import Recipe, make_text, run
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -62,16 +61,6 @@ def row(task: str, number: int, length: int) -> dict[str, Any]:
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(each) + "\n" for each in rows))
-
-
-@pytest.fixture
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a byte, so that any text goes through it unchanged."""
-    names = ["<pad>", "<bos>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({name: place for place, name in enumerate(names)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ ESTIMATED = {
     "llama2_7b_longpile": ("llama-2-7b", 8, 80),
     "mistral_7b_longpile": ("mistral-7b", 8, 80),
     "opt_1.3b_pg19": ("opt-1.3b", 8, 80),
+    "passkey": ("smollm2-135m", 1, 2),
     "qlora_7b": ("mistral-7b", 1, 24),
     "smollm2_books": ("smollm2-135m", 1, 2),
 }

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from cacheformers.training.options import option
-from cacheformers.training.sources import UNREADABLE, load_texts, stream_texts
+from cacheformers.training.sources import UNREADABLE, load_places, load_texts, stream_texts
 
 SAMPLED = 16  # documents that a fingerprint looks at
 CHECKED = 10_000  # documents of a stream among which one must be long enough
@@ -39,6 +39,11 @@ class DataOptions:
         "owner/name:config or owner/name:config:split."
     )
     text_field: str = option("text", help="The field of a JSON line, or the column, that holds a document's text.")
+    label_field: str | None = option(
+        None,
+        help="A field with [start, end] pairs of places in the text, in characters: only tokens that lie there are "
+        "learnt, such as answers; the others are read. Segments without any take no step. Default: all are learnt.",
+    )
     min_tokens: int = option(2, help="Leave out documents with fewer tokens (the paper: 20000).")
     stream: bool = option(
         False,
@@ -61,10 +66,13 @@ def open_documents(
     """
     if options.shuffle_block <= 0:
         raise ValueError(f"shuffle_block must be greater than 0, got {options.shuffle_block}.")
+    if options.label_field is not None and (options.stream or not tokenizer.is_fast):
+        raise ValueError("label_field takes a fast tokenizer, and documents that are loaded: leave out --stream.")
     if options.stream:
         stream = stream_texts(paths, options.text_field)
         return StreamedDocuments(stream, tokenizer, options.min_tokens, options.shuffle_block, paths)
-    return Documents(load_texts(paths, options.text_field), tokenizer, options.min_tokens, paths)
+    places = None if options.label_field is None else load_places(paths, options.label_field)
+    return Documents(load_texts(paths, options.text_field), tokenizer, options.min_tokens, paths, places)
 
 
 class DocumentRow(ABC):
@@ -106,6 +114,10 @@ class DocumentRow(ABC):
     def tokens(self, index: int) -> Tensor:
         """Ids of one document, `[tokens]`; empty where the document is left out."""
         return self._tokens(self.text(index))
+
+    def learnt(self, index: int) -> Tensor | None:
+        """Which tokens of one document may be labels, bool `[tokens]`; None: all of them."""
+        return None
 
     def name(self, index: int) -> str:
         """What errors and logs call a document: its index and how it begins."""
@@ -171,6 +183,7 @@ class Documents(DocumentRow):
         texts: one string a document; None and empty strings count as empty documents.
         min_tokens: documents with fewer tokens are left out.
         sources: the paths and names they come from.
+        places: `[start, end]` pairs, in characters, of what is learnt of each text. None: all of it.
     """
 
     def __init__(
@@ -179,9 +192,10 @@ class Documents(DocumentRow):
         tokenizer: PreTrainedTokenizerBase,
         min_tokens: int = 2,
         sources: Sequence[str] = (),
+        places: Sequence[list[list[int]] | None] | None = None,
     ) -> None:
         super().__init__(tokenizer, min_tokens, sources)
-        self.texts = texts
+        self.texts, self.places = texts, places
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -205,17 +219,45 @@ class Documents(DocumentRow):
         """See to it that some document goes beyond a segment (reads on until it finds one).
 
         Raises:
-            ValueError: all documents are empty or left out, or none is longer than a segment.
+            ValueError: all documents are empty or left out, none is longer than a segment, or nothing is to be learnt.
         """
         self._check(self.texts, segment_tokens)
+        if self.places is not None:
+            self._check_places()
+
+    def learnt(self, index: int) -> Tensor | None:
+        """Which tokens of one document may be labels: those that share a character with its places."""
+        if self.places is None:
+            return None
+        encoded = self.tokenizer(self.texts[index] or "", return_offsets_mapping=True, verbose=False)
+        starts, ends = torch.tensor(encoded["offset_mapping"]).reshape(-1, 2).T
+        learnt = torch.zeros(len(starts), dtype=torch.bool)
+        for start, end in self.places[index] or []:
+            learnt |= (starts < end) & (start < ends)
+        return learnt
+
+    def _check_places(self) -> None:
+        assert self.places is not None
+        for index, (text, places) in enumerate(zip(self.texts, self.places, strict=True)):
+            for place in places or []:
+                if len(place) != 2 or not 0 <= place[0] < place[1] <= len(text or ""):
+                    raise ValueError(f"{self.name(index)}: {place} is no [start, end] in {len(text or '')} characters.")
+        for index in range(len(self)):
+            learnt = self.learnt(index)
+            if learnt is not None and learnt[1:].any() and len(self.tokens(index)):
+                return
+        raise ValueError("No document that is long enough has a place to learn: nothing would ever be learnt.")
 
     def identity(self) -> dict[str, Any]:
         """What must be the same to go on with these documents; holds nothing that differs between machines."""
-        return {"documents": len(self), **super().identity()}
+        places = {} if self.places is None else {"places": fingerprint([self.places[i] for i in self._sampled()])}
+        return {"documents": len(self), **super().identity(), **places}
 
     def _first_texts(self) -> list[str | None]:
-        chosen = np.linspace(0, len(self) - 1, min(SAMPLED, len(self))).astype(int)
-        return [self.texts[int(index)] for index in chosen]
+        return [self.texts[index] for index in self._sampled()]
+
+    def _sampled(self) -> list[int]:
+        return [int(index) for index in np.linspace(0, len(self) - 1, min(SAMPLED, len(self)))]
 
 
 class StreamedDocuments(DocumentRow):

@@ -12,7 +12,7 @@ class History:
 
     Attributes:
         losses: nats per token of each step.
-        tokens: predicted so far.
+        tokens: read so far, but for those that are only labels.
         seconds: of training, those of interrupted runs that went on included.
         log: one entry every `log_every` steps: rates, gradient norm, gates, what was retrieved.
     """

@@ -25,7 +25,8 @@ class Step:
 
     Attributes:
         input_ids: `[lanes, segment_tokens]`, padded on the right where a document ends.
-        labels: the token that follows each position, also across segments, `[lanes, segment_tokens]`; -100 in padding.
+        labels: the token that follows each position, also across segments, `[lanes, segment_tokens]`; -100 in padding
+            and where it is not to be learnt.
         attention_mask: 1 for tokens, `[lanes, segment_tokens]`.
         reset: where a document begins: forget what this row has read before, `[lanes]`.
         documents: which document each lane reads.
@@ -39,7 +40,12 @@ class Step:
 
     @property
     def targets(self) -> int:
-        """How many positions have a label; as many as there are tokens."""
+        """How many positions have a label."""
+        return int((self.labels != IGNORED).sum())
+
+    @property
+    def tokens(self) -> int:
+        """How many positions are no padding."""
         return int(self.attention_mask.sum())
 
 
@@ -69,6 +75,7 @@ class Lanes:
         self.position = list(range(count) if own is None else own)  # each lane's place in the endless row
         self.offset = [0] * len(self.position)  # inputs of its document that a lane has read
         self._tokens: list[Tensor | None] = [None] * len(self.position)
+        self._learnt: list[Tensor | None] = [None] * len(self.position)
 
     def __iter__(self) -> Iterator[Step]:
         while True:
@@ -86,6 +93,9 @@ class Lanes:
             targets = tokens[start + 1 : start + 1 + self.segment_tokens]
             length = len(targets)
             ids[lane, :length] = tokens[start : start + length]
+            learnt = self._learnt[lane]
+            if learnt is not None:
+                targets = targets.where(learnt[start + 1 : start + 1 + length], IGNORED)
             labels[lane, :length] = targets
             mask[lane, :length] = 1
             begins.append(start == 0)
@@ -105,6 +115,8 @@ class Lanes:
             if tokens is not None:
                 self._advance(lane)
             tokens = self.documents.tokens(self._document(lane))
+        if self._tokens[lane] is None:
+            self._learnt[lane] = self.documents.learnt(self._document(lane))
         self._tokens[lane] = tokens
         return tokens
 

@@ -143,8 +143,7 @@ def step(run: TrainingRun, stopping: Stopping) -> tuple[float, bool]:
         The gradients' norm before clipping, and whether some process is to stop.
     """
     accelerator = run.accelerator
-    batches = [group.lanes.step() for group in run.groups]
-    (targets,) = total(accelerator, sum(batch.targets for batch in batches))
+    batches, targets = next_batches(run)
     nats, suspects = 0.0, []
     for group, batch in zip(run.groups, batches, strict=True):
         last = group is run.groups[-1]
@@ -166,8 +165,22 @@ def step(run: TrainingRun, stopping: Stopping) -> tuple[float, bool]:
     run.optimizer.zero_grad(set_to_none=True)
     run.release_documents()
     run.history.losses.append(all_nats / targets)
-    run.history.tokens += int(targets)
     return float(norm), bool(stop)
+
+
+def next_batches(run: TrainingRun) -> tuple[list[Step], float]:
+    """The next segments that have labels, and how many these are in all processes; those before are only read."""
+    while True:
+        batches = [group.lanes.step() for group in run.groups]
+        targets, tokens = total(
+            run.accelerator, sum(batch.targets for batch in batches), sum(batch.tokens for batch in batches)
+        )
+        run.history.tokens += int(tokens)
+        if targets:
+            return batches, targets
+        with torch.no_grad():
+            for group, batch in zip(run.groups, batches, strict=True):
+                read_segment(run.model, group, batch, run.accelerator.device)
 
 
 def read_segment(model: nn.Module, group: Group, batch: Step, device: torch.device) -> torch.Tensor:
@@ -175,14 +188,15 @@ def read_segment(model: nn.Module, group: Group, batch: Step, device: torch.devi
     memory = group.memory
     if memory is not None:
         memory.reset(batch.reset.nonzero()[:, 0].tolist())
-    padded = not bool(batch.attention_mask.all())
+    longest = int(batch.attention_mask.sum(1).max())  # where all documents end, nothing but padding would follow
+    ids, labels, mask = (part[:, :longest] for part in (batch.input_ids, batch.labels, batch.attention_mask))
     output = model(
-        input_ids=batch.input_ids.to(device),
-        attention_mask=batch.attention_mask.to(device) if padded else None,
+        input_ids=ids.to(device),
+        attention_mask=None if bool(mask.all()) else mask.to(device),
         past_key_values=memory,
         use_cache=memory is not None,
     )
-    return token_losses(output.logits, batch.labels.to(device))
+    return token_losses(output.logits, labels.to(device))
 
 
 def total(accelerator: Accelerator, *numbers: float) -> list[float]:

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from datasets import IterableDataset, Value, concatenate_datasets, load_dataset
+from datasets import IterableDataset, List, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
 # Suffix -> how `datasets` calls the format.
@@ -17,6 +17,7 @@ FORMATS = {".jsonl": "json", ".jsonl.gz": "json", ".parquet": "parquet", ".txt":
 # NAME[@REVISION][:CONFIG[:SPLIT]]; a split may be a slice, such as train[:1%].
 DATASET = re.compile(r"(?P<name>[^:@]+)(@(?P<revision>[^:]+))?(:(?P<config>[^:]*))?(:(?P<split>.+))?")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+PLACES = List(List(Value("int64")))  # pairs of a start and an end, in characters
 # What `datasets` raises for data that it cannot read or reach (ConnectionError: OSError; ArrowInvalid: ValueError).
 UNREADABLE = (DatasetGenerationError, StopIteration, EOFError, OSError, ValueError)
 
@@ -64,6 +65,21 @@ class Source:
             raise ValueError(f"{self.title}: the field {text_field!r} holds {kind}, not text.")
         return loaded.select_columns([text_field])
 
+    def load_places(self, field: str) -> Any:
+        """A dataset with one column, lists of pairs of integers.
+
+        Raises:
+            ValueError: it cannot be read or reached, or has no such field.
+        """
+        try:
+            loaded = self._load(self.files, False)
+        except UNREADABLE as error:
+            raise ValueError(self._unreadable(error)) from error
+        if loaded.features.get(field) != PLACES:
+            found = loaded.features.get(field, "nothing")
+            raise ValueError(f"{self.title}: the field {field!r} must hold lists of [start, end], but holds {found}.")
+        return loaded.select_columns([field])
+
     def _load(self, files: Sequence[str], streaming: bool) -> Any:
         options: dict[str, Any] = {"data_files": list(files)} if files else {"revision": self.revision}
         if self.name == "text" and files:
@@ -96,6 +112,15 @@ def load_texts(paths: Sequence[str], text_field: str = "text") -> Sequence[str |
         FileNotFoundError, ValueError: see `find_sources` and `Source.load`.
     """
     return joined([source.load(text_field) for source in find_sources(paths)], text_field)[text_field]
+
+
+def load_places(paths: Sequence[str], field: str) -> Sequence[list[list[int]] | None]:
+    """The places `[start, end]` that a field names in each document's text, in the order of the paths.
+
+    Raises:
+        FileNotFoundError, ValueError: see `find_sources` and `Source.load_places`.
+    """
+    return joined([source.load_places(field) for source in find_sources(paths)], field)[field]
 
 
 def stream_texts(paths: Sequence[str], text_field: str = "text") -> IterableDataset:

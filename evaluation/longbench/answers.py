@@ -18,18 +18,25 @@ from cacheformers.modeling.reading import read
 
 @torch.no_grad()
 def answer(
-    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Encoded], task: Task, remembers: bool
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Encoded],
+    task: Task,
+    remembers: bool,
+    cache_size: int | None = None,
 ) -> list[list[int]]:
     """The new ids of each prompt, up to and with the end token.
 
     Args:
         remembers: read what stands before the questions into a memory, close its last segment, then answer from the
             questions. Else everything is one prompt.
+        cache_size: another number of entries than the memory's configured one.
     """
     memory = None
     rows = [prompt.ids for prompt in prompts]
     if remembers:
-        memory = read(model, [prompt.ids[: prompt.question] for prompt in prompts], progress=False)
+        contexts = [prompt.ids[: prompt.question] for prompt in prompts]
+        memory = read(model, contexts, progress=False, cache_size=cache_size)
         rows = [prompt.ids[prompt.question :] for prompt in prompts]
     config = generation_config(model, tokenizer, task)
     ids, mask = left_padded(rows, config.pad_token_id)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
@@ -23,6 +23,14 @@ from cacheformers.training.settings import check_resumable
 
 SETTINGS = "settings.json"
 TIMES = "times.ndjson"  # the official scorer takes every file whose name ends in jsonl for a task
+
+
+class Identified(Protocol):
+    """What a prediction is made for."""
+
+    @property
+    def id(self) -> str:
+        """Unique within its task."""
 
 
 class PredictionError(RuntimeError):
@@ -94,7 +102,7 @@ class Predictions:
             append(self.folder / TIMES, times)  # first: what a kill separates is answered and timed again
             append(self._file(task), lines)
 
-    def finish(self, records: dict[str, list[Record]]) -> dict[str, list[str]]:
+    def finish(self, records: Mapping[str, Sequence[Identified]]) -> dict[str, list[str]]:
         """Put each task's lines into the order of its records, and return the predictions; the others get nothing."""
         self.process.wait_for_everyone()
         if not self.process.is_main_process:

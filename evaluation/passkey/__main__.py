@@ -1,0 +1,6 @@
+"""`python -m cacheformers.evaluation.passkey`."""
+
+from cacheformers.evaluation.passkey.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Write documents to train for the passkey task, in other words than `python -m cacheformers.evaluation.passkey` uses.
+
+python recipes/make_passkeys.py data/passkeys/train.jsonl
+python recipes/make_passkeys.py data/passkeys/books.jsonl --books ../shared/data/books/train.jsonl.gz
+python train_adapt.py recipes/passkey.yaml
+
+Each document hides several codes, each of something else, and asks for all of them at its end. Before the questions
+stand --tokens tokens (a few more or fewer where the text of a book is cut within a word): with a multiple of the
+segment, the questions begin a segment of their own, as in the evaluation. The field `answers` says where the answers
+are, for `train_adapt.py --label_field answers`.
+
+Held out, that is in no document: the introduction, the needles, the questions and the filler of the evaluation, and the
+words "pass key", "magic number" and "secret word".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from cacheformers.evaluation.passkey.filler import Filler, joined
+from cacheformers.training.base_model import load_tokenizer
+from cacheformers.training.checkpoints import write_text
+from cacheformers.training.sources import load_texts
+
+INTROS = (
+    "Read these notes with care. Among much that does not matter they name some codes, which are needed at the end.",
+    "Below is a long report. Somewhere in it codes are mentioned. Keep them in mind.",
+    "What follows is mostly chatter, but it tells codes that will be wanted afterwards.",
+)
+# What is said, and how it is asked for.
+NEEDLES = (
+    ("The code of {name} is {key}. Do not lose it: {key} opens {name}.", "Which code opens {name}? It is"),
+    ("Write this down: {name} has the code {key}.", "What code does {name} have? The code is"),
+    ("To open {name}, enter {key}.", "What must be entered to open {name}? Enter"),
+    ("{key} is the number for {name}.", "Which number is for {name}? The number for {name} is"),
+)
+NAMES = (
+    *("the red box", "the north gate", "the old safe", "the boat house", "the wine cellar", "the attic", "the garage"),
+    *("the library", "the green door", "the tool shed", "the lift", "the archive", "the tower", "the mail room"),
+)
+SENTENCES = (
+    *("A dog slept by the door.", "The train left at noon.", "Rain fell on the roof.", "Nobody said a word."),
+    *("The tea was cold.", "Two boys played chess.", "The road turned left.", "Leaves lay in the yard."),
+    *("She closed the book.", "The market was full.", "A clock struck four.", "Birds sat on the wire."),
+    *("He paid for the bread.", "The river was low.", "They walked for an hour.", "The lamp went out."),
+)
+DEFAULT_BASE = "data/smollm2-135m-instruct"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="JSON lines to write")
+    parser.add_argument("--base", default=DEFAULT_BASE, help="whose tokenizer counts (default: %(default)s)")
+    parser.add_argument("--documents", type=int, default=400, help="how many (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=5120, help="tokens before the questions (default: %(default)s)")
+    parser.add_argument("--keys", type=int, default=4, help="codes in each document (default: %(default)s)")
+    parser.add_argument("--books", nargs="+", default=[], help="every other document has text of these files as filler")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    options = parser.parse_args(arguments)
+    if options.out.exists():
+        parser.error(f"{options.out} is there already: remove it, or write another file.")
+    if not 1 <= options.keys <= len(NAMES):
+        parser.error(f"--keys must be 1 to {len(NAMES)}.")
+    try:
+        tokenizer = load_tokenizer(options.base)
+        rows = list(documents(tokenizer, options))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(options.out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    print(f"Wrote {len(rows)} documents to {options.out}.")
+
+
+def documents(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """All documents."""
+    books = load_texts(options.books) if options.books else []
+    for number in range(options.documents):
+        random = np.random.default_rng((options.seed, number))
+        if len(books) and number % 2:
+            text = book_text(books[number // 2 % len(books)] or "", 8 * options.tokens, random)
+        else:
+            text = " ".join(random.choice(SENTENCES, 5, replace=False).tolist() * options.tokens)[: 8 * options.tokens]
+        filler = joined([text], tokenizer, options.tokens, varied=False)
+        yield document(filler, tokenizer, options.tokens, options.keys, random)
+
+
+def book_text(text: str, characters: int, random: np.random.Generator) -> str:
+    """A part of a book."""
+    start = int(random.integers(max(1, len(text) - characters)))
+    return text[start : start + characters]
+
+
+def document(
+    filler: Filler, tokenizer: PreTrainedTokenizerBase, tokens: int, keys: int, random: np.random.Generator
+) -> dict[str, Any]:
+    """One document: its text, and where the answers are.
+
+    Raises:
+        ValueError: too few tokens for the codes, or too little filler.
+    """
+
+    def encode(text: str) -> list[int]:
+        found: Any = tokenizer(text, add_special_tokens=False).input_ids
+        return list(found)
+
+    names = random.choice(NAMES, keys, replace=False).tolist()
+    codes = [str(code) for code in random.choice(90_000, keys, replace=False) + 10_000]
+    wordings = [NEEDLES[place] for place in random.integers(len(NEEDLES), size=keys)]
+    intro = encode(f"{random.choice(INTROS)}\n")
+    needles = [
+        encode("\n" + needle.format(name=name, key=code) + "\n")
+        for (needle, _), name, code in zip(wordings, names, codes, strict=True)
+    ]
+    room = tokens - len(tokenizer("").input_ids) - len(intro) - sum(map(len, needles))
+    if not 0 <= room <= len(filler.ids):
+        raise ValueError(f"--tokens {tokens} is too little for {keys} codes, or a book is too short for it.")
+    places = sorted(filler.split(0, room, share) for share in random.random(keys))
+    ids, last = intro, 0
+    for place, needle in zip(places, needles, strict=True):
+        ids += [*filler.ids[last:place].tolist(), *needle]
+        last = place
+    ids += filler.ids[last:room].tolist()
+    text, answers = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)), []
+    for place in random.permutation(keys):
+        text += "\n" + wordings[place][1].format(name=names[place])
+        answer = f" {codes[place]}."
+        answers.append([len(text), len(text) + len(answer)])
+        text += answer
+    return {"text": text, "answers": answers}
+
+
+if __name__ == "__main__":
+    main()

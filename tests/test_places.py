@@ -1,0 +1,127 @@
+"""`--label_field`: documents of which only some places are learnt, such as answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import adapter_config
+from peft import get_peft_model
+from recipe import adapter_weights, arguments, largest_difference, make_text, run
+from transformers import AutoModelForCausalLM
+
+from cacheformers import train_adapt
+from cacheformers.training.documents import DataOptions, Documents, open_documents
+from cacheformers.training.lanes import IGNORED, Lanes
+from cacheformers.training.loss import token_losses
+
+
+def place_of(text: str, first: int, last: int) -> list[int]:
+    """Where words `first` to `last` stand in a text."""
+    words = text.split()
+    return [len(" ".join([*words[:first], ""])), len(" ".join(words[:last]))]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_labels_are_the_tokens_that_lie_in_places(tokenizer):
+    texts = [make_text(40, 1), make_text(20, 2), make_text(25, 3)]
+    places = [[place_of(texts[0], 5, 8), place_of(texts[0], 33, 34)], [], [[0, 1]]]
+    documents = Documents(texts, tokenizer, places=places)
+    assert documents.learnt(0).nonzero()[:, 0].tolist() == [5, 6, 7, 33]
+    assert not documents.learnt(1).any() and documents.learnt(2).nonzero().tolist() == [[0]]  # a part of a word
+    lanes, found = Lanes(documents, 1, 16, seed=0), {}
+    for _ in range(3 + 2 + 2):
+        step = lanes.step()
+        start = found.setdefault(step.documents[0], [])
+        start += step.labels[0, : step.tokens].tolist()
+        assert step.targets == int((step.labels != IGNORED).sum())
+    for index, labels in found.items():
+        ids, learnt = documents.tokens(index), documents.learnt(index)
+        expected = [int(ids[i]) if learnt[i] else IGNORED for i in range(1, len(ids))]
+        assert labels == expected
+
+
+def test_only_places_are_learnt(folder, tokenizer):
+    """A step is a document's segment with labels; its loss is that of these labels, the segments before were read."""
+    text = make_text(60, 7)
+    rows = [{"text": text, "answers": [place_of(text, 55, 58)]}]
+    given = [f"--train={write(folder / 'one.jsonl', rows)}", "--label_field=answers", "--steps=3", "--lanes=1"]
+    train_adapt.main(arguments(folder, *given, "--device=cpu"))
+    result = json.loads((folder / "adapter" / "train_result.json").read_text())
+    assert len(result["losses"]) == 3 and result["tokens"] == 3 * 59
+
+    torch.manual_seed(0)  # the adapter is still the base model: its gates are zero, and so is LoRA's B
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    model = get_peft_model(base, adapter_config()).eval()
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    labels = ids[:, 49:].clone()
+    labels[:, :6], labels[:, 9:] = IGNORED, IGNORED
+    with torch.no_grad():
+        losses = token_losses(model(ids[:, 48:59]).logits, labels)
+    assert result["losses"][0] == pytest.approx(float(losses.sum() / 3), rel=1e-5)
+    assert result["losses"][2] < result["losses"][0]
+
+
+def test_places_everywhere_are_the_same_as_none(folder):
+    texts = [make_text(length, length) for length in (60, 40)]
+    file = write(folder / "all.jsonl", [{"text": text, "all": [[0, len(text)]]} for text in texts])
+    for name, more in (("with", ["--label_field=all"]), ("without", [])):
+        train_adapt.main(arguments(folder, f"--train={file}", "--device=cpu", *more, output=name))
+    with_places, without = adapter_weights(folder / "with"), adapter_weights(folder / "without")
+    assert all(torch.equal(with_places[name], without[name]) for name in without)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_two_processes_equal_one(folder, sharding):
+    """Also where one of them has labels and the other has none, and where neither has."""
+    rows = []
+    for length in (60, 40, 75, 33, 50, 90):
+        text = make_text(length, length)
+        rows.append(
+            {"text": text, "answers": [place_of(text, length - 9, length - 6), place_of(text, 20, 22)][: length % 4]}
+        )
+    given = [f"--train={write(folder / 'some.jsonl', rows)}", "--label_field=answers", "--lanes=2", "--steps=12"]
+    given += ["--memory_rate=1e-2", "--lora_rate=1e-2"]
+    train_adapt.main(arguments(folder, *given, "--device=cpu", output="alone"))
+    run(arguments(folder, *given, f"--sharding={sharding}"), folder / "two.log", 2)
+    assert largest_difference(folder / "adapter", folder / "alone") <= 1e-5
+    one, two = (json.loads((folder / name / "train_result.json").read_text()) for name in ("alone", "adapter"))
+    assert one["tokens"] == two["tokens"] > 12 * 2 * 16
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
+
+
+def test_identity_knows_places(tokenizer):
+    texts = [make_text(40, 1)]
+    one, other = (Documents(texts, tokenizer, places=[[[0, end]]]).identity() for end in (5, 6))
+    assert one != other and "places" not in Documents(texts, tokenizer).identity()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({}, "the field 'places' must hold lists of"),
+        ({"places": ["w1"]}, "must hold lists of"),
+        ({"places": [[3, 10_000]]}, r"\[3, 10000\] is no \[start, end\] in"),
+        ({"places": [[9, 9]]}, "is no"),
+        ({"places": [[1, 2, 3]]}, "is no"),
+        ({"places": [[0, 2]]}, "nothing would ever be learnt"),  # nothing stands before the first token
+    ],
+)
+def test_bad_places(folder, tokenizer, row, message):
+    file = write(folder / "bad.jsonl", [{"text": make_text(40), **row}])
+    options = DataOptions([file], label_field="places")
+    with pytest.raises(ValueError, match=message):
+        open_documents([file], tokenizer, options).check(16)
+
+
+def test_places_of_a_stream_are_refused(tokenizer):
+    with pytest.raises(ValueError, match="leave out --stream"):
+        open_documents(["x.jsonl"], tokenizer, DataOptions([], label_field="places", stream=True))
