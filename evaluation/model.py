@@ -55,7 +55,7 @@ def evaluate_model(model: nn.Module, documents: Sequence[HeldOut], options: Eval
         if "shuffled" in controls:
             add("shuffled", Damaged(shuffled), memory.cache_size, control=True)
     else:
-        name = "lora" if adapter is not None else unwrap(model).config.model_type  # type: ignore[union-attr]
+        name = "lora" if adapter is not None else str(unwrap(model).config.model_type)  # type: ignore[union-attr]
         add(name, Remembering() if remembers else Forgetting(kept))
     if "longer_window" in controls:
         more, note = longer_window(model, memory)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from recipe import make_text
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from recipe import Recipe, make_text, run
+from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from cacheformers import train_adapt
 from cacheformers.evaluation.perplexity import held_out, token_nats
 from cacheformers.evaluation.readers import Forgetting, Reader, Remembering
 from cacheformers.training.documents import Documents
+from cacheformers.training.optim import Rates, parameter_groups
+from cacheformers.training.tokenizer import BYTES, open_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG_FILES = ROOT / "recipes" / "model_configs"
 
 DECODER = {
     "model_type": "llama",
@@ -89,3 +97,193 @@ def test_autocast_keeps_weights_in_float32(folder, model):
     train_adapt.main(arguments(folder, model, "--overwrite"))
     whole = json.loads((folder / "model" / "train_result.json").read_text())["losses"]
     assert half != whole and half == pytest.approx(whole, rel=1e-2)
+
+
+SETTINGS = ("--lanes=4", "--accumulation=2", "--steps=8", "--checkpoint_every=2", "--log_every=3", "--gate_factor=5")
+# The process kills itself just before its `moment`-th change in the checkpoints' folder.
+AT_FILES = """
+import os, signal
+touched = 0
+def watch(event, facts):
+    global touched
+    if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir") and "checkpoints" in str(facts[0]):
+        touched += 1
+        if touched == {moment}:
+            os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(watch)
+"""
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    first, second = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize(("model", "optimizer"), [("neurocache", "adafactor"), ("llama", "adamw")])
+def test_a_stopped_run_goes_on_bit_by_bit(documents, model, optimizer):
+    settings = (*SETTINGS, f"--optimizer={optimizer}")
+    train_adapt.main(arguments(documents, model, *settings, output="whole"))
+    for _ in range(3):
+        train_adapt.main(arguments(documents, model, *settings, "--stop_after=1e-9", "--resume"))
+    checkpoint = documents / "model" / "checkpoints" / "step-00000003"
+    assert AutoModelForCausalLM.from_pretrained(checkpoint).config.model_type == model
+    assert not (documents / "model" / "config.json").exists()
+    train_adapt.main(arguments(documents, model, *settings, "--resume"))
+    assert_same_weights(documents / "model", documents / "whole")
+    losses = [json.loads((documents / name / "train_result.json").read_text())["losses"] for name in ("model", "whole")]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    "moment", [9, pytest.param(3, marks=pytest.mark.slow), pytest.param(21, marks=pytest.mark.slow)]
+)
+def test_a_killed_run_goes_on(documents, moment):
+    train_adapt.main(arguments(documents, "neurocache", *SETTINGS, output="whole"))
+    given = arguments(documents, "neurocache", *SETTINGS)
+    killed = Recipe(given, documents / "killed.log", before=AT_FILES.format(moment=moment))
+    assert killed.wait() == [-9], killed.output()
+    assert not (documents / "model" / "config.json").exists()
+    run([*given, "--resume"], documents / "resumed.log")
+    assert_same_weights(documents / "model", documents / "whole")
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_trains(documents):
+    train_adapt.main(arguments(documents, "neurocache", *SETTINGS, output="whole"))
+    settings = (*SETTINGS, "--accumulation=1", "--device=cpu")
+    run(arguments(documents, "neurocache", *settings), documents / "two.log", processes=2)
+    one, two = (load_file(documents / name / "model.safetensors") for name in ("whole", "model"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, atol=1e-4, rtol=1e-3)
+
+
+def test_checkpointing_and_the_start_are_as_they_should_be(documents):
+    """Activation checkpointing changes nothing; another seed starts from other weights."""
+    losses = []
+    for more in ((), ("--activation_checkpointing",), ("--seed=1",)):
+        train_adapt.main(arguments(documents, "neurocache", *more, "--overwrite"))
+        losses.append(json.loads((documents / "model" / "train_result.json").read_text())["losses"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[2][0] != pytest.approx(losses[0][0], rel=1e-4)
+
+
+def test_rates(folder):
+    """Memory and other weights have one rate, gates a multiple; norms do not decay."""
+    config = {**CONFIGS["neurocache"], "gate": "zero", "hit_scores": True}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model, Rates(1.0, 2.0, 60.0, 0.1))
+    assert sum(len(group["params"]) for group in groups) == len(names)
+    for group in groups:
+        for name in (names[id(parameter)] for parameter in group["params"]):
+            gate = ".memory.gate." in name or ".memory.scores." in name
+            assert group["lr"] == (60.0 if gate else 2.0 if ".memory." in name else 1.0)
+            assert group["weight_decay"] == (0.0 if gate or "norm" in name else 0.1)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--topk=4", "--segment_tokens=8"], "segment_tokens, topk: with --init scratch the memory's options stand in"),
+        (["--lora_rate=1e-3"], "lora_rate: only with --init pretrained"),
+        (["--base=nowhere", "--quantize=nf4"], "base, quantize: only with --init pretrained"),
+        (["--estimate"], "estimate: only with --init pretrained"),
+        (["--sharding=fsdp2"], "sharding: only with --init pretrained"),
+        (["--init=pretrained", "--base=x"], "model_config, rate, tokenizer: only with --init scratch"),
+        (["--tokenizer={folder}/nowhere"], "nowhere"),
+        (["--model_config={folder}/nowhere.json"], "nowhere.json"),
+        (["--model_config={folder}/list.json"], "is no model configuration"),
+        (["--model_config={folder}/text.json"], "is not valid JSON"),
+        (["--model_config={folder}/typo.json"], "has no option 'segment_token': did you mean 'segment_tokens'?"),
+        (["--model_config={folder}/type.json"], "'lama' is unknown to transformers and to this package"),
+        (["--model_config={folder}/small.json"], "The tokenizer has 128 entries, the model 100"),
+        (["--model_config={folder}/kind.json"], "expected int, got str"),
+        (["--model_config={folder}/long.json"], "segment_tokens must be from 1 to max_position_embeddings 64, got 65"),
+        (["--rate=-1"], "rate must not be negative"),
+        (["--output={folder}/taken"], "already holds a model"),
+        (["--valid={folder}/valid.jsonl", "--controls=longer_window"], "this model stores nothing"),
+        (["--attn_implementation=flash_attention_2"], "use sdpa or eager"),
+    ],
+)
+def test_bad_options(folder, capsys, more, message):
+    wrong = {
+        "list": "[]",
+        "text": "model_type: llama",
+        "typo": json.dumps({"model_type": "neurocache", "segment_token": 16}),
+        "type": json.dumps({"model_type": "lama"}),
+        "small": json.dumps({**DECODER, "vocab_size": 100}),
+        "kind": json.dumps({**DECODER, "hidden_size": "32"}),
+        "long": json.dumps({**DECODER, "segment_tokens": 65}),
+    }
+    for name, text in wrong.items():
+        (folder / f"{name}.json").write_text(text)
+    (folder / "taken").mkdir()
+    (folder / "taken" / "config.json").write_text("{}")
+    with pytest.raises(SystemExit) as stop:
+        train_adapt.main(arguments(folder, "llama", *(word.format(folder=folder) for word in more)))
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (folder / "model").exists()
+
+
+def test_scratch_takes_a_configuration_and_a_tokenizer(capsys):
+    for given, message in (([], "--base is needed"), (["--init=scratch"], "needs --model_config")):
+        with pytest.raises(SystemExit):
+            train_adapt.main([*given, "--train=a", "--output=a"])
+        assert message in capsys.readouterr().err
+
+
+# Tokenizers
+
+
+def test_bytes():
+    tokenizer = open_tokenizer("bytes")
+    text = "naïve — “Loomings”\n\n  1851 \x00"
+    ids = tokenizer(text).input_ids
+    assert len(ids) == len(text.encode()) and len(tokenizer) == BYTES and max(ids) < BYTES
+    assert tokenizer.decode(ids) == text
+
+
+def test_a_tokenizer_is_learnt_and_used(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "recipes")])
+    recipe = importlib.import_module("train_tokenizer")
+    made = folder / "tokenizer"
+    recipe.main([str(folder / "train.jsonl"), f"--output={made}", "--vocab=300"])
+    assert "300 entries from" in capsys.readouterr().out
+    tokenizer = AutoTokenizer.from_pretrained(made)
+    text = make_text(40) + " ünseen\n"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert len(tokenizer(text).input_ids) < len(text.encode())
+    train_adapt.main(arguments(folder, "neurocache", f"--tokenizer={made}", "--steps=2"))
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert model.get_input_embeddings().num_embeddings == len(tokenizer) == 300
+    assert model.config.text_config.eos_token_id == tokenizer.eos_token_id
+
+    (folder / "blank.jsonl").write_text(json.dumps({"text": ""}) + "\n")
+    for given, message in (
+        ([str(folder / "train.jsonl"), "--vocab=9"], "at least 257"),
+        ([str(folder / "blank.jsonl")], "empty"),
+    ):
+        with pytest.raises(SystemExit):
+            recipe.main([*given, f"--output={made}"])
+        assert message in capsys.readouterr().err
+
+
+# The recipes' configurations
+
+
+@pytest.mark.parametrize("arm", ["segment", "sliding", "memorizing", "neurocache"])
+def test_the_arms_have_as_many_parameters(arm):
+    """Within half a per cent of a plain decoder's; memories are paid for by narrower feed-forward blocks."""
+    kinds = {"segment": "windowed", "sliding": "windowed"}
+    if kinds.get(arm, arm) not in CONFIG_MAPPING:
+        pytest.skip(f"{kinds.get(arm, arm)} is not there")
+    config = AutoConfig.for_model(**json.loads((CONFIG_FILES / f"books_{arm}.json").read_text()))
+    plain = json.loads((CONFIG_FILES / "books_segment.json").read_text())["text_config"]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        same = AutoModelForCausalLM.from_config(AutoConfig.for_model(**plain))
+    assert config.options().window.segment_tokens == 512
+    assert model.num_parameters() == pytest.approx(same.num_parameters(), rel=5e-3)

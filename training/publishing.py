@@ -16,7 +16,7 @@ class HubOptions:
 
     push_to_hub: str | None = option(
         None,
-        help="Hub repository, owner/name, for what is trained, its tokenizer, card and results. Created before training.",
+        help="Hub repository, owner/name, for the result, its tokenizer, card and plots. Created before training.",
     )
     hub_private: bool = option(False, help="Create the repository as a private one.")
     hub_base_model: str | None = option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,7 +15,7 @@ from accelerate import Accelerator
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from cacheformers.modeling.attach import base_shape
+from cacheformers.modeling.attach import architecture, base_shape
 from cacheformers.modeling.memories.base import BaseShape, LocalWindow
 from cacheformers.training.base_model import StartOptions, base_identity, check_attention, check_vocabulary
 from cacheformers.training.documents import DocumentRow
@@ -109,12 +110,17 @@ class Scratch(Subject):
             raise ValueError(
                 "--init scratch needs --model_config (a config.json) and --tokenizer (a folder, or bytes)."
             )
+        if not 0 <= options.rate < math.inf:
+            raise ValueError(f"rate must not be negative, got {options.rate}.")
         check_attention(model.attn_implementation)
         self.model, self.train, self.options = model, train, options
         self._tokenizer = open_tokenizer(options.tokenizer)
         self.config = model_config(Path(options.model_config), self._tokenizer)
         self.remembers = hasattr(self.config, "options")
-        self.memory = self.config.options() if self.remembers else segments(self.config)
+        try:
+            self.memory = self.config.options() if self.remembers else segments(self.config)
+        except TypeError as error:
+            raise ValueError(f"{options.model_config}: an option is of the wrong type ({error}).") from error
         self.title = f"{self.config.model_type} from scratch"
         self.rates = Rates(options.rate, options.rate, options.rate * train.gate_factor, train.weight_decay)
 
@@ -134,7 +140,7 @@ class Scratch(Subject):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32, **arguments)
         if self.train.activation_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
-        return model.to(accelerator.device)  # type: ignore[arg-type]
+        return model.to(accelerator.device)
 
 
 def model_config(path: Path, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
@@ -148,9 +154,12 @@ def model_config(path: Path, tokenizer: PreTrainedTokenizerBase) -> PretrainedCo
         given = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(given, dict) or "model_type" not in given:
+    if not isinstance(given, dict) or not isinstance(given.get("text_config", {}), dict) or "model_type" not in given:
         raise ValueError(f'{path} is no model configuration: it must hold {{"model_type": ..., ...}}.')
-    decoder = given.setdefault("text_config", {}) if has_base(given["model_type"]) else given
+    decoder = given
+    if "text_config" in config_class(given["model_type"]).sub_configs:
+        decoder = given.setdefault("text_config", {})
+        config_class(decoder.setdefault("model_type", "llama"))
     decoder.setdefault("vocab_size", len(tokenizer))
     for name in ("bos_token_id", "eos_token_id"):
         decoder[name] = getattr(tokenizer, name)
@@ -165,21 +174,21 @@ def model_config(path: Path, tokenizer: PreTrainedTokenizerBase) -> PretrainedCo
     return config
 
 
-def has_base(model_type: str) -> bool:
-    """Whether a type is one of this package's: a base model's configuration stands in its `text_config`.
+def config_class(model_type: str) -> type[PretrainedConfig]:
+    """The configuration of a model type.
 
     Raises:
         ValueError: there is no such type.
     """
     try:
-        return "text_config" in type(AutoConfig.for_model(model_type)).sub_configs
+        return type(AutoConfig.for_model(model_type))
     except ValueError as error:
         raise ValueError(f"model_type {model_type!r} is unknown to transformers and to this package.") from error
 
 
 def check_fields(path: Path, given: dict[str, Any], config: PretrainedConfig) -> None:
     """Refuse what transformers would keep without using it."""
-    known = {field.name for field in fields(type(config))} | {"model_type", "segment_tokens", "auto_map"}  # type: ignore[arg-type]
+    known = {field.name for field in fields(type(config))} | {"model_type", "segment_tokens", "auto_map"}
     unknown = next((name for name in given if name not in known), None)
     if unknown is not None:
         near = difflib.get_close_matches(unknown, known, n=1)
@@ -193,10 +202,11 @@ def segments(config: PretrainedConfig) -> Segments:
     Raises:
         ValueError: its type is not supported, or its positions do not suffice for a segment.
     """
+    architecture(config)
     base = base_shape(config)
     tokens = getattr(config, "segment_tokens", base.max_positions)
     if not isinstance(tokens, int) or not 0 < tokens <= base.max_positions:
         raise ValueError(
-            f"segment_tokens must be from 1 to max_position_embeddings {base.max_positions}, got {tokens}."
+            f"segment_tokens must be from 1 to max_position_embeddings {base.max_positions}, got {tokens!r}."
         )
     return Segments(base, tokens)
