@@ -1,6 +1,7 @@
 """Long-context memories for Hugging Face Transformers."""
 
 from cacheformers.adapters import (
+    InfiniAttentionAdapterConfig,
     MemorizingAdapterConfig,
     NeurocacheAdapterConfig,
     WindowedAdapterConfig,
@@ -12,6 +13,9 @@ from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import MemoryFileError
 from cacheformers.modeling.files.load import load_memory
 from cacheformers.modeling.models import (
+    InfiniAttentionConfig,
+    InfiniAttentionForCausalLM,
+    InfiniAttentionModel,
     MemorizingConfig,
     MemorizingForCausalLM,
     MemorizingModel,
@@ -26,6 +30,10 @@ from cacheformers.modeling.reading import read, read_text
 
 __version__ = "0.1.0.dev0"
 __all__ = [
+    "InfiniAttentionAdapterConfig",
+    "InfiniAttentionConfig",
+    "InfiniAttentionForCausalLM",
+    "InfiniAttentionModel",
     "MemorizingAdapterConfig",
     "MemorizingConfig",
     "MemorizingForCausalLM",

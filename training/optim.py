@@ -21,13 +21,19 @@ class Rates:
         memory: of the memory's projections and norms.
         gate: of the gates, which start at zero and scale what the memory adds, so they must move much faster; and of
             what `hit_scores` adds.
-        weight_decay: of matrices; gates, norms and biases have none.
+        beta: of Infini-attention's shares, one number a head (the paper's rate for them is 0.01).
+        weight_decay: of matrices; gates, shares, norms and biases have none.
     """
 
     lora: float
     memory: float
     gate: float
     weight_decay: float = 0.0
+    beta: float = 0.01
+
+
+# Part of a memory -> the rate that it has; other parts have `memory`. Token gates are layers that see states.
+RATES = {"lora_mem_gate": "gate", "lora_mem_scores": "gate", "lora_mem_beta": "beta"}
 
 
 def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, object]]:
@@ -39,9 +45,9 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, object]]:
     groups: dict[tuple[str, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            gate = "lora_mem_gate" in name or "lora_mem_scores" in name
-            kind = "gate" if gate else "memory" if "lora_mem_" in name else "lora"
-            decay = rates.weight_decay if parameter.dim() > 1 and kind != "gate" else 0.0
+            usual = "memory" if "lora_mem_" in name else "lora"
+            kind = next((rate for part, rate in RATES.items() if part in name), usual)
+            decay = rates.weight_decay if parameter.dim() > 1 and kind in ("memory", "lora") else 0.0
             groups.setdefault((kind, decay), []).append(parameter)
     if not groups:
         raise ValueError("The model has no parameter to train.")

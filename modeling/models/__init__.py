@@ -4,6 +4,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from cacheformers.modeling.models.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
 from cacheformers.modeling.models.configuration_neurocache import NeurocacheConfig
+from cacheformers.modeling.models.modeling_infini_attention import (
+    InfiniAttentionConfig,
+    InfiniAttentionForCausalLM,
+    InfiniAttentionModel,
+)
 from cacheformers.modeling.models.modeling_memorizing import MemorizingConfig, MemorizingForCausalLM, MemorizingModel
 from cacheformers.modeling.models.modeling_neurocache import NeurocacheForCausalLM, NeurocacheModel
 from cacheformers.modeling.models.modeling_windowed import WindowedConfig, WindowedForCausalLM, WindowedModel
@@ -12,6 +17,7 @@ METHODS: list[tuple[type[CompositeConfig], type[CompositeModel], type[CompositeF
     (NeurocacheConfig, NeurocacheModel, NeurocacheForCausalLM),
     (WindowedConfig, WindowedModel, WindowedForCausalLM),
     (MemorizingConfig, MemorizingModel, MemorizingForCausalLM),
+    (InfiniAttentionConfig, InfiniAttentionModel, InfiniAttentionForCausalLM),
 ]
 
 for _config, _model, _causal in METHODS:
@@ -20,6 +26,9 @@ for _config, _model, _causal in METHODS:
     AutoModelForCausalLM.register(_config, _causal, exist_ok=True)
 
 __all__ = [
+    "InfiniAttentionConfig",
+    "InfiniAttentionForCausalLM",
+    "InfiniAttentionModel",
     "MemorizingConfig",
     "MemorizingForCausalLM",
     "MemorizingModel",
