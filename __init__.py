@@ -1,6 +1,7 @@
 """Long-context memories for Hugging Face Transformers."""
 
 from cacheformers.adapters import (
+    InfiniAttentionAdapterConfig,
     MemorizingAdapterConfig,
     NeurocacheAdapterConfig,
     WindowedAdapterConfig,
@@ -15,6 +16,9 @@ from cacheformers.modeling.models import (
     CacheFormerConfig,
     CacheFormerForCausalLM,
     CacheFormerModel,
+    InfiniAttentionConfig,
+    InfiniAttentionForCausalLM,
+    InfiniAttentionModel,
     MemorizingConfig,
     MemorizingForCausalLM,
     MemorizingModel,
@@ -32,6 +36,10 @@ __all__ = [
     "CacheFormerConfig",
     "CacheFormerForCausalLM",
     "CacheFormerModel",
+    "InfiniAttentionAdapterConfig",
+    "InfiniAttentionConfig",
+    "InfiniAttentionForCausalLM",
+    "InfiniAttentionModel",
     "MemorizingAdapterConfig",
     "MemorizingConfig",
     "MemorizingForCausalLM",

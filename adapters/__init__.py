@@ -4,6 +4,7 @@ from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
 from cacheformers.adapters.config import (
+    InfiniAttentionAdapterConfig,
     MemorizingAdapterConfig,
     MemoryAdapterConfig,
     MemoryPeftType,
@@ -14,7 +15,13 @@ from cacheformers.adapters.model import MemoryTuner
 from cacheformers.adapters.start import start_from_states
 
 METHODS: dict[MemoryPeftType, type[MemoryAdapterConfig]] = {
-    config.kind: config for config in (NeurocacheAdapterConfig, WindowedAdapterConfig, MemorizingAdapterConfig)
+    config.kind: config
+    for config in (
+        NeurocacheAdapterConfig,
+        WindowedAdapterConfig,
+        MemorizingAdapterConfig,
+        InfiniAttentionAdapterConfig,
+    )
 }
 
 for _type, _config in METHODS.items():
@@ -23,6 +30,7 @@ for _type, _config in METHODS.items():
     PEFT_TYPE_TO_PREFIX_MAPPING[_type] = "lora_"  # type: ignore[index]
 
 __all__ = [
+    "InfiniAttentionAdapterConfig",
     "MemorizingAdapterConfig",
     "MemoryPeftType",
     "MemoryTuner",

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from peft import LoraConfig
 
 from cacheformers.hub.card import refresh_card
+from cacheformers.modeling.memories.infini_attention import InfiniAttentionSettings
 from cacheformers.modeling.memories.memorizing import MemorizingSettings
 from cacheformers.modeling.memories.neurocache_options import NeurocacheSettings, layer_numbers
 from cacheformers.modeling.memories.windowed import WindowedSettings
@@ -21,6 +22,7 @@ class MemoryPeftType(StrEnum):
     NEUROCACHE = "NEUROCACHE"
     WINDOWED = "WINDOWED"
     MEMORIZING = "MEMORIZING"
+    INFINI_ATTENTION = "INFINI_ATTENTION"
 
 
 @dataclass
@@ -83,3 +85,13 @@ class MemorizingAdapterConfig(MemorizingSettings, MemoryAdapterConfig):
     """
 
     kind = MemoryPeftType.MEMORIZING
+
+
+@dataclass
+class InfiniAttentionAdapterConfig(InfiniAttentionSettings, MemoryAdapterConfig):
+    """Infini-attention beside LoRA (Munkhdalai et al. 2024, arXiv 2404.07143).
+
+    Every field of `InfiniAttentionSettings` and of `LoraConfig` applies.
+    """
+
+    kind = MemoryPeftType.INFINI_ATTENTION

@@ -99,4 +99,21 @@ METHODS = {
 }""",
         remembers=False,
     ),
+    "infini_attention": Method(
+        title="Infini-attention",
+        summary=(
+            "Text is read in segments of {segment_tokens:,} tokens; what was read before is in a matrix of constant "
+            "size a head, which each head mixes into its attention (Infini-attention, arXiv 2404.07143)."
+        ),
+        limits=(
+            "Self-attention sees the open segment, and what the local window keeps; all else comes through the memory.",
+            "The memory does not grow: the more it has read, the less of each token is left in it.",
+        ),
+        citation="""@article{munkhdalai2024infini,
+  title = {Leave No Context Behind: Efficient Infinite Context Transformers with Infini-attention},
+  author = {Munkhdalai, Tsendsuren and Faruqui, Manaal and Gopal, Siddharth},
+  journal = {arXiv preprint arXiv:2404.07143},
+  year = {2024}
+}""",
+    ),
 }

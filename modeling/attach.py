@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from cacheformers.modeling.attention import former_attention, keep_rotation
+from cacheformers.modeling.attention import former_attention, keep_inputs
 from cacheformers.modeling.cache import MemoryCache, Rotate
 from cacheformers.modeling.memories.base import BaseShape, SegmentCall
 from cacheformers.modeling.memories.method import MethodOnLayer
@@ -530,7 +530,7 @@ def put_memory(attention: nn.Module, memory: MethodOnLayer) -> None:
     if memory.method.branch is not None:
         memory.handles.append(attention.register_forward_hook(branch_hook, with_kwargs=True))
     if memory.method.attend is not None:
-        memory.handles.append(attention.register_forward_pre_hook(keep_rotation, with_kwargs=True))
+        memory.handles.append(attention.register_forward_pre_hook(keep_inputs, with_kwargs=True))
 
 
 def branch_hook(attention: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:

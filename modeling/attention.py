@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from cacheformers.modeling.memories.attending import AttentionInputs, rotation_key
+from cacheformers.modeling.memories.attending import AttentionInputs
 from cacheformers.modeling.memories.base import SegmentCall
 
 PREFIX = "cacheformers_"
@@ -62,7 +62,8 @@ def attention(
     call = kwargs.get("memory_state")
     if not isinstance(call, SegmentCall) or memory is None or memory.options is None:
         return compute()
-    inputs = AttentionInputs(module, query, key, value, call, compute)
+    hidden, rotation = call.scratch.pop(f"inputs {module.layer_idx}")
+    inputs = AttentionInputs(module, query, key, value, call, compute, kwargs["scaling"], hidden, rotation)
     return memory.attend(inputs), None
 
 
@@ -97,8 +98,8 @@ def restore_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(former_attention(model.config._attn_implementation))
 
 
-def keep_rotation(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of an attention module: its rotation goes into the call's scratch, None where there is none.
+def keep_inputs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of an attention module: its input and rotation go into the call's scratch, for `attention`.
 
     Raises:
         ValueError: attention does not go through `attention` any more, so the memory would be passed over.
@@ -111,4 +112,5 @@ def keep_rotation(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
                 f"set_attn_implementation({implementation!r}) took the memory out of attention: name "
                 f"{PREFIX + FORMER[0]!r} or {PREFIX + FORMER[1]!r}, or choose before the memory is put in."
             )
-        call.scratch[rotation_key(module)] = kwargs.get("position_embeddings")
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        call.scratch[f"inputs {module.layer_idx}"] = hidden, kwargs.get("position_embeddings")

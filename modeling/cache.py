@@ -23,14 +23,23 @@ class LocalCache(Cache):
     Activation checkpointing runs a layer twice; both runs read the same `past` and stage the same result.
     """
 
-    def __init__(self, past: dict[int, tuple[Tensor, Tensor]], columns: int, stage: bool) -> None:
+    def __init__(
+        self,
+        past: dict[int, tuple[Tensor, Tensor]],
+        columns: int,
+        stage: bool,
+        elsewhere: frozenset[int] = frozenset(),
+    ) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
         self.past, self.columns, self.stage = past, columns, stage
+        self.elsewhere = elsewhere  # layers whose earlier keys and values are not held here
         self.staged: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        if layer_idx in self.elsewhere:
+            return key_states, value_states
         if self.columns:
             past_keys, past_values = self.past[layer_idx]
             key_states = torch.cat([past_keys, key_states], dim=-2)
@@ -135,7 +144,7 @@ class MemoryCache(Cache):
             raise ValueError(f"crop() takes minus the number of tokens to remove, got {tokens_to_remove}.")
         if removed == 0:
             return
-        if self.columns and not self.local and not self.state.forward_is_segment:
+        if self.columns and not (self.local or self.state.own_layers or self.state.forward_is_segment):
             raise ValueError("A training step does not keep the keys of a full segment, so it cannot be cropped.")
         held = min(self.columns, self.visible)
         if self.state.forward_is_segment or removed > held or not bool(self.timeline.open[:, -removed:].all()):
@@ -144,8 +153,8 @@ class MemoryCache(Cache):
                 "of the open segment can be removed. Assisted decoding needs more: generate without an assistant."
             )
         left = torch.arange(self.columns - removed).expand(self.batch_size, -1)
-        self.timeline.remove_last(removed)
         self._keep_columns(left)
+        self.timeline.remove_last(removed)
         self.visible -= removed
 
     # Rows
@@ -269,7 +278,7 @@ class MemoryCache(Cache):
             return
         for layer, (keys, values) in self.local.items():
             moved = keys[row : row + 1].detach()
-            if rotate is not None:
+            if rotate is not None and bool(shift.any()):
                 moved = rotate(moved, shift[None])
             self.local[layer] = (with_row(keys, row, moved), with_row(values, row, values[row : row + 1].detach()))
 
@@ -305,7 +314,7 @@ class MemoryCache(Cache):
         return SegmentCall(
             memory=self,
             reading=self.state.begin(),
-            local=LocalCache(self.local, self.columns, stage=not spared),
+            local=LocalCache(self.local, self.columns, not spared, self.state.own_layers),
             real=real,
             open=torch.cat([timeline.open, real], 1),
             visible=torch.cat([timeline.used, real], 1),
@@ -321,7 +330,8 @@ class MemoryCache(Cache):
         self.visible += call.real.shape[1]
 
     def detach(self) -> None:
-        """Cut the autograd graph of local keys and values (done at the end of every top-level forward)."""
+        """Cut the autograd graph of everything held (done at the end of every top-level forward)."""
+        self.state.detach()
         self.local = {layer: (keys.detach(), values.detach()) for layer, (keys, values) in self.local.items()}
 
 

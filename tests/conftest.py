@@ -60,6 +60,7 @@ METHODS: dict[str, dict] = {
     "neurocache": {"cache_size": 40, "topk": 4, "retrieval_map": {1: 1}, "search": "exact"},
     "windowed": {},
     "memorizing": {"cache_size": 40, "topk": 4, "attention_layers": [1], "search": "exact"},
+    "infini_attention": {},
 }
 OTHERS = [method for method in METHODS if method != "neurocache"]
 
@@ -143,7 +144,9 @@ def open_gates(model: torch.nn.Module, adapter: str = "default") -> None:
     """Give gates, scores and LoRA's B random values: as they start, the memory does not show."""
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
-        if ".memory.gate" in name or (adapter in name and ("lora_mem_gate" in name or "lora_B" in name)):
+        if any(part in name for part in (".memory.gate", ".memory.beta")):
+            parameter.data.normal_(0, 0.5)
+        if adapter in name and any(part in name for part in ("lora_mem_gate", "lora_mem_beta", "lora_B")):
             parameter.data.normal_(0, 0.5)
         if adapter in name and "lora_mem_scores" in name:
             parameter.data.normal_(-2.5 if "near" in name or "nothing" in name else 0.0, 0.5)

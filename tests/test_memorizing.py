@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 import cacheformers
 from cacheformers.modeling.attach import add_hooks, attention_modules, base_shape, find_decoder, new_memory
-from cacheformers.modeling.attention import keep_rotation, restore_attention, route_attention
+from cacheformers.modeling.attention import keep_inputs, restore_attention, route_attention
 from cacheformers.modeling.memories.attending import AttentionInputs, unrotated
 from cacheformers.modeling.memories.memorizing import (
     MemorizingOptions,
@@ -68,7 +68,7 @@ def attach(model: PreTrainedModel, **options: object) -> list[Memory]:
     for layer in resolved.layers:
         attention = attention_modules(find_decoder(model))[layer]
         attention.memory = Memory(resolved, layer).to(next(model.parameters()).dtype)
-        attention.register_forward_pre_hook(keep_rotation, with_kwargs=True)
+        attention.register_forward_pre_hook(keep_inputs, with_kwargs=True)
         for part in attention.memory.parts.values():
             part.weight.data += torch.randn_like(part.weight)
         memories.append(attention.memory)

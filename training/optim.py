@@ -21,13 +21,19 @@ class Rates:
         memory: of the memory's projections and norms.
         gate: of the gates, which start at zero and scale what the memory adds, so they must move much faster; and of
             what `hit_scores` adds.
-        weight_decay: of matrices; gates, norms and biases have none.
+        beta: of Infini-attention's shares, one number a head (the paper's rate for them is 0.01).
+        weight_decay: of matrices; gates, shares, norms and biases have none.
     """
 
     weights: float
     memory: float
     gate: float
     weight_decay: float = 0.0
+    beta: float = 0.01
+
+
+# Part of a memory -> the rate that it has; other parts have `memory`. Token gates are layers that see states.
+RATES = {"gate": "gate", "scores": "gate", "beta": "beta"}
 
 
 def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, object]]:
@@ -40,7 +46,7 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, object]]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             kind = kind_of(name)
-            decay = rates.weight_decay if parameter.dim() > 1 and kind != "gate" else 0.0
+            decay = rates.weight_decay if parameter.dim() > 1 and kind in ("memory", "weights") else 0.0
             groups.setdefault((kind, decay), []).append(parameter)
     if not groups:
         raise ValueError("The model has no parameter to train.")
@@ -53,9 +59,7 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, object]]:
 def kind_of(name: str) -> str:
     """Which of the rates a parameter has, by its name in an adapter (`...memory.lora_mem_gate...`) or a model."""
     _, inside, part = name.rpartition(".memory.")
-    if not inside:
-        return "weights"
-    return "gate" if part.removeprefix("lora_mem_").startswith(("gate", "scores")) else "memory"
+    return RATES.get(part.removeprefix("lora_mem_").partition(".")[0], "memory") if inside else "weights"
 
 
 def make_optimizer(model: nn.Module, rates: Rates, name: str = "adamw") -> Optimizer:

@@ -1,6 +1,6 @@
 """The methods, one file each."""
 
-from cacheformers.modeling.memories import memorizing, neurocache, windowed
+from cacheformers.modeling.memories import infini_attention, memorizing, neurocache, windowed
 from cacheformers.modeling.memories.method import Method
 from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
 
@@ -12,5 +12,11 @@ METHODS: dict[str, Method] = {
     "windowed": Method(windowed.WindowedOptions, windowed.WindowedParts, windowed.make_parts),
     "memorizing": Method(
         memorizing.MemorizingOptions, memorizing.MemorizingParts, memorizing.make_parts, attend=memorizing.mix
+    ),
+    "infini_attention": Method(
+        infini_attention.InfiniAttentionOptions,
+        infini_attention.InfiniParts,
+        infini_attention.make_parts,
+        attend=infini_attention.attend_inputs,
     ),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,9 @@ class AttentionInputs:
         key, value: of the local window and the new tokens, rotated, `[rows, kv_heads, columns + time, d_head]`.
         call: the forward that this is a part of.
         compute: the former attention function over these tensors.
+        scaling: of the scores of `query` and `key`.
+        hidden: x, from which the module computes all of these, `[rows, time, h]`.
+        rotation: cos and sin of the new tokens, None where there is none.
     """
 
     module: nn.Module
@@ -31,6 +33,9 @@ class AttentionInputs:
     value: Tensor
     call: SegmentCall
     compute: Callable[[], tuple[Tensor, Tensor | None]]
+    scaling: float
+    hidden: Tensor
+    rotation: tuple[Tensor, Tensor] | None
 
     @cached_property
     def local(self) -> tuple[Tensor, Tensor | None]:
@@ -39,13 +44,20 @@ class AttentionInputs:
 
     @cached_property
     def plain_query(self) -> Tensor:
-        """Queries before their rotation, `[rows, heads, time, d_head]`, in float32 or better."""
-        return self._unrotated(self.query)
+        """Queries before rotation and scale, `[rows, heads, time, d_head]`, in float32 or better."""
+        plain = self._unrotated(self.query)
+        own: float = self.module.scaling  # type: ignore[assignment]  # OPT applies it to queries
+        return plain if own == self.scaling else plain * (self.scaling / own)
 
     @cached_property
     def plain_key(self) -> Tensor:
         """Keys of the new tokens before their rotation, `[rows, kv_heads, time, d_head]`, in float32 or better."""
-        return self._unrotated(self.key[:, :, -self.query.shape[2] :])
+        return self._unrotated(self.new_key)
+
+    @property
+    def new_key(self) -> Tensor:
+        """Rotated keys of the new tokens, `[rows, kv_heads, time, d_head]`."""
+        return self.key[:, :, -self.query.shape[2] :]
 
     @property
     def new_value(self) -> Tensor:
@@ -54,12 +66,7 @@ class AttentionInputs:
 
     def _unrotated(self, states: Tensor) -> Tensor:
         exact = states.to(torch.promote_types(states.dtype, torch.float32))
-        rotation = self.call.scratch[rotation_key(self.module)]
-        return exact if rotation is None else unrotated(exact, *rotation)
-
-
-def rotation_key(module: Any) -> str:
-    return f"rotation {module.layer_idx}"
+        return exact if self.rotation is None else unrotated(exact, *self.rotation)
 
 
 def unrotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -98,9 +98,13 @@ class MemoryState(ABC):
         forward_is_segment: each forward is a segment of its own, whatever its length.
         rings: stores that get one entry a token, by layer; `state_dict` names their tensors `rings.LAYER...`. Files
             hold them in pieces, and everything else of a state whole.
+        own_layers: layers whose visible keys and values the state itself holds, so that the local cache does not.
+        loss: what the method adds to the loss of the last forward; None for nothing.
     """
 
     forward_is_segment = False
+    own_layers: frozenset[int] = frozenset()
+    loss: Tensor | None = None
     rings: dict[int, Ring] = {}
 
     @abstractmethod
@@ -118,6 +122,9 @@ class MemoryState(ABC):
     @abstractmethod
     def commit(self, row: int, columns: Tensor) -> None:
         """Move one row's open segment into the memory; `columns` `[length]` are its tokens in order."""
+
+    def detach(self) -> None:  # noqa: B027  # most states hold no graph
+        """Cut the autograd graph of what is held (done at the end of every top-level forward)."""
 
     @abstractmethod
     def keep(self, columns: Tensor) -> None:

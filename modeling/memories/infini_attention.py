@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cacheformers.modeling.memories.attending import AttentionInputs
 from cacheformers.modeling.memories.base import (
     BaseShape,
     LocalWindow,
@@ -30,17 +31,47 @@ from cacheformers.modeling.memories.base import (
 )
 from cacheformers.modeling.memories.checks import check_at_least, check_choices, check_layers, check_window
 from cacheformers.modeling.memories.heads import by_head, by_kv_head
+from cacheformers.modeling.memories.method import first_numbers
+from cacheformers.modeling.memories.settings import LocalWindowSettings, chosen_layers
+
+
+@dataclass
+class InfiniAttentionSettings(LocalWindowSettings):
+    """Fields of `InfiniAttentionAdapterConfig` and `InfiniAttentionConfig`. Layers count from 0."""
+
+    segment_tokens: int = field(default=2048, metadata={"help": "Tokens after which a segment enters the memory (N)."})
+    layers: list[int] | None = field(default=None, metadata={"help": "Layers with a memory. Default: all (paper)."})
+    rule: str = field(
+        default="linear",
+        metadata={
+            "help": "'linear' stores values; 'delta' what they differ by from what the memory returned for their keys."
+        },
+    )
+    empty: str = field(
+        default="bypass",
+        metadata={
+            "help": "While nothing has been stored, 'bypass' leaves attention as it is; 'literal' multiplies it by "
+            "1 - sigmoid(beta): the formula read literally, which changes a pretrained model."
+        },
+    )
+    truncated: bool = field(
+        default=False,
+        metadata={"help": "No gradient through what was stored, for study: the model cannot learn what to store."},
+    )
+
+    def resolve(self, base: BaseShape) -> InfiniAttentionOptions:
+        """The method's options for one base model.
+
+        Raises:
+            ValueError: an option that does not fit the base model.
+        """
+        options = self.chosen(InfiniAttentionSettings)
+        return InfiniAttentionOptions(base=base, **{**options, "layers": chosen_layers(self.layers, base)})
 
 
 @dataclass(frozen=True)
 class InfiniAttentionOptions:
-    """The method's options, resolved against a base model.
-
-    Attributes:
-        rule: "linear" adds values; "delta" adds what they differ by from what the memory returned for their keys.
-        empty: while nothing has been stored, "bypass" leaves A_dot as it is; "literal" multiplies it by 1 - sigmoid
-            (beta), which is the formula read literally and changes a pretrained model.
-        truncated: no gradient through what was stored, for study: the model cannot learn what to store.
+    """The method's options, resolved against a base model (see `InfiniAttentionSettings` for each one's meaning).
 
     Raises:
         ValueError: an option that does not fit the base model.
@@ -62,6 +93,11 @@ class InfiniAttentionOptions:
         check_at_least(0, self, "window_tokens", "sink_tokens")
         check_choices(self, rule=("linear", "delta"), empty=("bypass", "literal"), local_window=("segment", "sliding"))
         check_window(self.local_window, self.window, self.base)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers whose output the method changes."""
+        return self.layers
 
     @property
     def window(self) -> LocalWindow:
@@ -118,8 +154,12 @@ class InfiniParts(NamedTuple):
 
     beta: Beta
 
+    @property
+    def fingerprint(self) -> tuple[float, ...]:
+        return first_numbers(self.beta.weight)
 
-def make_parts(options: InfiniAttentionOptions) -> dict[str, nn.Module]:
+
+def make_parts(options: InfiniAttentionOptions, *_: Any) -> dict[str, nn.Module]:
     """The parts that a layer trains; at 0 each head takes half of its output from the memory."""
     return {"beta": Beta(options.base.heads)}
 
@@ -210,6 +250,12 @@ def attend(
     held = reading.held[layer]
     far = by_head(held.recall(feature(by_kv_head(queries, options.base.kv_heads))), queries.shape[2])
     return mix(options, parts.beta.shares(), near.transpose(1, 2), far, held.known).transpose(1, 2)
+
+
+def attend_inputs(options: InfiniAttentionOptions, layer: int, parts: InfiniParts, inputs: AttentionInputs) -> Tensor:
+    """`attend`, given what the attention module computes."""
+    near, _ = inputs.local
+    return attend(options, layer, parts, near, inputs.plain_query, inputs.plain_key, inputs.new_value, inputs.call)
 
 
 def attend_segments(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from cacheformers.modeling.memories.base import BaseShape
+
 
 @dataclass
 class LocalWindowSettings:
@@ -35,3 +37,8 @@ class LocalWindowSettings:
         if self.window_tokens is None:
             values["window_tokens"] = self.segment_tokens
         return values
+
+
+def chosen_layers(layers: list[int] | None, base: BaseShape) -> tuple[int, ...]:
+    """Layers in their order; None for all of the base model's."""
+    return tuple(range(base.layers)) if layers is None else tuple(sorted(layers))

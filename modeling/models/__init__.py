@@ -5,6 +5,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from cacheformers.modeling.models.configuration_cacheformer import CacheFormerConfig
 from cacheformers.modeling.models.configuration_neurocache import NeurocacheConfig
 from cacheformers.modeling.models.modeling_cacheformer import CacheFormerForCausalLM, CacheFormerModel
+from cacheformers.modeling.models.modeling_infini_attention import (
+    InfiniAttentionConfig,
+    InfiniAttentionForCausalLM,
+    InfiniAttentionModel,
+)
 from cacheformers.modeling.models.modeling_memorizing import MemorizingConfig, MemorizingForCausalLM, MemorizingModel
 from cacheformers.modeling.models.modeling_neurocache import NeurocacheForCausalLM, NeurocacheModel
 from cacheformers.modeling.models.modeling_windowed import WindowedConfig, WindowedForCausalLM, WindowedModel
@@ -15,6 +20,7 @@ METHODS: list[tuple[type[ShimConfig], type[PreTrainedModel], type[PreTrainedMode
     (NeurocacheConfig, NeurocacheModel, NeurocacheForCausalLM),
     (WindowedConfig, WindowedModel, WindowedForCausalLM),
     (MemorizingConfig, MemorizingModel, MemorizingForCausalLM),
+    (InfiniAttentionConfig, InfiniAttentionModel, InfiniAttentionForCausalLM),
 ]
 
 for _config, _model, _causal in METHODS:
@@ -23,6 +29,9 @@ for _config, _model, _causal in METHODS:
     AutoModelForCausalLM.register(_config, _causal, exist_ok=True)
 
 __all__ = [
+    "InfiniAttentionConfig",
+    "InfiniAttentionForCausalLM",
+    "InfiniAttentionModel",
     "MemorizingConfig",
     "MemorizingForCausalLM",
     "MemorizingModel",
