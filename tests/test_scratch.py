@@ -135,9 +135,8 @@ def test_a_stopped_run_goes_on_bit_by_bit(documents, model, optimizer):
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize(
-    "moment", [9, pytest.param(3, marks=pytest.mark.slow), pytest.param(21, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [3, 9, 21])
 def test_a_killed_run_goes_on(documents, moment):
     train_adapt.main(arguments(documents, "neurocache", *SETTINGS, output="whole"))
     given = arguments(documents, "neurocache", *SETTINGS)
@@ -262,12 +261,9 @@ def test_a_tokenizer_is_learnt_and_used(folder, monkeypatch, capsys):
     assert model.config.text_config.eos_token_id == tokenizer.eos_token_id
 
     (folder / "blank.jsonl").write_text(json.dumps({"text": ""}) + "\n")
-    for given, message in (
-        ([str(folder / "train.jsonl"), "--vocab=9"], "at least 257"),
-        ([str(folder / "blank.jsonl")], "empty"),
-    ):
+    for name, vocabulary, message in (("train", 9, "at least 257"), ("blank", 300, "All documents are empty")):
         with pytest.raises(SystemExit):
-            recipe.main([*given, f"--output={made}"])
+            recipe.main([str(folder / f"{name}.jsonl"), f"--output={made}", f"--vocab={vocabulary}"])
         assert message in capsys.readouterr().err
 
 
