@@ -1,13 +1,13 @@
 """Write documents to train for the passkey task, in other words than `python -m cacheformers.evaluation.passkey` uses.
 
-python recipes/make_passkeys.py data/passkeys/train.jsonl
+python recipes/make_passkeys.py data/passkeys/train.jsonl --tokens 1024 2048 5120
 python recipes/make_passkeys.py data/passkeys/books.jsonl --books ../shared/data/books/train.jsonl.gz
 python train_adapt.py recipes/passkey.yaml
 
 Each document hides several codes, each of something else, and asks for all of them at its end. Before the questions
-stand --tokens tokens (a few more or fewer where the text of a book is cut within a word): with a multiple of the
-segment, the questions begin a segment of their own, as in the evaluation. The field `answers` says where the answers
-are, for `train_adapt.py --label_field answers`.
+stand --tokens tokens; of several numbers, each document takes one. (A few more or fewer, where a book's text is cut
+within a word.) With multiples of the segment, the questions begin a segment of their own, as in the evaluation. The
+field `answers` says where the answers are, for `train_adapt.py --label_field answers`.
 
 Held out, that is in no document: the introduction, the needles, the questions and the filler of the evaluation, and the
 words "pass key", "magic number" and "secret word".
@@ -60,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path, help="JSON lines to write")
     parser.add_argument("--base", default=DEFAULT_BASE, help="whose tokenizer counts (default: %(default)s)")
     parser.add_argument("--documents", type=int, default=400, help="how many (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=5120, help="tokens before the questions (default: %(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[5120], help="tokens before the questions (default: %(default)s)"
+    )
     parser.add_argument("--keys", type=int, default=4, help="codes in each document (default: %(default)s)")
     parser.add_argument("--books", nargs="+", default=[], help="every other document has text of these files as filler")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
@@ -84,12 +86,13 @@ def documents(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -
     books = load_texts(options.books) if options.books else []
     for number in range(options.documents):
         random = np.random.default_rng((options.seed, number))
+        tokens = int(random.choice(options.tokens))
         if len(books) and number % 2:
-            text = book_text(books[number // 2 % len(books)] or "", 8 * options.tokens, random)
+            text = book_text(books[number // 2 % len(books)] or "", 8 * tokens, random)
         else:
-            text = " ".join(random.choice(SENTENCES, 5, replace=False).tolist() * options.tokens)[: 8 * options.tokens]
-        filler = joined([text], tokenizer, options.tokens, varied=False)
-        yield document(filler, tokenizer, options.tokens, options.keys, random)
+            text = " ".join(random.choice(SENTENCES, 5, replace=False).tolist() * tokens)[: 8 * tokens]
+        filler = joined([text], tokenizer, tokens, varied=False)
+        yield document(filler, tokenizer, tokens, options.keys, random)
 
 
 def book_text(text: str, characters: int, random: np.random.Generator) -> str:

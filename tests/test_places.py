@@ -92,7 +92,7 @@ def test_two_processes_equal_one(folder, sharding):
     given += ["--memory_rate=1e-2", "--lora_rate=1e-2"]
     train_adapt.main(arguments(folder, *given, "--device=cpu", output="alone"))
     run(arguments(folder, *given, f"--sharding={sharding}"), folder / "two.log", 2)
-    assert largest_difference(folder / "adapter", folder / "alone") <= 1e-5
+    assert largest_difference(folder / "adapter", folder / "alone") <= 1e-4  # of steps of 1e-2
     one, two = (json.loads((folder / name / "train_result.json").read_text()) for name in ("alone", "adapter"))
     assert one["tokens"] == two["tokens"] > 12 * 2 * 16
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
