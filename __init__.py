@@ -1,6 +1,7 @@
 """Long-context memories for Hugging Face Transformers."""
 
 from cacheformers.adapters import (
+    GatedAttentionAdapterConfig,
     InfiniAttentionAdapterConfig,
     MemorizingAdapterConfig,
     NeurocacheAdapterConfig,
@@ -13,6 +14,9 @@ from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import MemoryFileError
 from cacheformers.modeling.files.load import load_memory
 from cacheformers.modeling.models import (
+    GatedAttentionConfig,
+    GatedAttentionForCausalLM,
+    GatedAttentionModel,
     InfiniAttentionConfig,
     InfiniAttentionForCausalLM,
     InfiniAttentionModel,
@@ -30,6 +34,10 @@ from cacheformers.modeling.reading import read, read_text
 
 __version__ = "0.1.0.dev0"
 __all__ = [
+    "GatedAttentionAdapterConfig",
+    "GatedAttentionConfig",
+    "GatedAttentionForCausalLM",
+    "GatedAttentionModel",
     "InfiniAttentionAdapterConfig",
     "InfiniAttentionConfig",
     "InfiniAttentionForCausalLM",

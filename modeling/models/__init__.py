@@ -4,6 +4,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from cacheformers.modeling.models.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
 from cacheformers.modeling.models.configuration_neurocache import NeurocacheConfig
+from cacheformers.modeling.models.modeling_gated_attention import (
+    GatedAttentionConfig,
+    GatedAttentionForCausalLM,
+    GatedAttentionModel,
+)
 from cacheformers.modeling.models.modeling_infini_attention import (
     InfiniAttentionConfig,
     InfiniAttentionForCausalLM,
@@ -18,6 +23,7 @@ METHODS: list[tuple[type[CompositeConfig], type[CompositeModel], type[CompositeF
     (WindowedConfig, WindowedModel, WindowedForCausalLM),
     (MemorizingConfig, MemorizingModel, MemorizingForCausalLM),
     (InfiniAttentionConfig, InfiniAttentionModel, InfiniAttentionForCausalLM),
+    (GatedAttentionConfig, GatedAttentionModel, GatedAttentionForCausalLM),
 ]
 
 for _config, _model, _causal in METHODS:
@@ -26,6 +32,9 @@ for _config, _model, _causal in METHODS:
     AutoModelForCausalLM.register(_config, _causal, exist_ok=True)
 
 __all__ = [
+    "GatedAttentionConfig",
+    "GatedAttentionForCausalLM",
+    "GatedAttentionModel",
     "InfiniAttentionConfig",
     "InfiniAttentionForCausalLM",
     "InfiniAttentionModel",
