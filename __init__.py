@@ -1,6 +1,7 @@
 """Long-context memories for Hugging Face Transformers."""
 
 from cacheformers.adapters import (
+    GatedAttentionAdapterConfig,
     InfiniAttentionAdapterConfig,
     MemorizingAdapterConfig,
     NeurocacheAdapterConfig,
@@ -16,6 +17,9 @@ from cacheformers.modeling.models import (
     CacheFormerConfig,
     CacheFormerForCausalLM,
     CacheFormerModel,
+    GatedAttentionConfig,
+    GatedAttentionForCausalLM,
+    GatedAttentionModel,
     InfiniAttentionConfig,
     InfiniAttentionForCausalLM,
     InfiniAttentionModel,
@@ -36,6 +40,10 @@ __all__ = [
     "CacheFormerConfig",
     "CacheFormerForCausalLM",
     "CacheFormerModel",
+    "GatedAttentionAdapterConfig",
+    "GatedAttentionConfig",
+    "GatedAttentionForCausalLM",
+    "GatedAttentionModel",
     "InfiniAttentionAdapterConfig",
     "InfiniAttentionConfig",
     "InfiniAttentionForCausalLM",

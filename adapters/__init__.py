@@ -4,6 +4,7 @@ from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
 from cacheformers.adapters.config import (
+    GatedAttentionAdapterConfig,
     InfiniAttentionAdapterConfig,
     MemorizingAdapterConfig,
     MemoryAdapterConfig,
@@ -21,6 +22,7 @@ METHODS: dict[MemoryPeftType, type[MemoryAdapterConfig]] = {
         WindowedAdapterConfig,
         MemorizingAdapterConfig,
         InfiniAttentionAdapterConfig,
+        GatedAttentionAdapterConfig,
     )
 }
 
@@ -30,6 +32,7 @@ for _type, _config in METHODS.items():
     PEFT_TYPE_TO_PREFIX_MAPPING[_type] = "lora_"  # type: ignore[index]
 
 __all__ = [
+    "GatedAttentionAdapterConfig",
     "InfiniAttentionAdapterConfig",
     "MemorizingAdapterConfig",
     "MemoryPeftType",

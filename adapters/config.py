@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from peft import LoraConfig
 
 from cacheformers.hub.card import refresh_card
+from cacheformers.modeling.memories.gated_attention import GatedAttentionSettings
 from cacheformers.modeling.memories.infini_attention import InfiniAttentionSettings
 from cacheformers.modeling.memories.memorizing import MemorizingSettings
 from cacheformers.modeling.memories.neurocache_options import NeurocacheSettings, layer_numbers
@@ -23,6 +24,7 @@ class MemoryPeftType(StrEnum):
     WINDOWED = "WINDOWED"
     MEMORIZING = "MEMORIZING"
     INFINI_ATTENTION = "INFINI_ATTENTION"
+    GATED_ATTENTION = "GATED_ATTENTION"
 
 
 @dataclass
@@ -95,3 +97,13 @@ class InfiniAttentionAdapterConfig(InfiniAttentionSettings, MemoryAdapterConfig)
     """
 
     kind = MemoryPeftType.INFINI_ATTENTION
+
+
+@dataclass
+class GatedAttentionAdapterConfig(GatedAttentionSettings, MemoryAdapterConfig):
+    """Gated attention beside LoRA (Liao & Chang, MIT 6.7960 course report).
+
+    Every field of `GatedAttentionSettings` and of `LoraConfig` applies.
+    """
+
+    kind = MemoryPeftType.GATED_ATTENTION

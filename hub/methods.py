@@ -116,4 +116,21 @@ METHODS = {
   year = {2024}
 }""",
     ),
+    "gated_attention": Method(
+        title="Gated attention",
+        summary=(
+            "Every token decides by a gate whether attention looks beyond the last {window_tokens:,} tokens (gated "
+            "attention, after Liao and Chang's course report)."
+        ),
+        limits=(
+            "All keys and values are kept: bytes grow with the text, whatever gates do. What closed gates save is "
+            "reading them, and with the default threshold of 0 nothing is saved.",
+            "Text may be as long as the base model's positions allow.",
+        ),
+        citation="""@misc{liao2024gated,
+  title = {Optimizing Long-Context Understanding with Gated Attention Mechanisms},
+  author = {Liao and Chang},
+  howpublished = {Course report, MIT 6.7960}
+}""",
+    ),
 }

@@ -139,6 +139,7 @@ def base_shape(config: PretrainedConfig) -> BaseShape:
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,
         rotary=architecture(config).rotary,
+        sliding_window=getattr(config, "sliding_window", None),
     )
 
 
@@ -471,9 +472,19 @@ def real_tokens(mask: Tensor | None, ids: Tensor, visible: int) -> Tensor:
 
 
 def prepare(decoder: nn.Module, memory: MemoryCache, real: Tensor) -> SegmentCall:
-    """Close what is full, and begin a piece."""
+    """Close what is full, and begin a piece.
+
+    Raises:
+        ValueError: a token would have a position that the base model does not have.
+    """
     memory.close(memory.timeline.full_rows(), rotation(decoder))
-    return memory.begin(real)
+    call = memory.begin(real)
+    most = decoder.config.max_position_embeddings  # type: ignore[union-attr]
+    if not architecture(decoder.config).rotary and int(call.positions.max()) >= most:  # type: ignore[arg-type]
+        raise ValueError(
+            f"This base model has {most} positions, and the method counts on: the text is too long for it."
+        )
+    return call
 
 
 def piece_inputs(decoder: nn.Module, call: SegmentCall, kwargs: dict[str, Any], start: int, end: int) -> dict[str, Any]:

@@ -56,11 +56,18 @@ MORE_BASES = {
     "phi": {"model_type": "phi", "num_key_value_heads": 4, "partial_rotary_factor": 0.5},
     "gpt_neox": {"model_type": "gpt_neox", "hidden_dropout": 0.0},
 }
+# Where attention to everything is possible: no window of the base's own, positions for every token.
+FULL_BASES = {"mistral": "mistral_full", "opt": "opt_long"}
+BASES_IN_FULL = {
+    "mistral_full": {**BASES["mistral"], "sliding_window": None},
+    "opt_long": {**BASES["opt"], "max_position_embeddings": 128},
+}
 METHODS: dict[str, dict] = {
     "neurocache": {"cache_size": 40, "topk": 4, "retrieval_map": {1: 1}, "search": "exact"},
     "windowed": {},
     "memorizing": {"cache_size": 40, "topk": 4, "attention_layers": [1], "search": "exact"},
     "infini_attention": {},
+    "gated_attention": {"window_tokens": 6},
 }
 OTHERS = [method for method in METHODS if method != "neurocache"]
 
@@ -68,9 +75,18 @@ OTHERS = [method for method in METHODS if method != "neurocache"]
 def every_method(bases: Sequence[str], others: Sequence[str] = ("llama_gqa", "mistral", "opt")) -> list:
     """Test cases (base, options of the adapter): Neurocache on all bases, each other method on some."""
     cases = [pytest.param(base, {}, id=base) for base in bases]
-    for method in OTHERS:
-        cases += [pytest.param(base, {"method": method}, id=f"{base} {method}") for base in others]
-    return cases
+    return cases + [
+        pytest.param(base, {"method": method}, id=f"{base} {method}") for base, method in other_cases(others)
+    ]
+
+
+def other_cases(bases: Sequence[str] = ("llama_gqa", "mistral", "opt")) -> list[tuple[str, str]]:
+    """Every other method on some bases, as they are where it can work."""
+    return [
+        (FULL_BASES.get(base, base) if method == "gated_attention" else base, method)
+        for method in OTHERS
+        for base in bases
+    ]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -99,7 +115,7 @@ def make_base() -> Callable[..., PreTrainedModel]:
         torch.manual_seed(0)
         if name == "stories260k":
             return trained_base(dtype, **changes)
-        config = AutoConfig.for_model(**{**COMMON, **{**BASES, **MORE_BASES}[name], **changes})
+        config = AutoConfig.for_model(**{**COMMON, **{**BASES, **MORE_BASES, **BASES_IN_FULL}[name], **changes})
         attention = changes.pop("attn_implementation", "sdpa")
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
         for parameter in model.parameters():  # larger than the default initialisation, so that every layer matters
@@ -140,13 +156,16 @@ def adapter_config(method: str = "neurocache", **options: object) -> MemoryAdapt
     return kind(**{"r": 4, **method_options(method, **options)})
 
 
+OPEN = ("lora_mem_gate", "lora_mem_beta", "lora_mem_token_gate", "lora_B")
+OPEN_IN_MODELS = (".memory.gate", ".memory.beta", ".memory.token_gate")
+
+
 def open_gates(model: torch.nn.Module, adapter: str = "default") -> None:
     """Give gates, scores and LoRA's B random values: as they start, the memory does not show."""
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
-        if any(part in name for part in (".memory.gate", ".memory.beta")):
-            parameter.data.normal_(0, 0.5)
-        if adapter in name and any(part in name for part in ("lora_mem_gate", "lora_mem_beta", "lora_B")):
+        mine = adapter in name and any(part in name for part in OPEN)
+        if mine or any(part in name for part in OPEN_IN_MODELS):
             parameter.data.normal_(0, 0.5)
         if adapter in name and "lora_mem_scores" in name:
             parameter.data.normal_(-2.5 if "near" in name or "nothing" in name else 0.0, 0.5)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from peft import PeftModel, get_peft_model
 
 import cacheformers
 from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
@@ -69,7 +72,78 @@ def test_rates_of_parts(make_model):
         "windowed": {("lora", 1.0, 0.1)},
         "memorizing": {("gate", 3.0, 0.0), ("memory", 2.0, 0.0), ("lora", 1.0, 0.1)},
         "infini_attention": {("beta", 0.01, 0.0), ("lora", 1.0, 0.1)},
+        "gated_attention": {("memory", 2.0, 0.1), ("memory", 2.0, 0.0), ("lora", 1.0, 0.1)},
     }
     for method, groups in expected.items():
         found = parameter_groups(make_model("llama_gqa", method=method), rates)
         assert {(group["name"], group["lr"], group["weight_decay"]) for group in found} == groups
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", ["llama_gqa", "mistral_full", "opt_long"])
+def test_open_gates_are_the_base_over_many_segments(make_base, config_factory, ids, base):
+    """In one pass and in pieces, with padding, at any length."""
+    mask = torch.ones_like(ids)
+    mask[1, :13] = 0
+    plain = make_base(base)
+    expected = plain(ids, attention_mask=mask).logits[mask.bool()]
+    model = get_peft_model(plain, config_factory(method="gated_attention", gate_bias=math.inf)).eval()
+    whole = model(ids, attention_mask=mask).logits[mask.bool()]
+    assert float((whole - expected).abs().max()) < 1e-9
+    assert float((model(ids).logits - make_base(base)(ids).logits).abs().max()) < 1e-9
+
+
+@torch.no_grad()
+def test_keys_are_held_once(make_model, ids):
+    """By the state in gated layers, by the local cache in the others."""
+    model = make_model("llama_gqa", method="gated_attention", layers=[0, 2])
+    memory = cacheformers.read(model, ids, progress=False)
+    assert set(memory.local) == {1} and {layer for _, layer in memory.state.held} == {0, 2}
+    assert memory.local[1][0].shape[2] == memory.state.held["far", 0].length == 75
+
+
+@torch.no_grad()
+def test_closed_gates_read_nothing_far(make_model, ids):
+    model = make_model("llama_gqa", method="gated_attention", threshold=0.5)
+    for name, parameter in model.named_parameters():
+        if "lora_mem_token_gate" in name:
+            parameter.zero_() if "weight" in name else parameter.fill_(-1.0)
+    memory = cacheformers.read(model, ids, progress=False)
+    assert all(reads.skipped_share == 1 and reads.decisions == 2 * (75 - 6) for reads in memory.state.reads.values())
+    assert all(float(mean) == pytest.approx(0.2689, abs=1e-3) for mean in memory.state.gate_means.values())
+
+
+def test_what_gates_add_to_the_loss(make_model, ids):
+    """Over all segments of the forward, with its graph; nothing once it is over, and nothing without weights."""
+    model = make_model("llama_gqa", method="gated_attention", mean_weight=0.5).train()
+    memory = cacheformers.new_memory(model, 2)
+    model(ids[:, :40], past_key_values=memory)
+    means = torch.stack([mean.mean() for mean in memory.state.gate_means.values()])
+    assert float(memory.state.loss.detach()) == pytest.approx(0.5 * float(means.mean()), rel=1e-9)
+    memory.state.loss.backward()
+    gates = [p.grad for name, p in model.named_parameters() if "lora_mem_token_gate" in name]
+    assert all(bool(gradient.any()) for gradient in gates)
+    with torch.no_grad():
+        model(ids[:, 40:50], past_key_values=memory)
+    assert memory.state.loss is None
+    model = make_model("llama_gqa", method="gated_attention").train()
+    assert model(ids[:, :40]).past_key_values.state.loss is None
+
+
+def test_bases_on_which_gates_cannot_open_on_everything(make_base, make_model, config_factory, ids):
+    with pytest.raises(ValueError, match="see only 9 tokens back.*sliding_window=None"):
+        get_peft_model(make_base("mistral"), config_factory(method="gated_attention"))
+    with pytest.raises(ValueError, match="64 positions.*too long"):
+        make_model("opt", method="gated_attention")(ids)
+
+
+def test_fixed_heads_of_a_saved_adapter(make_base, config_factory, ids, tmp_path):
+    config = config_factory(method="gated_attention", far_heads={1: [0], 2: []})
+    model = get_peft_model(make_base("llama_gqa", torch.float32), config).eval()
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(make_base("llama_gqa", torch.float32), tmp_path).eval()
+    with torch.no_grad():
+        memories = [cacheformers.read(door, ids, progress=False) for door in (model, again)]
+    assert memories[0].options.far_heads == memories[1].options.far_heads == ((1, (0,)), (2, ()))
+    assert {key for key in memories[1].state.held} == {("far", 0), ("far", 1), ("near", 1), ("near", 2)}
+    assert memories[1].state.held["near", 2].length < 30

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
-from conftest import METHODS, OTHERS, every_method
+from conftest import METHODS, every_method, other_cases
 from torch.nn.functional import cross_entropy
 
 import cacheformers
@@ -32,9 +33,9 @@ def rows_of_windows(bases: list[str]) -> list:
             if base == "opt" and "sliding" in name:
                 continue
             cases.append(pytest.param(base, options, id=f"{base} {name}"))
-    for method in OTHERS:
-        for base, window in (("llama_gqa", {}), ("mistral", SLIDING), ("opt", {})):
-            cases.append(pytest.param(base, {"method": method, **window}, id=f"{base} {method}"))
+    for base, method in other_cases():
+        window = SLIDING if base == "mistral" else {}
+        cases.append(pytest.param(base, {"method": method, **window}, id=f"{base} {method}"))
     return cases
 
 
@@ -177,7 +178,8 @@ def test_neutral_gates_are_the_base(make_base, config_factory, ids, base, option
 
     plain = make_base(base, torch.float32, attn_implementation=attention)
     expected = plain(ids[:, :16]).logits
-    model = get_peft_model(plain, config_factory(**options)).eval()
+    neutral = {"gate_bias": math.inf} if options.get("method") == "gated_attention" else {}
+    model = get_peft_model(plain, config_factory(**options, **neutral)).eval()
     assert (model(ids[:, :16]).logits - expected).abs().max() < 1e-5
 
 
@@ -265,7 +267,8 @@ def test_bounded(make_model, base):
 @torch.no_grad()
 @pytest.mark.parametrize("method", METHODS)
 def test_a_memory_that_was_written_down_goes_on(make_model, ids, method):
-    model = make_model("llama_gqa", method=method, local_window="sliding", window_tokens=10, sink_tokens=3)
+    window = {"local_window": "sliding", "window_tokens": 10, "sink_tokens": 3}
+    model = make_model("llama_gqa", method=method, **({} if method == "gated_attention" else window))
     memory, twin = cacheformers.new_memory(model, 2), cacheformers.new_memory(model, 2)
     model(ids[:, :70], past_key_values=memory)
     twin.load_state_dict(memory.state_dict(), "cpu")
@@ -329,8 +332,7 @@ def test_padding_never_enters_a_memory(make_model, ids):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method", OTHERS)
-@pytest.mark.parametrize("base", ["llama_gqa", "mistral", "opt"])
+@pytest.mark.parametrize(("base", "method"), other_cases())
 def test_what_was_read_shows(make_model, ids, base, method):
     """A token of the first segment changes what is said of the third, but not where there is no memory."""
     model = make_model(base, method=method)

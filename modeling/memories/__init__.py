@@ -1,6 +1,6 @@
 """The methods, one file each."""
 
-from cacheformers.modeling.memories import infini_attention, memorizing, neurocache, windowed
+from cacheformers.modeling.memories import gated_attention, infini_attention, memorizing, neurocache, windowed
 from cacheformers.modeling.memories.method import Method
 from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
 
@@ -18,5 +18,11 @@ METHODS: dict[str, Method] = {
         infini_attention.InfiniParts,
         infini_attention.make_parts,
         attend=infini_attention.attend_inputs,
+    ),
+    "gated_attention": Method(
+        gated_attention.GatedAttentionOptions,
+        gated_attention.GatedParts,
+        gated_attention.make_parts,
+        attend=gated_attention.attend_inputs,
     ),
 }

@@ -27,6 +27,7 @@ class BaseShape:
     vocab_size: int
     max_positions: int
     rotary: bool
+    sliding_window: int | None = None
 
 
 @dataclass(frozen=True)

@@ -14,39 +14,98 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cacheformers.modeling.memories.attending import AttentionInputs
 from cacheformers.modeling.memories.base import BaseShape, LocalWindow, MemoryState, SegmentCall, joined, part
 from cacheformers.modeling.memories.checks import check_at_least, check_choices, check_layers
 from cacheformers.modeling.memories.columns import Columns
+from cacheformers.modeling.memories.method import first_numbers
 from cacheformers.modeling.memories.near_far import Reads, one_pass, two_passes
+from cacheformers.modeling.memories.settings import chosen_layers
 
 EVERYTHING = 2**40  # tokens that stay visible
 STRETCH = (-0.1, 1.1)  # hard-concrete gates (Louizos et al. 2018, arXiv 1712.01312) are stretched to this, then clipped
 
 
+@dataclass
+class GatedAttentionSettings:
+    """Fields of `GatedAttentionAdapterConfig` and `GatedAttentionConfig`. Layers count from 0."""
+
+    window_tokens: int = field(
+        default=512, metadata={"help": "Tokens that a closed gate sees (w); the token itself counts."}
+    )
+    layers: list[int] | None = field(default=None, metadata={"help": "Layers with gates. Default: all."})
+    gate_hidden: int | None = field(
+        default=None, metadata={"help": "Width of the gate's hidden layer. Default: a linear gate."}
+    )
+    gate_per: str = field(default="layer", metadata={"help": "One gate a 'layer', 'head' or 'kv_head'."})
+    gate_bias: float = field(
+        default=4.0,
+        metadata={
+            "help": "Where gates start, before the sigmoid: 4 keeps the base's function nearly, inf exactly; 0 is for "
+            "a model from scratch."
+        },
+    )
+    gate_choice: str = field(
+        default="soft",
+        metadata={
+            "help": "How gates are made in training: 'soft'; or, for the last phase, 'straight_through' (0 or 1 "
+            "forward, soft backward), 'gumbel' (a noisy sigmoid) or 'hard_concrete' (noisy, stretched, clipped)."
+        },
+    )
+    gate_temperature: float = field(default=2 / 3, metadata={"help": "Temperature of the noisy choices."})
+    sparsity_weight: float = field(
+        default=0.0, metadata={"help": "Weight of mean g(1 - g) in `memory.state.loss`: gates go to 0 or 1."}
+    )
+    mean_weight: float = field(default=0.0, metadata={"help": "Weight of mean g in `memory.state.loss`: gates close."})
+    sparsity_sign: str = field(
+        default="+", metadata={"help": "'+', or for study 'paper', which pushes gates to 0.5 instead."}
+    )
+    threshold: float = field(
+        default=0.0,
+        metadata={
+            "help": "In inference gates below it are 0, and nothing far is read; gates above 1 - threshold are 1. 0 "
+            "computes what was trained."
+        },
+    )
+    segment_tokens: int = field(
+        default=2048, metadata={"help": "Tokens that one forward takes; it bounds activations, and changes no result."}
+    )
+    far_heads: dict[int, list[int]] | None = field(
+        default=None,
+        metadata={
+            "help": "Layer -> its kv heads that see everything; the others see the window, and keep no more. The gates "
+            "of such a layer are not asked. Default: gates decide everywhere."
+        },
+    )
+
+    def resolve(self, base: BaseShape) -> GatedAttentionOptions:
+        """The method's options for one base model.
+
+        Raises:
+            ValueError: an option that does not fit the base model.
+        """
+        options = {field.name: getattr(self, field.name) for field in fields(GatedAttentionSettings)}
+        far_heads = {int(layer): tuple(heads) for layer, heads in (self.far_heads or {}).items()}  # JSON has text keys
+        return GatedAttentionOptions(
+            base=base,
+            **{
+                **options,
+                "layers": chosen_layers(self.layers, base),
+                "far_heads": tuple(sorted(far_heads.items())),
+            },
+        )
+
+
 @dataclass(frozen=True)
 class GatedAttentionOptions:
-    """The method's options, resolved against a base model.
-
-    Attributes:
-        window_tokens: w, what a closed gate sees; the token itself counts.
-        gate_hidden: width of the gate's hidden layer; None for a linear gate.
-        gate_bias: where gates start, before the sigmoid: +4 keeps the base's function nearly, inf exactly; 0 is for a
-            model from scratch.
-        gate_choice: how gates are made in training: "soft"; or, for the last phase, "straight_through" (0 or 1 forward,
-            soft backward), "gumbel" (a noisy sigmoid) or "hard_concrete" (noisy, stretched and clipped to [0, 1]).
-        gate_temperature: of the noisy choices.
-        sparsity_sign: "+" or, for study, "paper", which pushes gates to 0.5.
-        threshold: tau. In inference gates below it are 0, those above 1 - tau are 1. 0 is what was trained.
-        segment_tokens: tokens that one forward takes; it bounds activations, and changes no result.
-        far_heads: layer and its kv heads that see everything; the others see the window, and keep no more. The gate of
-            such a layer is not asked. Layers that are not named keep their gates.
+    """The method's options, resolved against a base model (see `GatedAttentionSettings` for each one's meaning).
 
     Raises:
         ValueError: an option that does not fit the base model.
@@ -83,12 +142,22 @@ class GatedAttentionOptions:
             raise ValueError(f"gate_temperature must be positive, got {self.gate_temperature}.")
         if not 0 <= self.threshold <= 0.5:
             raise ValueError(f"threshold must be between 0 and 0.5, got {self.threshold}.")
+        if self.base.sliding_window is not None:
+            raise ValueError(
+                f"This base's layers see only {self.base.sliding_window} tokens back, and gates would open on "
+                "everything: load the base with sliding_window=None, or choose another."
+            )
         for layer, kv_heads in self.far_heads:
             if layer not in self.layers or not set(kv_heads) <= set(range(self.base.kv_heads)):
                 raise ValueError(
                     f"far_heads names layer {layer} with kv heads {list(kv_heads)}: the method's layers are "
                     f"{list(self.layers)}, and this base model has {self.base.kv_heads} kv heads."
                 )
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers whose output the method changes."""
+        return self.layers
 
     @property
     def window(self) -> LocalWindow:
@@ -146,6 +215,10 @@ class GatedParts(NamedTuple):
     token_gate: nn.Linear
     token_gate_hidden: nn.Linear | None = None
 
+    @property
+    def fingerprint(self) -> tuple[float, ...]:
+        return first_numbers(self.token_gate.weight, self.token_gate.bias)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """a `[rows, channels, time]` of x `[rows, time, h]`, in float32 or better."""
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
@@ -159,7 +232,7 @@ def applied(linear: nn.Linear, inputs: Tensor) -> Tensor:
     return F.linear(inputs, linear.weight.to(inputs.dtype), linear.bias.to(inputs.dtype))
 
 
-def make_parts(options: GatedAttentionOptions) -> dict[str, nn.Module]:
+def make_parts(options: GatedAttentionOptions, *_: Any) -> dict[str, nn.Module]:
     """The parts that a layer trains: every token's gate is sigmoid(gate_bias) at first."""
     size, hidden = options.base.hidden_size, options.gate_hidden
     gate = nn.Linear(hidden or size, options.channels)
@@ -274,6 +347,22 @@ def attend(
     return output.transpose(1, 2)
 
 
+def attend_inputs(options: GatedAttentionOptions, layer: int, parts: GatedParts, inputs: AttentionInputs) -> Tensor:
+    """`attend`, given what the attention module computes."""
+    return attend(
+        options,
+        layer,
+        parts,
+        inputs.hidden,
+        inputs.query,
+        inputs.new_key,
+        inputs.new_value,
+        inputs.scaling,
+        inputs.call,
+        inputs.module.training,
+    )
+
+
 def attend_fixed(
     options: GatedAttentionOptions,
     layer: int,
@@ -380,7 +469,9 @@ class GatedState(MemoryState):
     """
 
     def __init__(self, options: GatedAttentionOptions, devices: dict[int, torch.device]) -> None:
-        self.window_tokens, self.devices = options.window_tokens, devices
+        self.options, self.window_tokens, self.devices = options, options.window_tokens, devices
+        self.own_layers = frozenset(options.layers)
+        self.pieces: list[GatedReading] = []  # of the forward that goes on, where it is to be learnt from
         self.held: dict[tuple[str, int], Columns] = {}
         self.reads: dict[int, Reads] = {layer: Reads() for layer in options.layers}
         self.gate_sums: dict[int, Tensor] = {}  # layer -> [channels]
@@ -397,6 +488,8 @@ class GatedState(MemoryState):
         for key, columns in near.items():
             if needed - columns.dropped > self.window_tokens:
                 self.held[key] = columns.without_first(needed)
+        if torch.is_grad_enabled() and (self.options.sparsity_weight or self.options.mean_weight):
+            self.pieces.append(replace(reading, held={}, new={}))
         for layer, read in reading.reads.items():
             self.reads[layer].add(read)
         self.tokens_counted += int(reading.counted.sum())
@@ -416,8 +509,18 @@ class GatedState(MemoryState):
         """Closed segments stay where they are."""
 
     def detach(self) -> None:
-        """Cut the autograd graph: the next step's gradient does not reach keys and values of this one."""
-        self._change(Tensor.detach)
+        """Cut the autograd graph: the next step's gradient does not reach keys and values of this one.
+
+        What gates add to the loss of the forward that ends here is `loss` then, with its graph.
+        """
+        if any(held.keys.requires_grad or held.values.requires_grad for held in self.held.values()):
+            self._change(Tensor.detach)
+        self.loss = None
+        if self.pieces:
+            gates = [torch.cat([piece.gates[layer] for piece in self.pieces], 2) for layer in self.pieces[0].gates]
+            counted = torch.cat([piece.counted for piece in self.pieces if piece.counted is not None], 1)
+            self.loss = gate_losses(self.options, gates, counted).total if gates else None
+            self.pieces = []
 
     def keep(self, columns: Tensor) -> None:
         self.held = {key: held.kept(columns.to(held.keys.device)) for key, held in self.held.items()}
@@ -430,7 +533,7 @@ class GatedState(MemoryState):
 
     def clone(self) -> GatedState:
         twin = copy.copy(self)
-        twin.held, twin.gate_sums = dict(self.held), dict(self.gate_sums)
+        twin.held, twin.gate_sums, twin.pieces = dict(self.held), dict(self.gate_sums), []
         twin.reads = {layer: replace(reads) for layer, reads in self.reads.items()}
         return twin
 

@@ -5,6 +5,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from cacheformers.modeling.models.configuration_cacheformer import CacheFormerConfig
 from cacheformers.modeling.models.configuration_neurocache import NeurocacheConfig
 from cacheformers.modeling.models.modeling_cacheformer import CacheFormerForCausalLM, CacheFormerModel
+from cacheformers.modeling.models.modeling_gated_attention import (
+    GatedAttentionConfig,
+    GatedAttentionForCausalLM,
+    GatedAttentionModel,
+)
 from cacheformers.modeling.models.modeling_infini_attention import (
     InfiniAttentionConfig,
     InfiniAttentionForCausalLM,
@@ -21,6 +26,7 @@ METHODS: list[tuple[type[ShimConfig], type[PreTrainedModel], type[PreTrainedMode
     (WindowedConfig, WindowedModel, WindowedForCausalLM),
     (MemorizingConfig, MemorizingModel, MemorizingForCausalLM),
     (InfiniAttentionConfig, InfiniAttentionModel, InfiniAttentionForCausalLM),
+    (GatedAttentionConfig, GatedAttentionModel, GatedAttentionForCausalLM),
 ]
 
 for _config, _model, _causal in METHODS:
@@ -29,6 +35,9 @@ for _config, _model, _causal in METHODS:
     AutoModelForCausalLM.register(_config, _causal, exist_ok=True)
 
 __all__ = [
+    "GatedAttentionConfig",
+    "GatedAttentionForCausalLM",
+    "GatedAttentionModel",
     "InfiniAttentionConfig",
     "InfiniAttentionForCausalLM",
     "InfiniAttentionModel",
