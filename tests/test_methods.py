@@ -89,7 +89,7 @@ def test_open_gates_are_the_base_over_many_segments(make_base, config_factory, i
     expected = plain(ids, attention_mask=mask).logits[mask.bool()]
     model = get_peft_model(plain, config_factory(method="gated_attention", gate_bias=math.inf)).eval()
     whole = model(ids, attention_mask=mask).logits[mask.bool()]
-    assert float((whole - expected).abs().max()) < 1e-9
+    assert float((whole - expected).abs().max()) < 1e-5  # rotary angles are float32, and begin elsewhere
     assert float((model(ids).logits - make_base(base)(ids).logits).abs().max()) < 1e-9
 
 
