@@ -479,8 +479,9 @@ def prepare(decoder: nn.Module, memory: MemoryCache, real: Tensor) -> SegmentCal
     """
     memory.close(memory.timeline.full_rows(), rotation(decoder))
     call = memory.begin(real)
-    most = decoder.config.max_position_embeddings  # type: ignore[union-attr]
-    if not architecture(decoder.config).rotary and int(call.positions.max()) >= most:  # type: ignore[arg-type]
+    config: Any = decoder.config
+    most = config.max_position_embeddings
+    if not architecture(config).rotary and int(call.positions.max()) >= most:
         raise ValueError(
             f"This base model has {most} positions, and the method counts on: the text is too long for it."
         )

@@ -66,13 +66,13 @@ def test_gradients_reach_what_infini_attention_stored_in_the_same_step(make_mode
 
 
 def test_rates_of_parts(make_model):
-    rates = Rates(lora=1.0, memory=2.0, gate=3.0, weight_decay=0.1)
+    rates = Rates(weights=1.0, memory=2.0, gate=3.0, weight_decay=0.1)
     expected = {
-        "neurocache": {("gate", 3.0, 0.0), ("memory", 2.0, 0.1), ("memory", 2.0, 0.0), ("lora", 1.0, 0.1)},
-        "windowed": {("lora", 1.0, 0.1)},
-        "memorizing": {("gate", 3.0, 0.0), ("memory", 2.0, 0.0), ("lora", 1.0, 0.1)},
-        "infini_attention": {("beta", 0.01, 0.0), ("lora", 1.0, 0.1)},
-        "gated_attention": {("memory", 2.0, 0.1), ("memory", 2.0, 0.0), ("lora", 1.0, 0.1)},
+        "neurocache": {("gate", 3.0, 0.0), ("memory", 2.0, 0.1), ("memory", 2.0, 0.0), ("weights", 1.0, 0.1)},
+        "windowed": {("weights", 1.0, 0.1)},
+        "memorizing": {("gate", 3.0, 0.0), ("memory", 2.0, 0.0), ("weights", 1.0, 0.1)},
+        "infini_attention": {("beta", 0.01, 0.0), ("weights", 1.0, 0.1)},
+        "gated_attention": {("memory", 2.0, 0.1), ("memory", 2.0, 0.0), ("weights", 1.0, 0.1)},
     }
     for method, groups in expected.items():
         found = parameter_groups(make_model("llama_gqa", method=method), rates)
