@@ -26,11 +26,12 @@ from cacheformers.evaluation.longbench.predictions import PredictionError, Predi
 from cacheformers.evaluation.longbench.records import Record, load_records, records_identity
 from cacheformers.evaluation.longbench.report import joint_table, load_result, make_result
 from cacheformers.evaluation.longbench.retrieval import make_retriever
-from cacheformers.evaluation.longbench.run import batches, check_prompts, make_state, predict
+from cacheformers.evaluation.longbench.run import batches, check_prompts, predict
 from cacheformers.evaluation.longbench.scores import task_scores
 from cacheformers.evaluation.longbench.settings import adapter_identity, method_settings
 from cacheformers.evaluation.longbench.tasks import chosen_tasks
 from cacheformers.evaluation.longbench.templates import load_templates
+from cacheformers.evaluation.processes import make_state
 from cacheformers.training.base_model import ModelOptions, base_config, base_folder, load_tokenizer
 from cacheformers.training.checkpoints import write_text
 from cacheformers.training.environment import environment

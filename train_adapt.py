@@ -28,6 +28,7 @@ from cacheformers.evaluation.perplexity import HeldOut, held_out
 from cacheformers.evaluation.plots import save_plots
 from cacheformers.evaluation.run import scores
 from cacheformers.evaluation.tables import print_runs
+from cacheformers.hub.card import earlier_card, renewed
 from cacheformers.training.adapter import Adaptation, adapter_config
 from cacheformers.training.base_model import StartOptions, base_config
 from cacheformers.training.checkpoints import CheckpointError, Checkpoints, write_text
@@ -273,7 +274,7 @@ def finish(plan: Plan, run: TrainingRun, arguments: list[str]) -> None:
     """Save what was trained, evaluate it, and write down what came out."""
     options, accelerator, history = plan.options, run.accelerator, run.history
     output = Path(options.train.output)
-    weights = trained_state(run.trained)
+    weights, earlier = trained_state(run.trained), earlier_card(output)
     if accelerator.is_main_process:
         save_trained(output, run.trained, weights)
         plan.tokenizer.save_pretrained(output)
@@ -290,7 +291,7 @@ def finish(plan: Plan, run: TrainingRun, arguments: list[str]) -> None:
     }
     write_text(output / "train_result.json", json.dumps(result, indent=1) + "\n")
     card = adapter_card(result) if plan.subject.base else scratch_card(result, output)
-    write_text(output / "README.md", card)
+    write_text(output / "README.md", renewed(card, earlier))
     print(
         f"\n{history.steps} steps, {history.seconds / history.steps:.2f} s a step; mean loss of the last 20: "
         f"{mean(history.losses[-20:]):.4f}"

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from cacheformers.cli.model import own_base
 from cacheformers.evaluation.readers import unfinished
 from cacheformers.modeling.attach import active_options, find_decoder, new_memory, unwrap
 from cacheformers.training.lanes import IGNORED
@@ -62,7 +61,7 @@ class MemoryLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         if not str(batch_size).isdigit():
             raise ValueError(f"--batch_size {batch_size}: how much fits depends on the texts' lengths. Give a number.")
         if peft is None and find_adapter_config_file(pretrained) is not None:
-            pretrained, peft = own_base(pretrained), pretrained
+            pretrained, peft = PeftConfig.from_pretrained(pretrained).base_model_name_or_path or "", pretrained
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(pretrained, "causal", peft=peft, batch_size=batch_size, device=device, **options)
         if active_options(find_decoder(unwrap(self.model))) is None:

@@ -50,7 +50,8 @@ def scratch_card(result: dict[str, Any], folder: Path) -> str:
     """
     card, train, scratch = saved_card(folder), result["options"]["train"], result["options"]["scratch"]
     used = [name for name in train if name not in (*ELSEWHERE, *OF_ADAPTERS)]
-    rates = f"{scratch['rate']:g}, gates {scratch['rate'] * train['gate_factor']:g}"
+    gates = f", gates {scratch['rate'] * train['gate_factor']:g}" if "cache_size" in card.settings else ""
+    rates = f"{scratch['rate']:g}{gates}"
     return replace(
         card,
         settings={**card.settings, **{name: train[name] for name in used}, "precision": scratch["precision"]},
@@ -58,7 +59,7 @@ def scratch_card(result: dict[str, Any], folder: Path) -> str:
         trained=trained(result, rates),
         measured=measured(result),
         summary=f"Trained from scratch: {result['trained_parameters']:,} parameters. {card.summary}",
-        limits=tuple(limits(result, card.method is not None)),
+        limits=tuple(limits(result, "cache_size" in card.settings)),
     ).text()
 
 

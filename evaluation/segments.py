@@ -144,7 +144,8 @@ def run(given: argparse.Namespace) -> None:
     for name, value, count in (("layer", given.layer, len(model.model.layers)), ("head", given.head, options.kv_heads)):
         if not 0 <= value < count:
             raise ValueError(f"--{name} must be from 0 to {count - 1}, got {value}.")
-    ids = token_ids(given.model, model.config.vocab_size, given.text.read_text(encoding="utf-8"))[:, : given.tokens]
+    ids = token_ids(given.model, model.config.vocab_size, given.text.read_text(encoding="utf-8"))
+    ids = ids[:, : max(given.tokens, 0)]
     if not ids.numel():
         raise ValueError(f"There is nothing to read: {given.text} is empty, or --tokens is not positive.")
     layers = retrieved(model, ids)

@@ -24,11 +24,11 @@ from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import PretrainedConfig
 
-from cacheformers.adapters import METHODS as MEMORY_TYPES
-from cacheformers.evaluation.longbench.run import make_state
 from cacheformers.evaluation.perplexity import HeldOut, Losses, token_nats
 from cacheformers.evaluation.plots import by_position
+from cacheformers.evaluation.processes import make_state
 from cacheformers.evaluation.readers import Remembering
+from cacheformers.evaluation.remembering import memory_config
 from cacheformers.evaluation.run import Measure, Run
 from cacheformers.evaluation.tables import between, table
 from cacheformers.evaluation.texts import Text, read_texts
@@ -117,11 +117,11 @@ def main(arguments: list[str] | None = None) -> None:
         windows = check(options, model.base, config, adapter)
         texts = read_texts(options.texts, tokenizer, options.text_field, options.bos, options.documents, options.tokens)
         Path(options.output).mkdir(parents=True, exist_ok=True)
+        loaded: nn.Module = load_base(model, state.device)[0]
+        if options.adapter is not None:
+            loaded = PeftModel.from_pretrained(loaded, options.adapter)
     except (OSError, ValueError, ImportError) as error:
         parser.error(str(error))
-    loaded: nn.Module = load_base(model, state.device)[0]
-    if options.adapter is not None:
-        loaded = PeftModel.from_pretrained(loaded, options.adapter)
     try:
         losses = read(loaded, texts, windows, options.rows, options.mode.capitalize())
     except FloatingPointError as error:
@@ -139,8 +139,7 @@ def check(
     Raises:
         ValueError: this model cannot read so.
     """
-    built_in = type(config).__module__.startswith("cacheformers.")
-    remembers = built_in or (adapter is not None and adapter.peft_type in MEMORY_TYPES)
+    remembers = memory_config(config, adapter) is not None
     if options.mode == "memory":
         if not remembers:
             raise ValueError("The mode memory takes a model with a memory: give an --adapter that has one.")

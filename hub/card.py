@@ -171,10 +171,19 @@ def saved_card(folder: Path, base_model: str | None = None) -> Card:
 
 def refresh_card(folder: Path) -> None:
     """Write the card of what lies in a folder, unless a person wrote the one that is there."""
-    path = folder / CARD
-    old = ModelCard.load(path) if path.exists() else None
+    old = earlier_card(folder)
     if old is None or is_generated(old.content):
-        path.write_text(merged(saved_card(folder).text(), old), encoding="utf-8")
+        (folder / CARD).write_text(renewed(saved_card(folder).text(), old), encoding="utf-8")
+
+
+def earlier_card(folder: Path) -> ModelCard | None:
+    """The card that lies in a folder."""
+    return ModelCard.load(folder / CARD) if (folder / CARD).exists() else None
+
+
+def renewed(card: str, old: ModelCard | None) -> str:
+    """A generated card in place of an older one: a person's own stays as it is, and of others what is known besides."""
+    return merged(card, old) if old is None or is_generated(old.content) else old.content
 
 
 def is_generated(card: str) -> bool:

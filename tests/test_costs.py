@@ -74,6 +74,7 @@ def test_parameters_of_the_recipes_configurations():
     assert counts["segment"] == counts["sliding"] == 5_795_072
     assert counts["memorizing"] == counts["segment"] + 2 * 4  # a gate and a scale a head, in one layer
     assert abs(counts["neurocache"] / counts["segment"] - 1) < 0.003
-    assert round(parameters("neurocache_184m") / 1e6) == 184
+    for name in counts:
+        assert round(parameters(f"{name}_184m") / 1e6) == 184
     paper = json.loads((CONFIGS / "neurocache_184m.json").read_text())
     assert paper["text_config"]["num_hidden_layers"] == 12 and paper["segment_tokens"] == 1024

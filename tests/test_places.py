@@ -95,7 +95,7 @@ def test_two_processes_equal_one(folder, sharding):
     assert largest_difference(folder / "adapter", folder / "alone") <= 1e-4  # of steps of 1e-2
     one, two = (json.loads((folder / name / "train_result.json").read_text()) for name in ("alone", "adapter"))
     assert one["tokens"] == two["tokens"] > 12 * 2 * 16
-    assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
 
 
 def test_identity_knows_places(tokenizer):

@@ -12,7 +12,8 @@ import torch
 from accelerate.state import AcceleratorState
 from recipe import Recipe, make_text, run
 from safetensors.torch import load_file
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from test_resume import AT_FILES
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from cacheformers import train_adapt
 from cacheformers.evaluation.perplexity import held_out, token_nats
@@ -99,19 +100,8 @@ def test_autocast_keeps_weights_in_float32(folder, model):
     assert half != whole and half == pytest.approx(whole, rel=1e-2)
 
 
+EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
 SETTINGS = ("--lanes=4", "--accumulation=2", "--steps=8", "--checkpoint_every=2", "--log_every=3", "--gate_factor=5")
-# The process kills itself just before its `moment`-th change in the checkpoints' folder.
-AT_FILES = """
-import os, signal
-touched = 0
-def watch(event, facts):
-    global touched
-    if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir") and "checkpoints" in str(facts[0]):
-        touched += 1
-        if touched == {moment}:
-            os.kill(os.getpid(), signal.SIGKILL)
-sys.addaudithook(watch)
-"""
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
@@ -140,7 +130,7 @@ def test_a_stopped_run_goes_on_bit_by_bit(documents, model, optimizer):
 def test_a_killed_run_goes_on(documents, moment):
     train_adapt.main(arguments(documents, "neurocache", *SETTINGS, output="whole"))
     given = arguments(documents, "neurocache", *SETTINGS)
-    killed = Recipe(given, documents / "killed.log", before=AT_FILES.format(moment=moment))
+    killed = Recipe(given, documents / "killed.log", before=AT_FILES.format(rank=0, moment=moment, events=EVENTS))
     assert killed.wait() == [-9], killed.output()
     assert not (documents / "model" / "config.json").exists()
     run([*given, "--resume"], documents / "resumed.log")
@@ -265,21 +255,3 @@ def test_a_tokenizer_is_learnt_and_used(folder, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             recipe.main([str(folder / f"{name}.jsonl"), f"--output={made}", f"--vocab={vocabulary}"])
         assert message in capsys.readouterr().err
-
-
-# The recipes' configurations
-
-
-@pytest.mark.parametrize("arm", ["segment", "sliding", "memorizing", "neurocache"])
-def test_the_arms_have_as_many_parameters(arm):
-    """Within half a per cent of a plain decoder's; memories are paid for by narrower feed-forward blocks."""
-    kinds = {"segment": "windowed", "sliding": "windowed"}
-    if kinds.get(arm, arm) not in CONFIG_MAPPING:
-        pytest.skip(f"{kinds.get(arm, arm)} is not there")
-    config = AutoConfig.for_model(**json.loads((CONFIG_FILES / f"books_{arm}.json").read_text()))
-    plain = json.loads((CONFIG_FILES / "books_segment.json").read_text())["text_config"]
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-        same = AutoModelForCausalLM.from_config(AutoConfig.for_model(**plain))
-    assert config.options().window.segment_tokens == 512
-    assert model.num_parameters() == pytest.approx(same.num_parameters(), rel=5e-3)

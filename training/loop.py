@@ -150,7 +150,8 @@ def step(run: TrainingRun, stopping: Stopping) -> tuple[float, bool]:
         with contextlib.nullcontext() if last else accelerator.no_sync(run.model):
             losses = read_segment(run.model, group, batch, accelerator.device)
             # Gradients are averaged over processes; the loss is a mean over the tokens of all.
-            accelerator.backward(losses.sum() * (accelerator.num_processes / targets))
+            objective = losses.sum() * (accelerator.num_processes / targets)
+            accelerator.backward(objective + own_loss(group) / len(run.groups))
         rows = losses.detach().sum(1).tolist()
         nats += sum(rows)
         suspects += [document for document, row in zip(batch.documents, rows, strict=True) if not math.isfinite(row)]
@@ -166,6 +167,12 @@ def step(run: TrainingRun, stopping: Stopping) -> tuple[float, bool]:
     run.release_documents()
     run.history.losses.append(all_nats / targets)
     return float(norm), bool(stop)
+
+
+def own_loss(group: Group) -> torch.Tensor | float:
+    """What a method adds to the loss (the gates of gated attention), with its weights in it."""
+    loss: torch.Tensor | None = None if group.memory is None else getattr(group.memory.state, "loss", None)
+    return 0.0 if loss is None else loss
 
 
 def next_batches(run: TrainingRun) -> tuple[list[Step], float]:

@@ -33,7 +33,7 @@ class ScratchOptions:
     model_config: str | None = option(
         None,
         help="The new model: a config.json with its model_type, sizes and, where it has one, its memory's options. "
-        "Besides this package's models any plain decoder will do, such as llama: it reads segment by segment without a "
+        "This package's models (CacheFormer not yet), or a plain decoder such as llama, which reads segments without a "
         "memory ('segment_tokens' in the file; default: max_position_embeddings). Token ids, and the vocabulary's size "
         "if the file does not say, come from the tokenizer.",
     )
@@ -189,7 +189,7 @@ def config_class(model_type: str) -> type[PretrainedConfig]:
 def check_fields(path: Path, given: dict[str, Any], config: PretrainedConfig) -> None:
     """Refuse what transformers would keep without using it."""
     known = {field.name for field in fields(type(config))} | {"model_type", "segment_tokens", "auto_map"}
-    unknown = next((name for name in given if name not in known), None)
+    unknown = next((name for name in given if name not in known and not name.startswith("_")), None)
     if unknown is not None:
         near = difflib.get_close_matches(unknown, known, n=1)
         hint = f": did you mean {near[0]!r}?" if near else "."

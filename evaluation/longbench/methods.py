@@ -11,12 +11,12 @@ from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from cacheformers.adapters import METHODS as MEMORY_TYPES
 from cacheformers.evaluation.longbench.options import LongBenchOptions
 from cacheformers.evaluation.longbench.prompts import Encoded, after_context, cut_middle, encode, fill, in_chat
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.retrieval import Retriever, check_retriever, retrieved
 from cacheformers.evaluation.longbench.tasks import MAX_LENGTHS, TASKS, Task
+from cacheformers.evaluation.remembering import memory_config
 from cacheformers.training.base_model import ModelOptions, base_config, load_base
 
 
@@ -59,8 +59,8 @@ def make_method(
     Raises:
         ImportError, OSError, ValueError: it is not possible with this base model, this adapter or these options.
     """
-    has_memory = adapter is not None and adapter.peft_type in MEMORY_TYPES
-    built_in = type(config).__module__.startswith("cacheformers.")
+    memory = memory_config(config, adapter)
+    has_memory, built_in = memory is not None and memory is adapter, memory is config
     model = Path(base).name
     if name == "memory":
         if not has_memory and not built_in:

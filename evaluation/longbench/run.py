@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,18 +17,9 @@ from cacheformers.evaluation.longbench.methods import PromptMaker
 from cacheformers.evaluation.longbench.predictions import Predictions, prediction_line
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.tasks import TASKS
+from cacheformers.evaluation.processes import peak_bytes
 
 Batch = list[Record]
-
-
-def make_state(device: str) -> PartialState:
-    """However many processes the launcher has started, each with a device of its own."""
-    state = PartialState(
-        cpu=device == "cpu" or not torch.accelerator.is_available(),
-        timeout=timedelta(days=7),  # those that are done first wait for the others
-    )
-    state.wait_for_everyone()  # so that a process that finds an error and leaves was there when others joined
-    return state
 
 
 def batches(records: dict[str, list[Record]], rows: int) -> list[Batch]:
@@ -121,11 +110,3 @@ def answered(
                 for record, prompt, row in zip(batch, prompts, rows, strict=True)
             ],
         )
-
-
-def peak_bytes(model: nn.Module) -> int:
-    """The most memory so far: of the GPU, or of the process on a CPU."""
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -18,14 +18,15 @@ from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel
 
 from cacheformers.evaluation.longbench.predictions import PredictionError, Predictions
-from cacheformers.evaluation.longbench.run import make_state
 from cacheformers.evaluation.longbench.settings import adapter_identity
 from cacheformers.evaluation.passkey.filler import load_filler
 from cacheformers.evaluation.passkey.options import PasskeyOptions
 from cacheformers.evaluation.passkey.prompts import Case, PromptMaker, make_cases
 from cacheformers.evaluation.passkey.report import make_result, save_heat_map, table
-from cacheformers.evaluation.passkey.run import answer_cases, check_cases, memory_config
+from cacheformers.evaluation.passkey.run import answer_cases, check_cases
 from cacheformers.evaluation.passkey.wordings import NEEDLES
+from cacheformers.evaluation.processes import make_state
+from cacheformers.evaluation.remembering import memory_config
 from cacheformers.training.base_model import (
     ModelOptions,
     base_config,
@@ -85,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     failure = ""
     try:
         evaluate(plan, arguments)
-    except (PredictionError, OSError) as error:
+    except (PredictionError, OSError, ValueError, ImportError) as error:
         failure = str(error)
     plan.state.destroy_process_group()
     if failure:

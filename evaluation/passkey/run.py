@@ -8,25 +8,16 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from peft import PeftConfig
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import PretrainedConfig
 
-from cacheformers.adapters import METHODS as MEMORY_TYPES
 from cacheformers.evaluation.longbench.answers import answer
 from cacheformers.evaluation.longbench.predictions import Predictions
-from cacheformers.evaluation.longbench.run import peak_bytes
 from cacheformers.evaluation.longbench.tasks import SYNTHETIC, Task
 from cacheformers.evaluation.passkey.options import PasskeyOptions
 from cacheformers.evaluation.passkey.prompts import Case, PromptMaker
-
-
-def memory_config(base: PretrainedConfig, adapter: PeftConfig | None) -> Any:
-    """The configuration that has the memory's options; None if there is no memory."""
-    if adapter is not None and adapter.peft_type in MEMORY_TYPES:
-        return adapter
-    return base if type(base).__module__.startswith("cacheformers.") else None
+from cacheformers.evaluation.processes import peak_bytes
 
 
 def check_cases(
@@ -35,7 +26,7 @@ def check_cases(
     """Raise ValueError if a prompt is too short for its needle, or too long for the model.
 
     Args:
-        memory: see `memory_config`.
+        memory: see `remembering.memory_config`.
     """
     size = getattr(memory, "cache_size", None)
     if size is None and (options.cache_size is not None or options.forget):
