@@ -1,58 +1,48 @@
-"""Adapt a pretrained model to read with a memory: train an adapter on long documents.
+"""Train a model to read with a memory, on long documents: an adapter on a pretrained model, or all of a new one.
 
 python train_adapt.py recipes/smollm2_books.yaml
 python train_adapt.py recipes/smollm2_books.yaml --method lora --output runs/books_lora --steps 50
 torchrun --nproc_per_node 8 train_adapt.py recipes/mistral_7b_longpile.yaml --resume
+python train_adapt.py recipes/scratch_books.yaml --model_config recipes/model_configs/books_neurocache.json
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 import cacheformers
-from cacheformers.evaluation.adapter import check_controls, evaluate_adapter
-from cacheformers.evaluation.model_card import model_card
+from cacheformers.evaluation.model import check_controls, evaluate_model
+from cacheformers.evaluation.model_card import adapter_card, scratch_card
 from cacheformers.evaluation.options import EvalOptions
 from cacheformers.evaluation.perplexity import HeldOut, held_out
 from cacheformers.evaluation.plots import save_plots
 from cacheformers.evaluation.run import scores
 from cacheformers.evaluation.tables import print_runs
-from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
-from cacheformers.training.adapter import adapter_config, start_memory
-from cacheformers.training.base_model import (
-    ModelOptions,
-    base_config,
-    base_folder,
-    base_identity,
-    check_attention,
-    check_quantization,
-    load_base,
-    load_tokenizer,
-)
+from cacheformers.training.adapter import Adaptation, adapter_config
+from cacheformers.training.base_model import StartOptions, base_config
 from cacheformers.training.checkpoints import CheckpointError, Checkpoints, write_text
 from cacheformers.training.documents import DataOptions, DocumentRow, Documents, open_documents
 from cacheformers.training.environment import environment
 from cacheformers.training.estimate import Estimate, estimate
-from cacheformers.training.gguf_base import is_gguf
 from cacheformers.training.groups import make_groups
 from cacheformers.training.history import History
 from cacheformers.training.loop import ProcessLost, Stopped, TrainingRun, train
-from cacheformers.training.optim import Rates, make_optimizer, make_schedule, trained_parameters
+from cacheformers.training.optim import make_optimizer, make_schedule, trained_parameters
 from cacheformers.training.options import RecipeParser, method_options
 from cacheformers.training.processes import check_division, check_processes, make_accelerator, prepare, uses_deepspeed
 from cacheformers.training.publishing import HubOptions, check_hub, publish
-from cacheformers.training.run_state import inner, save_adapter, trained_state
+from cacheformers.training.run_state import inner, save_trained, trained_state
+from cacheformers.training.scratch import Scratch, ScratchOptions, check_given
 from cacheformers.training.settings import (
     RunOptions,
     TrainOptions,
@@ -61,6 +51,7 @@ from cacheformers.training.settings import (
     check_train_options,
     resumed_settings,
 )
+from cacheformers.training.subject import Subject, Trained
 
 # New adapters are not trained with the published package's errors.
 MemoryOptions: Any = method_options(cacheformers.NeurocacheAdapterConfig, without=("compatibility",))
@@ -70,12 +61,13 @@ MemoryOptions: Any = method_options(cacheformers.NeurocacheAdapterConfig, withou
 class Options:
     """A recipe: its options by topic."""
 
-    model: ModelOptions
+    model: StartOptions
     data: DataOptions
     train: TrainOptions
     run: RunOptions
     evaluation: EvalOptions
     hub: HubOptions
+    scratch: ScratchOptions
     memory: Any  # MemoryOptions
 
 
@@ -84,14 +76,13 @@ class Plan:
     """A checked recipe: everything that it needs but the model's weights.
 
     Attributes:
-        adapter, memory: what is trained, and the memory's options on this base.
+        subject: what is trained.
         settings: what a run that goes on from this one's checkpoints must share.
         resumed: the checkpoint to go on from.
     """
 
     options: Options
-    adapter: LoraConfig
-    memory: NeurocacheOptions
+    subject: Subject
     accelerator: Accelerator
     tokenizer: PreTrainedTokenizerBase
     documents: DocumentRow
@@ -107,6 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = make_parser()
     options = Options(*parser.parse(arguments))
     try:
+        check_given(options.model.init, parser.given, [field.name for field in fields(MemoryOptions)])
         if options.run.estimate:
             print(estimated(options).table())
             return
@@ -136,8 +128,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def make_parser() -> RecipeParser:
-    kinds = [ModelOptions, DataOptions, TrainOptions, RunOptions, EvalOptions, HubOptions, MemoryOptions]
-    return RecipeParser(kinds, (__doc__ or "").splitlines()[0])
+    kinds = [StartOptions, DataOptions, TrainOptions, RunOptions, EvalOptions, HubOptions, ScratchOptions]
+    return RecipeParser([*kinds, MemoryOptions], (__doc__ or "").splitlines()[0])
 
 
 def make_plan(options: Options) -> Plan:
@@ -147,31 +139,25 @@ def make_plan(options: Options) -> Plan:
         OSError, ValueError, ImportError, CheckpointError: something is; says what to do.
     """
     check_train_options(options.train, options.run)
-    check_quantization(options.model.quantize)
-    check_attention(options.model.attn_implementation)
     check_output(options.train.output, options.run)
-    base = base_config(options.model.base)
-    adapter, memory = adapter_config(base, options.train, options.memory)
-    accelerator = make_accelerator(options.model.device, options.train.output, options.run)
+    subject = make_subject(options)
+    accelerator = make_accelerator(
+        options.model.device, options.train.output, options.run, precision=options.scratch.precision
+    )
     check_processes(accelerator, options.train, options.run.sharding, options.model.quantize)
-    if is_gguf(options.model.base):
-        with accelerator.main_process_first():  # it is converted once
-            base_folder(options.model.base)
-    tokenizer = load_tokenizer(options.model.base)
+    tokenizer = subject.tokenizer(accelerator)
     documents = open_documents(options.data.train, tokenizer, options.data)
-    documents.check(memory.segment_tokens)
+    documents.check(subject.memory.segment_tokens)
     valid = valid_documents(options, tokenizer)
     if valid:
-        check_controls(valid, options.evaluation, memory)
+        check_controls(valid, options.evaluation, subject.memory)
     settings = resumed_settings(
-        options.model,
         options.data,
         options.train,
-        options.memory,
-        base=base_identity(base),
         documents=documents.identity(),
         processes=accelerator.num_processes,
         deepspeed=uses_deepspeed(accelerator),
+        **subject.settings(),
     )
     checkpoints = Checkpoints(Path(options.train.output) / "checkpoints", options.run.keep_checkpoints)
     resumed = checkpoints.newest() if options.run.resume else None
@@ -181,9 +167,16 @@ def make_plan(options: Options) -> Plan:
         raise ValueError(
             f"All checkpoints in {checkpoints.folder} are damaged: look why, or start anew with --overwrite."
         )
-    check_hub(options.hub, options.model.base)  # in every process: they all stop, or none
+    check_hub(options.hub, subject.base)  # in every process: they all stop, or none
     checkpoints.claim()
-    return Plan(options, adapter, memory, accelerator, tokenizer, documents, valid, checkpoints, settings, resumed)
+    return Plan(options, subject, accelerator, tokenizer, documents, valid, checkpoints, settings, resumed)
+
+
+def make_subject(options: Options) -> Subject:
+    """What is trained: an adapter, or a whole model."""
+    if options.model.init == "scratch":
+        return Scratch(options.model, options.train, options.scratch)
+    return Adaptation(options.model, options.train, options.memory)
 
 
 def valid_documents(options: Options, tokenizer: PreTrainedTokenizerBase) -> list[HeldOut]:
@@ -222,50 +215,40 @@ def estimated(options: Options) -> Estimate:
     )
 
 
-def load_model(plan: Plan) -> PeftModel:
-    """The base with a new adapter, in training mode; the same in every process."""
-    base, _ = load_base(plan.options.model, plan.accelerator.device)
-    torch.manual_seed(plan.options.train.seed)
-    model: PeftModel = get_peft_model(base, plan.adapter)
-    if plan.options.train.activation_checkpointing:
-        base.activation_checkpointing_enable({"use_reentrant": False})
-        base.disable_input_require_grads()  # transformers asks for them; frozen layers below need no gradients
-    if plan.options.train.method != "lora" and plan.options.train.memory_start == "states" and plan.resumed is None:
-        plan.accelerator.print(f"Reading {plan.options.train.start_segments} segments to start the memory from.")
-        start_memory(model, plan.documents, plan.memory.segment_tokens, plan.options.train)
+def load_model(plan: Plan) -> Trained:
+    """The model as it starts, in training mode; the same in every process."""
+    model = plan.subject.make(plan.accelerator, plan.documents, resumed=plan.resumed is not None)
     model.train()  # memories that begin now keep what training needs
     return model
 
 
-def make_run(plan: Plan, model: PeftModel) -> TrainingRun:
+def make_run(plan: Plan, model: Trained) -> TrainingRun:
     """The run at its first step, or as the checkpoint has it."""
-    options, accelerator = plan.options.train, plan.accelerator
+    options, accelerator, subject = plan.options.train, plan.accelerator, plan.subject
     trained = sum(parameter.numel() for parameter in trained_parameters(model))
     accelerator.print(
-        f"{options.method} on {plan.options.model.base}: {trained:,} parameters to train, {plan.documents}, "
-        f"{options.lanes} lane(s) of {plan.memory.segment_tokens} tokens, {options.steps} steps, "
+        f"{subject.title}: {trained:,} parameters to train, {plan.documents}, "
+        f"{options.lanes} lane(s) of {subject.memory.segment_tokens} tokens, {options.steps} steps, "
         f"{accelerator.num_processes} process(es)"
     )
-    gate_rate = options.memory_rate * options.gate_factor
-    rates = Rates(options.lora_rate, options.memory_rate, gate_rate, options.weight_decay)
 
     def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-        return make_optimizer(model, rates, options.optimizer)
+        return make_optimizer(model, subject.rates, options.optimizer)
 
     wrapped, optimizer = prepare(accelerator, model, optimizer_of, plan.options.run.sharding, options)
     torch.manual_seed(options.seed + accelerator.process_index)  # dropout differs between processes
     run = TrainingRun(
         accelerator=accelerator,
         model=wrapped,
-        adapter=model,
+        trained=model,
         optimizer=optimizer,
         groups=make_groups(
             model,
             plan.documents,
             lanes=options.lanes,
-            tokens=plan.memory.segment_tokens * options.backprop_segments,
+            tokens=subject.memory.segment_tokens * options.backprop_segments,
             seed=options.seed,
-            remembers=options.method != "lora",
+            remembers=subject.remembers,
             groups=options.accumulation,
             process=accelerator.process_index,
             processes=accelerator.num_processes,
@@ -286,14 +269,14 @@ def make_run(plan: Plan, model: PeftModel) -> TrainingRun:
 
 
 def finish(plan: Plan, run: TrainingRun, arguments: list[str]) -> None:
-    """Save the adapter, evaluate it, and write down what came out."""
+    """Save what was trained, evaluate it, and write down what came out."""
     options, accelerator, history = plan.options, run.accelerator, run.history
     output = Path(options.train.output)
-    weights = trained_state(run.adapter)
+    weights = trained_state(run.trained)
     if accelerator.is_main_process:
-        save_adapter(output, run.adapter, weights)
+        save_trained(output, run.trained, weights)
         plan.tokenizer.save_pretrained(output)
-    runs = evaluate_adapter(run.adapter, plan.valid, options.evaluation, plan.memory) if plan.valid else {}
+    runs = evaluate_model(run.trained, plan.valid, options.evaluation, plan.subject.memory) if plan.valid else {}
     if not accelerator.is_main_process:
         return
     result = {
@@ -305,7 +288,8 @@ def finish(plan: Plan, run: TrainingRun, arguments: list[str]) -> None:
         "scores": scores(runs) if runs else {},
     }
     write_text(output / "train_result.json", json.dumps(result, indent=1) + "\n")
-    write_text(output / "README.md", model_card(result))
+    card = adapter_card(result) if plan.subject.base else scratch_card(result, output)
+    write_text(output / "README.md", card)
     print(
         f"\n{history.steps} steps, {history.seconds / history.steps:.2f} s a step; mean loss of the last 20: "
         f"{mean(history.losses[-20:]):.4f}"
@@ -314,7 +298,7 @@ def finish(plan: Plan, run: TrainingRun, arguments: list[str]) -> None:
         print_runs(runs)
     if options.evaluation.plots:
         save_plots(output, runs, history.losses)
-    print(f"\nAdapter, model card (README.md), train_result.json and plots are in {output}")
+    print(f"\nWeights, model card (README.md), train_result.json and plots are in {output}")
     if options.hub.push_to_hub is not None:
         print(f"Pushed: {publish(output, options.hub)}")
 

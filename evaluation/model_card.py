@@ -1,18 +1,20 @@
-"""The model card of an adapter, from what its run wrote down."""
+"""The model card of an adapter or a model from scratch, from what its run wrote down."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cacheformers.evaluation.tables import between
-from cacheformers.hub.card import Card, cells
+from cacheformers.hub.card import Card, cells, saved_card
+from cacheformers.training.scratch import OF_ADAPTERS
 
 ELSEWHERE = ("output", "method")  # the card tells the method in other places; a folder's name tells nobody anything
 WITHOUT_MEMORY = ("r", "lora_alpha", "segment_tokens")
 
 
-def model_card(result: dict[str, Any]) -> str:
+def adapter_card(result: dict[str, Any]) -> str:
     """Markdown with the Hub's metadata: what was trained, how, what was measured, how to use it, what to beware of.
 
     Args:
@@ -28,12 +30,36 @@ def model_card(result: dict[str, Any]) -> str:
         base=options["hub"]["hub_base_model"] or options["model"]["base"],
         settings={**memory, **train},
         has_tokenizer=True,
-        trained=trained(result),
+        trained=trained(
+            result,
+            f"{options['train']['lora_rate']:g} (LoRA), {options['train']['memory_rate']:g} (memory), "
+            f"{options['train']['memory_rate'] * options['train']['gate_factor']:g} (gates)",
+        ),
         measured=measured(result),
         summary=f"{purpose}{result['trained_parameters']:,} trained parameters.",
         limits=tuple(limits(result, remembers)),
     )
     return card.text()
+
+
+def scratch_card(result: dict[str, Any], folder: Path) -> str:
+    """The same for a model that was trained from scratch.
+
+    Args:
+        folder: where it was saved, with its configuration.
+    """
+    card, train, scratch = saved_card(folder), result["options"]["train"], result["options"]["scratch"]
+    used = [name for name in train if name not in (*ELSEWHERE, *OF_ADAPTERS)]
+    rates = f"{scratch['rate']:g}, gates {scratch['rate'] * train['gate_factor']:g}"
+    return replace(
+        card,
+        settings={**card.settings, **{name: train[name] for name in used}, "precision": scratch["precision"]},
+        has_tokenizer=True,
+        trained=trained(result, rates),
+        measured=measured(result),
+        summary=f"Trained from scratch: {result['trained_parameters']:,} parameters. {card.summary}",
+        limits=tuple(limits(result, card.method is not None)),
+    ).text()
 
 
 def measured(result: dict[str, Any]) -> str:
@@ -62,7 +88,7 @@ def measured(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def trained(result: dict[str, Any]) -> str:
+def trained(result: dict[str, Any], rates: str) -> str:
     """Data, settings and the command."""
     options, environment = result["options"], result["environment"]
     train = options["train"]
@@ -73,9 +99,7 @@ def trained(result: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"{len(result['losses']):,} steps over {result['tokens']:,} tokens of {sources}, "
-            f"{train['lanes']} lane(s), {train['optimizer']}, rates {train['lora_rate']:g} (LoRA), "
-            f"{train['memory_rate']:g} (memory), "
-            f"{train['memory_rate'] * train['gate_factor']:g} (gates). Every option and every loss is in "
+            f"{train['lanes']} lane(s), {train['optimizer']}, rates {rates}. Every option and every loss is in "
             "`train_result.json`.\n",
             "```bash",
             f"python {' '.join(result['command'])}",

@@ -25,7 +25,9 @@ class EvalOptions:
     )
     valid_rows: int = option(1, help="Held-out documents that each process reads side by side: rows of a batch.")
     cache_sizes: list[int] | None = option(
-        None, help="Evaluate with so many entries; 0: memory off. Default: 0 and cache_size."
+        None,
+        help="Evaluate with so many entries; 0: memory off. Default: 0 and cache_size; for a model from scratch also "
+        "twice that.",
     )
     controls: list[str] | None = option(
         None,

@@ -31,6 +31,7 @@ UNRECORDED = (
     "measured below."
 )
 LOCAL_BASE = "The base was a local folder, which nobody else can load"
+INHERITED = "It inherits what its base gets wrong, and what its data lack."
 NAME_THE_BASE = (
     'push the base, then this again with its Hub id: `cacheformers.push_to_hub(..., base_model="owner/name")`, or '
     "`--hub_base_model owner/name` for `train_adapt.py`."
@@ -121,7 +122,8 @@ class Card:
     def all_limits(self) -> list[str]:
         known = METHODS[self.method].limits if self.method else ()
         local = [f"{LOCAL_BASE}: {NAME_THE_BASE}"] if self.base is not None and is_local(self.base) else []
-        return [*known, *local, *self.limits, "It inherits what its base gets wrong, and what its data lack."]
+        own = "It lacks what its data lack." if self.base is None else INHERITED
+        return [*known, *local, *self.limits, own]
 
     def licence(self) -> str:
         own = "That of the base model holds here too" if self.base else "See the metadata; without one, ask the owner"

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import cacheformers
-from cacheformers.evaluation.adapter import evaluate_adapter
+from cacheformers.evaluation.model import evaluate_model
 from cacheformers.evaluation.options import EvalOptions
 from cacheformers.evaluation.perplexity import HeldOut
 from cacheformers.modeling.attach import base_shape
@@ -61,7 +61,7 @@ def main(environment: dict[str, str], wrapper: str, skip_base: bool, file: Path)
 
 def losses_of(model: torch.nn.Module, chosen: list[HeldOut], skip_base: bool) -> dict[str, list[np.ndarray]]:
     options = EvalOptions(controls=["other_document", "shuffled", "longer_window"], valid_rows=2, skip_base=skip_base)
-    return {name: list(run.losses) for name, run in evaluate_adapter(model, chosen, options, memory_options()).items()}
+    return {name: list(run.losses) for name, run in evaluate_model(model, chosen, options, memory_options()).items()}
 
 
 def documents() -> list[HeldOut]:

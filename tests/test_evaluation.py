@@ -19,7 +19,7 @@ from torch import Tensor
 
 import cacheformers
 from cacheformers.evaluation import plots
-from cacheformers.evaluation.adapter import evaluate_adapter
+from cacheformers.evaluation.model import evaluate_model
 from cacheformers.evaluation.bootstrap import RESAMPLES, perplexity_interval
 from cacheformers.evaluation.controls import other_document, shuffled, window_of_equal_bytes
 from cacheformers.evaluation.options import EvalOptions
@@ -281,7 +281,7 @@ def wanted(**options: object) -> EvalOptions:
 
 def test_an_adapter_is_evaluated(make_model, capsys):
     model, chosen = make_model("llama_gqa", cache_size=100), documents(60, 45, 90)
-    runs = evaluate_adapter(model, chosen, wanted(cache_sizes=[0, 20, 100]), memory_options(model))
+    runs = evaluate_model(model, chosen, wanted(cache_sizes=[0, 20, 100]), memory_options(model))
     assert list(runs) == [
         *("base", "cache off", "cache 20", "cache 100", "other document", "shuffled", "longer window")
     ]
@@ -317,22 +317,22 @@ def test_lora_alone_is_evaluated(make_base, config_factory, opener):
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["up_proj"], task_type="CAUSAL_LM"))
     opener(model)
     chosen = documents(100, 45)
-    runs = evaluate_adapter(model, chosen, wanted(), memory)
+    runs = evaluate_model(model, chosen, wanted(), memory)
     assert list(runs) == ["base", "lora", "longer window"]
     for found, cut in zip(runs["longer window"].losses, token_nats(model, chosen, Forgetting(48), N), strict=True):
         np.testing.assert_allclose(found, cut, rtol=1e-6)
     assert runs["base"].perplexity != pytest.approx(runs["lora"].perplexity, rel=1e-3)
     note = "222 more tokens of self-attention take the bytes of 4,000 entries; cut to 48, which fit the base model's 64"
     assert runs["longer window"].note == f"{note} positions"
-    assert list(evaluate_adapter(model, documents(20), EvalOptions(skip_base=True), memory)) == ["lora"]
+    assert list(evaluate_model(model, documents(20), EvalOptions(skip_base=True), memory)) == ["lora"]
 
 
 def test_the_default_is_off_and_on(make_model):
     model = make_model("llama_gqa")
-    runs = evaluate_adapter(model, documents(40), EvalOptions(), memory_options(model))
+    runs = evaluate_model(model, documents(40), EvalOptions(), memory_options(model))
     assert list(runs) == ["base", "cache off", "cache 40"]
     with pytest.raises(ValueError, match="use skip_base"):
-        evaluate_adapter(unwrap(model), documents(40), EvalOptions(), memory_options(model))
+        evaluate_model(unwrap(model), documents(40), EvalOptions(), memory_options(model))
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_the_default_is_off_and_on(make_model):
 def test_controls_that_are_not_possible(make_model, options, adapter, message):
     model = make_model("llama_gqa", **adapter)
     with pytest.raises(ValueError, match=message):
-        evaluate_adapter(model, documents(40), EvalOptions(**options), memory_options(model))
+        evaluate_model(model, documents(40), EvalOptions(**options), memory_options(model))
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,7 @@ def test_documents_are_divided_evenly():
 def test_two_processes_find_what_one_finds(tmp_path, wrapper, skip_base):
     """DDP sends buffers at each forward and FSDP gathers weights: both wait for ever if a process makes fewer."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cacheformers.evaluation.adapter", "torch.distributed.fsdp"])
+    context.set_forkserver_preload(["cacheformers.evaluation.model", "torch.distributed.fsdp"])
     port, files = free_port(), [tmp_path / f"{rank}.pickle" for rank in range(2)]
     workers = [
         context.Process(target=evaluation_worker.main, args=(launched(rank, 2, port), wrapper, skip_base, file))

@@ -11,7 +11,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
 
 from cacheformers import train_adapt
-from cacheformers.evaluation.adapter import check_controls
+from cacheformers.evaluation.model import check_controls
 from cacheformers.evaluation.perplexity import HeldOut
 from cacheformers.training.adapter import adapter_config
 from cacheformers.training.base_model import base_config

@@ -28,7 +28,7 @@ from cacheformers import train_adapt
 from cacheformers.evaluation.perplexity import held_out, token_nats
 from cacheformers.evaluation.readers import Forgetting, Remembering
 from cacheformers.training.adapter import adapter_config
-from cacheformers.training.base_model import ModelOptions
+from cacheformers.training.base_model import StartOptions
 from cacheformers.training.documents import DataOptions, Documents
 from cacheformers.training.lanes import IGNORED, Lanes
 from cacheformers.training.loss import token_losses
@@ -144,14 +144,14 @@ def rates_from(optimizer: torch.optim.Optimizer, done: int) -> list[float]:
 def test_gates_memory_and_lora_have_their_own_rates(make_base, config_factory):
     model = get_peft_model(make_base("opt"), config_factory(hit_scores=True))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = parameter_groups(model, Rates(lora=1.0, memory=2.0, gate=60.0, weight_decay=0.1))
+    groups = parameter_groups(model, Rates(weights=1.0, memory=2.0, gate=60.0, weight_decay=0.1))
     seen = [names[id(parameter)] for group in groups for parameter in group["params"]]
     assert sorted(seen) == sorted(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     for group in groups:
         for name in (names[id(parameter)] for parameter in group["params"]):
             gate = "mem_gate" in name or "mem_scores" in name
-            kind = "gate" if gate else "memory" if "lora_mem_" in name else "lora"
-            assert group["lr"] == {"gate": 60.0, "memory": 2.0, "lora": 1.0}[kind]
+            kind = "gate" if gate else "memory" if "lora_mem_" in name else "weights"
+            assert group["lr"] == {"gate": 60.0, "memory": 2.0, "weights": 1.0}[kind]
             assert group["weight_decay"] == (0.0 if kind == "gate" or "mem_norm" in name else 0.1)
     rates = rates_from(make_optimizer(model, Rates(1.0, 2.0, 60.0)), done=0)
     assert rates[0] == 0 and max(rates) == rates[2] == 60.0 and rates[-1] < 5
@@ -426,13 +426,13 @@ def test_help_teaches(capsys):
 
 
 def test_what_a_resumed_run_must_share():
-    kinds = [ModelOptions, DataOptions, TrainOptions, train_adapt.MemoryOptions]
+    kinds = [StartOptions, DataOptions, TrainOptions, train_adapt.MemoryOptions]
     options = train_adapt.make_parser().parse(["--base=a", "--train=a", "--output=a"])
     chosen = [given for given in options if type(given) in kinds]
     assert len(chosen) == 4
     names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     here = resumed_settings(*chosen, processes=1)
-    assert here.keys() == names - {"base", "train", "output", "device"} | {"processes"}
+    assert here.keys() == names - {"base", "train", "output", "device", "init"} | {"processes"}
     for name in here:
         with pytest.raises(ValueError, match=rf"other settings: {name} \("):
             check_resumable(here, {**here, name: "another"}, "checkpoint")

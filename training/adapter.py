@@ -1,4 +1,4 @@
-"""The adapter that a recipe asks for, and what it starts from."""
+"""An adapter on a pretrained base: which one a recipe asks for, and what it starts from."""
 
 from __future__ import annotations
 
@@ -6,21 +6,86 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import broadcast
-from peft import LoraConfig, PeftModel
-from transformers import PretrainedConfig
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from cacheformers.adapters.config import NeurocacheAdapterConfig
 from cacheformers.adapters.start import start_from_states
 from cacheformers.modeling.attach import architecture, base_shape
 from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
+from cacheformers.training.base_model import (
+    StartOptions,
+    base_config,
+    base_folder,
+    base_identity,
+    check_attention,
+    check_quantization,
+    load_base,
+    load_tokenizer,
+)
 from cacheformers.training.documents import DocumentRow
+from cacheformers.training.gguf_base import is_gguf
 from cacheformers.training.lanes import Lanes
-from cacheformers.training.optim import trained_parameters
+from cacheformers.training.optim import Rates, trained_parameters
 from cacheformers.training.options import layer_map
-from cacheformers.training.settings import TrainOptions
+from cacheformers.training.settings import TrainOptions, resumed_settings
+from cacheformers.training.subject import Subject
 
 START_DOCUMENTS = 4  # whose beginnings are read for memory_start "states"
+
+
+class Adaptation(Subject):
+    """An adapter, and the base that it is trained on.
+
+    Args:
+        memory_options: the fields that `NeurocacheAdapterConfig` defines itself.
+
+    Raises:
+        OSError, ImportError: there is no such base; a package is missing.
+        ValueError: options that do not fit the base or each other.
+    """
+
+    def __init__(self, model: StartOptions, train: TrainOptions, memory_options: Any) -> None:
+        if not model.base:
+            raise ValueError(
+                "--base is needed: the pretrained model to adapt. (--init scratch trains one from scratch.)"
+            )
+        check_quantization(model.quantize)
+        check_attention(model.attn_implementation)
+        self.model, self.train, self.memory_options = model, train, memory_options
+        self.config = base_config(model.base)
+        self.adapter, self.memory = adapter_config(self.config, train, memory_options)
+        self.title, self.base = f"{train.method} on {model.base}", model.base
+        self.remembers = train.method != "lora"
+        gate_rate = train.memory_rate * train.gate_factor
+        self.rates = Rates(train.lora_rate, train.memory_rate, gate_rate, train.weight_decay)
+
+    def tokenizer(self, accelerator: Accelerator) -> PreTrainedTokenizerBase:
+        """The base's."""
+        if is_gguf(self.model.base):
+            with accelerator.main_process_first():  # it is converted once
+                base_folder(self.model.base)
+        return load_tokenizer(self.model.base)
+
+    def settings(self) -> dict[str, Any]:
+        """The options of base and memory, and what the base is."""
+        return resumed_settings(self.model, self.memory_options, base=base_identity(self.config))
+
+    def make(self, accelerator: Accelerator, documents: DocumentRow, resumed: bool) -> PeftModel:
+        """The base with a new adapter."""
+        train = self.train
+        base, _ = load_base(self.model, accelerator.device)
+        torch.manual_seed(train.seed)
+        model: PeftModel = get_peft_model(base, self.adapter)
+        if train.activation_checkpointing:
+            base.activation_checkpointing_enable({"use_reentrant": False})
+            base.disable_input_require_grads()  # transformers asks for them; frozen layers below need no gradients
+        if self.remembers and train.memory_start == "states" and not resumed:
+            accelerator.print(f"Reading {train.start_segments} segments to start the memory from.")
+            start_memory(model, documents, self.memory.segment_tokens, train)
+        return model
 
 
 def adapter_config(

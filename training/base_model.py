@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -47,7 +47,20 @@ class ModelOptions:
     )
 
 
+@dataclass
+class StartOptions(ModelOptions):
+    """What a run starts from."""
+
+    base: str = option("", help=f"{fields(ModelOptions)[0].metadata['help']} Needed with --init pretrained.")
+    init: Literal["pretrained", "scratch"] = option(
+        "pretrained",
+        help="'pretrained' trains an adapter on --base. 'scratch' trains every weight of a new model, which "
+        "--model_config describes.",
+    )
+
+
 ModelOptions._argument_group_name = "base model"  # type: ignore[attr-defined]
+StartOptions._argument_group_name = "the model that a run starts from"  # type: ignore[attr-defined]
 
 
 def load_base(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from peft import PeftModel
+from torch import nn
 
 from cacheformers.modeling.attach import new_memory
 from cacheformers.modeling.cache import MemoryCache
@@ -14,14 +14,14 @@ from cacheformers.training.lanes import Lanes
 
 @dataclass
 class Group:
-    """Lanes that go through the model together, and the memory of what they have read (None for LoRA alone)."""
+    """Lanes that go through the model together, and the memory of what they have read (None without a memory)."""
 
     lanes: Lanes
     memory: MemoryCache | None
 
 
 def make_groups(
-    model: PeftModel,
+    model: nn.Module,
     documents: DocumentRow,
     lanes: int,
     tokens: int,

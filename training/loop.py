@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from peft import PeftModel
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
@@ -37,6 +36,7 @@ from cacheformers.training.run_state import (
 )
 from cacheformers.training.statistics import gate_statistics, retrieval_statistics
 from cacheformers.training.stopping import Stopping
+from cacheformers.training.subject import Trained
 
 
 class Stopped(Exception):
@@ -52,13 +52,13 @@ class TrainingRun:
     """A run: the model as Accelerate prepared it, and everything that changes while it is trained.
 
     Attributes:
-        adapter: the model without Accelerate's wrapper.
+        trained: the model without Accelerate's wrapper.
         settings: what a run that goes on from this one's checkpoints must share.
     """
 
     accelerator: Accelerator
     model: nn.Module
-    adapter: PeftModel
+    trained: Trained
     optimizer: Any  # torch's, perhaps inside wrappers of Accelerate and DeepSpeed
     groups: list[Group]
     checkpoints: Checkpoints
@@ -69,12 +69,12 @@ class TrainingRun:
 
     def save(self) -> Path:
         """Write a checkpoint. Every process must call this."""
-        adapter, moments = trained_state(self.adapter), optimizer_state(self.adapter, self.optimizer)
+        weights, moments = trained_state(self.trained), optimizer_state(self.trained, self.optimizer)
         process = self.accelerator.process_index
 
         def write(folder: Path) -> None:
             if self.accelerator.is_main_process:
-                write_shared(folder, self.adapter, adapter, moments)
+                write_shared(folder, self.trained, weights, moments)
             write_own(folder, self.groups, self.optimizer, process)
 
         contents = {"settings": self.settings, "history": self.history.as_dict()}
@@ -82,7 +82,7 @@ class TrainingRun:
 
     def restore(self, path: Path) -> None:
         """Go on from a checkpoint. Every process must call this."""
-        restore_shared(path, self.adapter, self.optimizer)
+        restore_shared(path, self.trained, self.optimizer)
         restore_own(path, self.groups, self.optimizer, self.accelerator.process_index, self.accelerator.device)
         self.history = History(**self.checkpoints.load(path)["history"])
         self.release_documents()
@@ -232,7 +232,7 @@ def log(run: TrainingRun, entry: dict[str, Any]) -> None:
         "step": run.history.steps,
         "loss": run.history.losses[-1],
         **entry,
-        **gate_statistics(run.adapter),
+        **gate_statistics(run.trained),
         **retrieval_statistics(memories),
     }
     run.history.log.append(entry)

@@ -1,4 +1,4 @@
-"""The optimiser: gates, memory and LoRA each have their own rate."""
+"""The optimiser: gates, memory and all other weights each have their own rate."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Rates:
     """Learning rates and weight decay.
 
     Attributes:
-        lora: of LoRA's matrices, and of whatever else is trained.
+        weights: of whatever is outside the memory: LoRA's matrices, or all of a model.
         memory: of the memory's projections and norms.
         gate: of the gates, which start at zero and scale what the memory adds, so they must move much faster; and of
             what `hit_scores` adds.
         weight_decay: of matrices; gates, norms and biases have none.
     """
 
-    lora: float
+    weights: float
     memory: float
     gate: float
     weight_decay: float = 0.0
@@ -39,8 +39,7 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, object]]:
     groups: dict[tuple[str, float], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            gate = "lora_mem_gate" in name or "lora_mem_scores" in name
-            kind = "gate" if gate else "memory" if "lora_mem_" in name else "lora"
+            kind = kind_of(name)
             decay = rates.weight_decay if parameter.dim() > 1 and kind != "gate" else 0.0
             groups.setdefault((kind, decay), []).append(parameter)
     if not groups:
@@ -49,6 +48,14 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, object]]:
         {"name": kind, "params": parameters, "lr": getattr(rates, kind), "weight_decay": decay}
         for (kind, decay), parameters in groups.items()
     ]
+
+
+def kind_of(name: str) -> str:
+    """Which of the rates a parameter has, by its name in an adapter (`...memory.lora_mem_gate...`) or a model."""
+    _, inside, part = name.rpartition(".memory.")
+    if not inside:
+        return "weights"
+    return "gate" if part.removeprefix("lora_mem_").startswith(("gate", "scores")) else "memory"
 
 
 def make_optimizer(model: nn.Module, rates: Rates, name: str = "adamw") -> Optimizer:

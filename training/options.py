@@ -63,7 +63,13 @@ class Formatter(ArgumentDefaultsHelpFormatter):
 
 
 class RecipeParser(HfArgumentParser):
-    """Parses `[RECIPE.yaml] [--key value ...]`; what the command line says goes before what the file says."""
+    """Parses `[RECIPE.yaml] [--key value ...]`; what the command line says goes before what the file says.
+
+    Attributes:
+        given: names of the options that the last recipe and its command line set, whatever to.
+    """
+
+    given: set[str]
 
     def __init__(self, kinds: Sequence[Any], description: str) -> None:
         super().__init__(
@@ -80,6 +86,8 @@ class RecipeParser(HfArgumentParser):
         try:
             if given and not given[0].startswith("-"):
                 given = [*self.recipe_arguments(Path(given[0])), *given[1:]]
+            names = {word[2:].partition("=")[0].replace("-", "_") for word in given if word.startswith("--")}
+            self.given = names & set(self.known())
             *options, rest = self.parse_args_into_dataclasses(
                 given, return_remaining_strings=True, look_for_args_file=False
             )

@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, LoggerType, parse_flag_from_env
-from peft import PeftModel
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,8 +17,11 @@ from cacheformers.training.settings import RunOptions, TrainOptions
 from cacheformers.training.sharding import shard
 
 
-def make_accelerator(device: str, output: str, run: RunOptions) -> Accelerator:
+def make_accelerator(device: str, output: str, run: RunOptions, precision: str = "float32") -> Accelerator:
     """Accelerate, for however many processes the launcher has started.
+
+    Args:
+        precision: "bf16" for autocast of every forward; "float32" to compute as the weights are held.
 
     Raises:
         ValueError: a tracker that does not exist or is not installed.
@@ -32,7 +34,7 @@ def make_accelerator(device: str, output: str, run: RunOptions) -> Accelerator:
         # Without this, processes on a machine without accelerators would each believe that they are alone.
         cpu=device == "cpu" or not torch.accelerator.is_available(),
         # What `accelerate config` may have set: the recipe decides both.
-        mixed_precision="no",
+        mixed_precision="bf16" if precision == "bf16" else "no",
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         log_with=run.trackers,
         project_dir=str(Path(output) / "logs"),
@@ -86,7 +88,7 @@ def check_division(processes: int, train: TrainOptions, sharding: str, quantize:
 
 def prepare(
     accelerator: Accelerator,
-    model: PeftModel,
+    model: nn.Module,
     make: Callable[[nn.Module], Optimizer],
     sharding: str,
     train: TrainOptions,

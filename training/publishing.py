@@ -12,11 +12,11 @@ from cacheformers.training.options import option
 
 @dataclass
 class HubOptions:
-    """Where the adapter is pushed."""
+    """Where the result is pushed."""
 
     push_to_hub: str | None = option(
         None,
-        help="Hub repository, owner/name, for the adapter, its tokenizer, card and results. Created before training.",
+        help="Hub repository, owner/name, for the adapter or model, its tokenizer, card and results. Created before training.",
     )
     hub_private: bool = option(False, help="Create the repository as a private one.")
     hub_base_model: str | None = option(
@@ -27,7 +27,7 @@ class HubOptions:
 HubOptions._argument_group_name = "the Hub"  # type: ignore[attr-defined]
 
 
-def check_hub(options: HubOptions, base: str) -> None:
+def check_hub(options: HubOptions, base: str | None) -> None:
     """Find out before the training whether its result can be pushed, by creating the repository.
 
     Raises:
@@ -35,7 +35,7 @@ def check_hub(options: HubOptions, base: str) -> None:
     """
     if options.push_to_hub is None:
         return
-    if options.hub_base_model is None and is_local(base):
+    if base is not None and options.hub_base_model is None and is_local(base):
         raise ValueError(
             f"--push_to_hub: nobody else can load an adapter whose base is the local folder {base}. Name the base's "
             "Hub id: --hub_base_model owner/name (push the base first, if it is not there)."
@@ -58,6 +58,6 @@ def publish(folder: Path, options: HubOptions) -> str:
     except HubError as error:
         base = "" if options.hub_base_model is None else f", base_model={options.hub_base_model!r}"
         raise HubError(
-            f"{error}\nThe adapter is finished and lies in {folder}. To push it from Python: "
+            f"{error}\nThe result is finished and lies in {folder}. To push it from Python: "
             f"cacheformers.push_to_hub({str(folder)!r}, {options.push_to_hub!r}{base})"
         ) from error

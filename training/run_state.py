@@ -1,9 +1,10 @@
-"""What a run writes down to go on as if it had never stopped: adapter, optimiser, lanes, memories, random numbers."""
+"""What a run writes down to go on as if it had never stopped: weights, optimiser, lanes, memories, random numbers."""
 
 from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,15 +26,36 @@ from torch.optim import Optimizer
 from cacheformers.modeling.memories.base import joined, part
 from cacheformers.training.checkpoints import sync, write_tensors
 from cacheformers.training.groups import Group
+from cacheformers.training.subject import Trained
 from cacheformers.training.zero_state import find_zero, restore_zero_share, zero_share
 
-ADAPTER, OPTIMIZER = "adapter_model.safetensors", "optimizer.safetensors"
+OPTIMIZER = "optimizer.safetensors"
 
 # Whole tensors on the host, on the first process, whatever the model is divided into.
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
 
 
-def trained_state(model: PeftModel) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class SavedAs:
+    """The files of an adapter or a model.
+
+    Attributes:
+        weights: what is trained.
+        config: without it there is no adapter or model, so it is written last.
+    """
+
+    weights: str
+    config: str
+
+
+def saved_as(model: Trained) -> SavedAs:
+    """How `save_pretrained` calls a model's files."""
+    if isinstance(model, PeftModel):
+        return SavedAs("adapter_model.safetensors", "adapter_config.json")
+    return SavedAs("model.safetensors", "config.json")
+
+
+def trained_state(model: Trained) -> dict[str, Tensor]:
     """Everything trained, by name, on the first process; empty on the others. Every process must call this."""
     state = get_model_state_dict(model, options=WHOLE)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -41,7 +63,7 @@ def trained_state(model: PeftModel) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if name in trained}  # type: ignore[misc]
 
 
-def optimizer_state(model: PeftModel, optimizer: Any) -> dict[str, Tensor]:
+def optimizer_state(model: Trained, optimizer: Any) -> dict[str, Tensor]:
     """What the optimiser remembers, `parameter.key`, on the first process. Every process must call this."""
     if find_zero(optimizer) is not None:
         return {}
@@ -49,39 +71,41 @@ def optimizer_state(model: PeftModel, optimizer: Any) -> dict[str, Tensor]:
     return joined(**state.get("state", {}))
 
 
-def write_shared(folder: Path, model: PeftModel, adapter: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
-    """The first process's files: the adapter, as PEFT saves it, and the optimiser."""
-    model.save_pretrained(str(folder), state_dict=adapter)
+def write_shared(folder: Path, model: Trained, weights: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
+    """The first process's files: what is trained, as `save_pretrained` saves it, and the optimiser."""
+    model.save_pretrained(str(folder), state_dict=dict(weights))  # transformers empties it
     for path in folder.iterdir():
         sync(path)
     write_tensors(folder / OPTIMIZER, optimizer)
 
 
-def save_adapter(folder: Path, model: PeftModel, adapter: dict[str, Tensor]) -> None:
-    """Put a finished adapter into a folder; whatever happens meanwhile, no half of it ever stands there."""
+def save_trained(folder: Path, model: Trained, weights: dict[str, Tensor]) -> None:
+    """Put a finished adapter or model into a folder; whatever happens meanwhile, no half of it ever stands there."""
+    config = saved_as(model).config
     with TemporaryDirectory(dir=folder, prefix=".saving-") as draft:
-        model.save_pretrained(draft, state_dict=adapter)
-        # An earlier adapter's configuration goes first and the new one comes last: without it there is no adapter.
-        (folder / "adapter_config.json").unlink(missing_ok=True)
-        for path in sorted(Path(draft).iterdir(), key=lambda path: path.name == "adapter_config.json"):
+        model.save_pretrained(draft, state_dict=dict(weights))
+        # An earlier one's configuration goes first and the new one comes last.
+        (folder / config).unlink(missing_ok=True)
+        for path in sorted(Path(draft).iterdir(), key=lambda path: path.name == config):
             sync(path)
             os.replace(path, folder / path.name)
     sync(folder)
 
 
-def restore_shared(folder: Path, model: PeftModel, optimizer: Any) -> None:
+def restore_shared(folder: Path, model: Trained, optimizer: Any) -> None:
     """Give a model and an optimiser what `write_shared` wrote. Every process must call this.
 
     Raises:
         ValueError: the file lacks a tensor.
     """
-    saved = load_file(folder / ADAPTER)
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    missing = [name for name in names if saved_name(name, model.active_adapter) not in saved]
+    path = folder / saved_as(model).weights
+    saved = load_file(path)
+    names = {name: saved_name(name, model) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    missing = [name for name, key in names.items() if key not in saved]
     if missing:
-        raise ValueError(f"{folder / ADAPTER} has no tensor for {', '.join(missing[:5])}.")
-    adapter: Any = {name: saved[saved_name(name, model.active_adapter)] for name in names}
-    set_model_state_dict(model, adapter, options=StateDictOptions(full_state_dict=True, strict=False))
+        raise ValueError(f"{path} has no tensor for {', '.join(missing[:5])}.")
+    weights: Any = {name: saved[key] for name, key in names.items()}
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, strict=False))
 
     if find_zero(optimizer) is not None:
         return
@@ -101,8 +125,11 @@ def inner(optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def saved_name(name: str, adapter: str) -> str:
-    """A parameter's name in an adapter file: without the adapter's own name."""
+def saved_name(name: str, model: Trained) -> str:
+    """A parameter's name in the file of weights: that of an adapter without the adapter's own name."""
+    if not isinstance(model, PeftModel):
+        return name
+    adapter = model.active_adapter
     return name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
 
 

@@ -9,7 +9,10 @@ from typing import Any, Literal
 
 from cacheformers.training.options import option
 
-PLACES = ("base", "train", "output", "device")  # may differ when a run goes on
+# May differ when a run goes on: where things are. (What lies there may not.)
+PLACES = ("base", "train", "output", "device", "init", "model_config", "tokenizer")
+
+FINISHED = {"an adapter": "adapter_config.json", "a model": "config.json"}  # files without which there is none
 
 POSITIVE = (
     *("steps", "lanes", "accumulation", "backprop_segments", "clip"),
@@ -22,7 +25,9 @@ NOT_NEGATIVE = ("seed", "lora_rate", "memory_rate", "gate_factor", "weight_decay
 class TrainOptions:
     """What is trained, and how."""
 
-    output: str = option(help="Folder for the adapter, its tokenizer, train_result.json, plots and checkpoints.")
+    output: str = option(
+        help="Folder for the adapter or model, its tokenizer, train_result.json, plots and checkpoints."
+    )
     method: Literal["neurocache", "lora"] = option(
         "neurocache",
         help="'neurocache' trains a memory and LoRA. 'lora' leaves the memory out: the same LoRA on the same segments "
@@ -79,7 +84,7 @@ class RunOptions:
     resume: bool = option(
         False, help="Go on from the last good checkpoint in output/checkpoints; start anew if there is none."
     )
-    overwrite: bool = option(False, help="Start anew in an output folder that already holds an adapter or checkpoints.")
+    overwrite: bool = option(False, help="Start anew in an output folder that already holds a result or checkpoints.")
     checkpoint_every: int = option(
         500, help="Steps from one checkpoint to the next. 0: only when the run ends or stops."
     )
@@ -126,15 +131,15 @@ def check_output(folder: str, run: RunOptions) -> None:
     """Raise ValueError if an output folder is taken and the options do not say what to do with it."""
     if run.resume and run.overwrite:
         raise ValueError("Choose one of --resume (go on) and --overwrite (start anew).")
-    finished = (Path(folder) / "adapter_config.json").exists()
+    finished = next((name for name, mark in FINISHED.items() if (Path(folder) / mark).exists()), None)
     if run.resume and finished and not (Path(folder) / "checkpoints").exists():
-        raise ValueError(f"{folder} holds an adapter but no checkpoints to go on from: add --overwrite to start anew.")
+        raise ValueError(f"{folder} holds {finished} but no checkpoints to go on from: add --overwrite to start anew.")
     if run.resume or run.overwrite:
         return
     if any((Path(folder) / "checkpoints").glob("step-*")):
         raise ValueError(f"{folder} holds checkpoints: add --resume to go on from them, or --overwrite to start anew.")
     if finished:
-        raise ValueError(f"{folder} already holds an adapter: choose another --output, or add --overwrite.")
+        raise ValueError(f"{folder} already holds {finished}: choose another --output, or add --overwrite.")
 
 
 def resumed_settings(*options: Any, **more: Any) -> dict[str, Any]:

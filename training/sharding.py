@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from peft import PeftModel
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from cacheformers.modeling.attach import active_memories, find_decoder, unwrap
 
 
-def shard(model: PeftModel, device: torch.device, processes: int) -> None:
+def shard(model: nn.Module, device: torch.device, processes: int) -> None:
     """Divide a model among all processes, in place. The same on GPUs and on CPUs.
 
     torch's own call is used, because Accelerate leaves FSDP out on the CPU, where it could not be tested then.

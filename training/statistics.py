@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cacheformers.modeling.cache import MemoryCache
-from cacheformers.modeling.memories.neurocache import NeurocacheState
+from cacheformers.modeling.memories.neurocache import Gate, NeurocacheState
 
 GATE_BINS = 10  # of the histogram of |tanh(gate)|, from 0 to 1
 
@@ -18,7 +18,7 @@ def gate_statistics(model: nn.Module) -> dict[str, Any]:
 
     Under FSDP every process must call this.
     """
-    gates = [whole(parameter) for name, parameter in model.named_parameters() if "lora_mem_gate" in name]
+    gates = [whole(module.weight) for module in model.modules() if isinstance(module, Gate)]
     if not gates:
         return {}
     size = torch.tanh(torch.cat(gates).float()).abs().cpu()

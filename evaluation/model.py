@@ -1,8 +1,9 @@
-"""`evaluate_adapter`: an adapted model against its base, other cache sizes and controls, on held-out documents."""
+"""`evaluate_model`: a trained model with several cache sizes, against its base and controls, on held-out documents."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from peft import PeftModel
 from torch import nn
@@ -16,17 +17,15 @@ from cacheformers.modeling.attach import active_options, find_decoder, unwrap
 from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
 
 
-def evaluate_adapter(
-    model: nn.Module, documents: Sequence[HeldOut], options: EvalOptions, memory: NeurocacheOptions
-) -> dict[str, Run]:
-    """Everything that the options ask for: the base, the adapter with each cache size (or LoRA alone), the controls.
+def evaluate_model(model: nn.Module, documents: Sequence[HeldOut], options: EvalOptions, memory: Any) -> dict[str, Run]:
+    """Everything that the options ask for: the base, the model with each cache size (or as it is), the controls.
 
     In several processes each reads its share of the documents, and all get the same runs.
 
     Args:
-        model: with its adapter, wrapped (DDP, FSDP2, compile) or not.
-        memory: the options of the memory adapter, resolved against the base; for LoRA alone of the adapter that it is
-            compared with.
+        model: with its adapter, or trained from scratch (it has no base then); wrapped (DDP, FSDP2, compile) or not.
+        memory: the options of its memory, resolved against the base; for LoRA alone of the adapter that it is compared
+            with; for a plain model its `Segments`.
 
     Raises:
         ValueError: a control that is not possible here (see `check_controls`).
@@ -40,36 +39,44 @@ def evaluate_adapter(
         losses = token_nats(model, documents, reader, memory.segment_tokens, options.valid_rows, name.capitalize())
         runs[name] = measure(documents, losses, memory.segment_tokens, kept, cache_size, control, note)
 
-    if not options.skip_base:
-        with peft_model(model).disable_adapter():
+    adapter = peft_model(model)
+    if adapter is not None and not options.skip_base:
+        with adapter.disable_adapter():
             add("base", Forgetting(kept))
     remembers = active_options(find_decoder(unwrap(model))) is not None
     controls = options.controls or []
-    if remembers:
-        for size in [0, memory.cache_size] if options.cache_sizes is None else options.cache_sizes:
+    if remembers and hasattr(memory, "cache_size"):
+        # From scratch, twice the size as well: the papers train with a small memory and read with a larger one.
+        usual = [0, memory.cache_size] if adapter is not None else [0, memory.cache_size, 2 * memory.cache_size]
+        for size in usual if options.cache_sizes is None else options.cache_sizes:
             add(f"cache {size:,}" if size else "cache off", Remembering(size), size)
         if "other_document" in controls:
             add("other document", Damaged(other_document, together=2), memory.cache_size, control=True)
         if "shuffled" in controls:
             add("shuffled", Damaged(shuffled), memory.cache_size, control=True)
     else:
-        add("lora", Forgetting(kept))
+        name = "lora" if adapter is not None else unwrap(model).config.model_type  # type: ignore[union-attr]
+        add(name, Remembering() if remembers else Forgetting(kept))
     if "longer_window" in controls:
         more, note = longer_window(model, memory)
         add("longer window", Forgetting(kept + more), control=True, note=note)
     return runs
 
 
-def check_controls(documents: Sequence[HeldOut], options: EvalOptions, memory: NeurocacheOptions) -> None:
+def check_controls(documents: Sequence[HeldOut], options: EvalOptions, memory: Any) -> None:
     """Find out before training whether the controls are possible.
 
     Raises:
         ValueError: one is not; says why.
     """
     controls = options.controls or []
+    if controls and not hasattr(memory, "cache_size"):
+        raise ValueError("controls are about what a memory has stored, and this model stores nothing: leave them out.")
+    if "longer_window" in controls and not isinstance(memory, NeurocacheOptions):
+        raise ValueError("controls: longer_window is for Neurocache. Leave it out.")
     if "other_document" in controls and len(documents) < 2:
         raise ValueError("controls: other_document needs at least two held-out documents. Give more, or leave it out.")
-    if "shuffled" in controls and memory.neighborhood_size < 2:
+    if "shuffled" in controls and getattr(memory, "neighborhood_size", 1) < 2:
         raise ValueError(
             "controls: shuffled changes nothing with neighborhood_size 1, because no hit brings neighbours along. "
             "Leave it out."
@@ -91,13 +98,6 @@ def longer_window(model: nn.Module, memory: NeurocacheOptions) -> tuple[int, str
     return min(wanted, free), note
 
 
-def peft_model(model: nn.Module) -> PeftModel:
-    """The PeftModel inside wrappers.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found = next((module for module in model.modules() if isinstance(module, PeftModel)), None)
-    if found is None:
-        raise ValueError("The base can only be evaluated on a PeftModel, which can disable its adapter: use skip_base.")
-    return found
+def peft_model(model: nn.Module) -> PeftModel | None:
+    """The PeftModel inside wrappers; None for a model trained from scratch."""
+    return next((module for module in model.modules() if isinstance(module, PeftModel)), None)
