@@ -5,27 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from peft import LoraConfig
 
 from cacheformers.hub.card import refresh_card
+from cacheformers.modeling.memories.memorizing import MemorizingSettings
 from cacheformers.modeling.memories.neurocache_options import NeurocacheSettings, layer_numbers
+from cacheformers.modeling.memories.windowed import WindowedSettings
 
 
 class MemoryPeftType(StrEnum):
     """PEFT types of this package (PEFT's own enumeration is closed)."""
 
     NEUROCACHE = "NEUROCACHE"
+    WINDOWED = "WINDOWED"
+    MEMORIZING = "MEMORIZING"
 
 
 @dataclass
-class NeurocacheAdapterConfig(NeurocacheSettings, LoraConfig):
-    """Neurocache beside LoRA, in one adapter (Safaya & Yuret 2024, arXiv 2407.02486).
+class MemoryAdapterConfig(LoraConfig):
+    """What every method's config has: LoRA's fields, with defaults for training beside a memory.
 
-    Every field of `NeurocacheSettings` and of `LoraConfig` applies. `target_modules` defaults to the feed-forward block
-    of the augmented layers, as in the paper; `target_modules=[]` trains no LoRA at all.
+    `target_modules` defaults to the feed-forward block of the layers that the method changes, as in Neurocache's paper;
+    `target_modules=[]` trains no LoRA at all.
     """
+
+    kind: ClassVar[MemoryPeftType]
 
     r: int = field(default=16, metadata={"help": "Rank of LoRA."})
     lora_alpha: int = field(default=32, metadata={"help": "LoRA's scaling is lora_alpha / r."})
@@ -35,8 +41,7 @@ class NeurocacheAdapterConfig(NeurocacheSettings, LoraConfig):
         super().__post_init__()  # type: ignore[no-untyped-call]  # PEFT leaves it without types
         if no_lora:
             self.target_modules = "dummy-target-modules"
-        self.peft_type = MemoryPeftType.NEUROCACHE
-        self.retrieval_map = layer_numbers(self.retrieval_map)
+        self.peft_type = self.kind
         if self.use_dora:
             raise ValueError("DoRA is not supported beside a memory: set use_dora=False.")
 
@@ -44,3 +49,37 @@ class NeurocacheAdapterConfig(NeurocacheSettings, LoraConfig):
         """Save it as `adapter_config.json`, with a model card; a card that a person wrote stays."""
         super().save_pretrained(save_directory, **kwargs)
         refresh_card(Path(save_directory))
+
+
+@dataclass
+class NeurocacheAdapterConfig(NeurocacheSettings, MemoryAdapterConfig):
+    """Neurocache beside LoRA, in one adapter (Safaya & Yuret 2024, arXiv 2407.02486).
+
+    Every field of `NeurocacheSettings` and of `LoraConfig` applies.
+    """
+
+    kind = MemoryPeftType.NEUROCACHE
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.retrieval_map = layer_numbers(self.retrieval_map)
+
+
+@dataclass
+class WindowedAdapterConfig(WindowedSettings, MemoryAdapterConfig):
+    """LoRA on a base that sees a local window alone, to compare memories with.
+
+    Every field of `WindowedSettings` and of `LoraConfig` applies.
+    """
+
+    kind = MemoryPeftType.WINDOWED
+
+
+@dataclass
+class MemorizingAdapterConfig(MemorizingSettings, MemoryAdapterConfig):
+    """A Memorizing Transformer's memory beside LoRA (Wu et al. 2022, arXiv 2203.08913).
+
+    Every field of `MemorizingSettings` and of `LoraConfig` applies.
+    """
+
+    kind = MemoryPeftType.MEMORIZING

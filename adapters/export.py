@@ -19,13 +19,12 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
-from cacheformers.adapters.config import MemoryPeftType
 from cacheformers.adapters.folders import new_folder
 from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
+from cacheformers.modeling.models import METHODS
 from cacheformers.modeling.models.composite import CompositeConfig, CompositeForCausalLM
-from cacheformers.modeling.models.modeling_neurocache import NeurocacheForCausalLM
 
-MODELS: dict[str, type[CompositeForCausalLM]] = {MemoryPeftType.NEUROCACHE: NeurocacheForCausalLM}
+MODELS = {config.model_type: causal for config, _, causal in METHODS}  # a method's name is its PEFT type, too
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -51,7 +50,7 @@ def export(
         OSError: files are missing or cannot be written.
     """
     config = PeftConfig.from_pretrained(str(adapter))
-    if config.peft_type not in MODELS:
+    if config.peft_type.lower() not in MODELS:
         raise ValueError(f"{adapter} is an adapter of type {config.peft_type}: only memories can be exported.")
     source = base or config.base_model_name_or_path
     if source is None:
@@ -80,17 +79,17 @@ def to_model(adapted: PeftModel) -> CompositeForCausalLM:
         ValueError: the active adapter is none of this package's, or its base is quantised.
     """
     config: Any = adapted.active_peft_config
-    if config.peft_type not in MODELS:
+    if config.peft_type.lower() not in MODELS:
         raise ValueError(f"An adapter of type {config.peft_type} is active: only memories can be exported.")
     model = unwrap(adapted)
     if getattr(model, "is_quantized", False):
         raise ValueError("LoRA cannot be merged exactly into a quantised base: load the base without quantisation.")
-    kind: Any = MODELS[config.peft_type]
+    kind: Any = MODELS[config.peft_type.lower()]
     name = adapted.active_adapter
     trained = {
         layer: attention.memory.parts(name)  # type: ignore[union-attr, operator]
         for layer, attention in enumerate(attention_modules(find_decoder(model)))
-        if hasattr(attention, "memory")
+        if hasattr(attention, "memory") and name in attention.memory.adapter_options  # type: ignore[union-attr, operator]
     }
     options = {field.name for field in fields(kind.config_class)} - {field.name for field in fields(CompositeConfig)}
     base = adapted.base_model.merge_lora()  # type: ignore[operator]

@@ -8,26 +8,24 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from cacheformers.modeling.memories.base import SegmentCall
-from cacheformers.modeling.memories.neurocache import NeurocacheParts, branch, make_parts
-from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
+from cacheformers.modeling.memories.method import Method, MethodOnLayer
 
 PREFIX = "lora_mem_"
 
 
-class MemoryLayer(nn.Module, BaseTunerLayer):
+class MemoryLayer(MethodOnLayer, nn.Module, BaseTunerLayer):
     """The memory of one attention module, for every adapter that augments it.
 
     Parameter names follow the rules that let PEFT and transformers find them: `memory.lora_mem_q.<adapter>.weight`.
     """
 
-    adapter_layer_names = tuple(PREFIX + part for part in NeurocacheParts._fields)
     other_param_names = ()
 
-    def __init__(self, layer: int) -> None:
+    def __init__(self, method: Method, layer: int) -> None:
         super().__init__()
-        self.layer = layer
-        self.adapter_options: dict[str, NeurocacheOptions] = {}
+        self.method, self.layer = method, layer
+        self.adapter_layer_names = tuple(PREFIX + part for part in method.parts._fields)
+        self.adapter_options: dict[str, Any] = {}
         self.awaited: set[str] = set()  # adapters whose tensors are to come from a file
         self.beside: dict[str, list[tuple[str, nn.Module]]] = {}  # LoRA and saved modules, on one layer for all
         for name in self.adapter_layer_names:
@@ -39,7 +37,7 @@ class MemoryLayer(nn.Module, BaseTunerLayer):
     def add_adapter(
         self,
         name: str,
-        options: NeurocacheOptions,
+        options: Any,
         base_weights: tuple[Tensor, ...] | None,
         device: torch.device,
         dtype: torch.dtype,
@@ -52,18 +50,13 @@ class MemoryLayer(nn.Module, BaseTunerLayer):
         """
         self.adapter_options[name] = options
         with torch.device("meta" if device.type == "meta" else "cpu"):
-            parts = make_parts(options, self.layer, base_weights)
+            parts = self.method.make_parts(options, self.layer, base_weights)
         for part, module in parts.items():
             empty = any(parameter.is_meta for parameter in module.parameters())  # PEFT is about to fill them
             getattr(self, PREFIX + part)[name] = module.to(dtype) if empty else module.to(device, dtype)
 
     @property
-    def fingerprint(self) -> tuple[float, ...]:
-        """A few trained numbers of the active adapter."""
-        return self.parts(next(name for name in self.active_adapters if name in self.adapter_options)).fingerprint
-
-    @property
-    def options(self) -> NeurocacheOptions | None:
+    def options(self) -> Any:
         """Options of the active adapter, None while adapters are disabled or the active one has nothing here.
 
         Raises:
@@ -100,17 +93,14 @@ class MemoryLayer(nn.Module, BaseTunerLayer):
         super().train(mode)
         return self
 
-    def parts(self, name: str) -> NeurocacheParts:
+    def parts(self, name: str) -> Any:
         """An adapter's trained parts on this layer."""
-        held = {part: getattr(self, PREFIX + part) for part in NeurocacheParts._fields}
-        return NeurocacheParts(**{part: modules[name] for part, modules in held.items() if name in modules})
+        held = {part: getattr(self, PREFIX + part) for part in self.method.parts._fields}
+        return self.method.parts(**{part: modules[name] for part, modules in held.items() if name in modules})
 
-    def branch(self, hidden: Tensor, call: SegmentCall) -> Tensor | None:
-        """What the memory adds to the self-attention output, `[rows, time, h]`."""
-        options = self.options
-        assert options is not None
-        name = next(name for name in self.active_adapters if name in self.adapter_options)
-        return branch(options, self.layer, self.parts(name), hidden, call, self.training)
+    @property
+    def active_parts(self) -> Any:
+        return self.parts(next(name for name in self.active_adapters if name in self.adapter_options))
 
     def delete_adapter(self, adapter_name: str) -> None:
         super().delete_adapter(adapter_name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -23,10 +22,12 @@ from cacheformers.modeling.attach import (
     architecture,
     attention_modules,
     base_shape,
-    branch_hook,
     find_decoder,
+    put_memory,
     split_projections,
 )
+from cacheformers.modeling.attention import restore_attention, route_attention
+from cacheformers.modeling.memories import METHODS
 
 CANNOT_MERGE = (
     "A memory cannot be merged into the base weights: it is computation, not a weight update. Keep the adapter, or "
@@ -35,7 +36,7 @@ CANNOT_MERGE = (
 
 
 class MemoryTuner(LoraModel):
-    """One tuner for every memory method: LoRA first, then the memory beside self-attention."""
+    """One tuner for every memory method: LoRA first, then the memory beside self-attention or inside it."""
 
     # LoRA's layers and ours: PEFT only asks whether a module is one of its layers.
     tuner_layer_cls = BaseTunerLayer  # type: ignore[assignment]
@@ -61,6 +62,9 @@ class MemoryTuner(LoraModel):
         self.peft_config[adapter_name] = config
         self._check_alone(adapter_name)
         options = config.resolve(base_shape(model.config))  # type: ignore[arg-type]  # before anything is changed
+        method = METHODS[config.peft_type.lower()]
+        if method.attend is not None:
+            route_attention(model)  # type: ignore[arg-type]
         super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
         # PeftModel does this by itself, transformers' own loading does not: the same adapter must compute the same.
         self._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
@@ -69,8 +73,7 @@ class MemoryTuner(LoraModel):
         for layer in options.layers:
             attention = attentions[layer]
             if not hasattr(attention, "memory"):
-                attention.memory = MemoryLayer(layer)
-                attention.memory.hook = attention.register_forward_hook(branch_hook, with_kwargs=True)
+                put_memory(attention, MemoryLayer(method, layer))
             memory: Any = attention.memory
             weight = next(attention.parameters())
             starts = None
@@ -112,7 +115,7 @@ class MemoryTuner(LoraModel):
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError(
-            "Memories cannot be combined by weight: each adapter retrieves with its own W_p. Train one on both data "
+            "Memories cannot be combined by weight: each adapter remembers in its own way. Train one on both data "
             "sets, or switch with set_adapter()."
         )
 
@@ -148,12 +151,14 @@ class MemoryTuner(LoraModel):
         """Take memories and hooks off; the base computes what it did before."""
         decoder: Any = find_decoder(self.model)
         for attention in attention_modules(decoder):
-            with suppress(AttributeError):
-                attention.memory.hook.remove()  # type: ignore[union-attr, operator]
+            if hasattr(attention, "memory"):
+                for handle in attention.memory.handles:  # type: ignore[union-attr]
+                    handle.remove()
                 del attention.memory
         for handle in decoder.memory_hooks:
             handle.remove()
         del decoder.memory_hooks
+        restore_attention(self.model)
 
 
 def check_complete(tuner: nn.Module, incompatible: Any) -> None:
@@ -167,7 +172,8 @@ def check_complete(tuner: nn.Module, incompatible: Any) -> None:
     unknown = [key for key in incompatible.unexpected_keys if ".lora_mem_" in key]
     if unknown:
         raise ValueError(f"The file holds tensors that this adapter does not have: {sorted(unknown)[:5]}.")
-    if keys and missing.issuperset(keys):
+    trained = any(is_adapter_key(key, name) for key in keys for name in tuner.peft_config)  # type: ignore[union-attr]
+    if trained and missing.issuperset(keys):
         raise ValueError("No tensor of the file fits this model: it belongs to another base or method.")
     for name in list(tuner.peft_config):  # type: ignore[arg-type]
         own = [key for key in keys if is_adapter_key(key, name)]

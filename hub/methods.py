@@ -60,4 +60,19 @@ METHODS = {
   year = {2022}
 }""",
     ),
+    "windowed": Method(
+        title="Local window",
+        summary=(
+            "Text is read in segments of {segment_tokens:,} tokens; self-attention sees the open segment and what the "
+            "local window ({local_window}) keeps of what was before. There is no memory: it is what memories are "
+            "compared with."
+        ),
+        limits=("What the local window does not keep is forgotten.",),
+        citation="""@inproceedings{dai2019transformerxl,
+  title = {Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context},
+  author = {Dai, Zihang and Yang, Zhilin and Yang, Yiming and Carbonell, Jaime and Le, Quoc and Salakhutdinov, Ruslan},
+  booktitle = {ACL},
+  year = {2019}
+}""",
+    ),
 }

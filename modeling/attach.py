@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from cacheformers.modeling.attention import former_attention
+from cacheformers.modeling.attention import former_attention, keep_rotation
 from cacheformers.modeling.cache import MemoryCache, Rotate
 from cacheformers.modeling.memories.base import BaseShape, SegmentCall
+from cacheformers.modeling.memories.method import MethodOnLayer
 from cacheformers.modeling.origin import identify
 
 
@@ -83,7 +84,12 @@ class MemoryOptions(Protocol):
     def signature(self) -> dict[str, Any]: ...
 
     @property
-    def layers(self) -> tuple[int, ...]: ...
+    def layers(self) -> tuple[int, ...]:
+        """Layers with a memory."""
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers whose output the method changes: LoRA's, unless others are named."""
 
     def new_state(
         self, rows: int, devices: dict[int, torch.device], dtype: torch.dtype, keep_values: bool, cache_size: int | None
@@ -103,9 +109,6 @@ class LayerMemory(Protocol):
 
     def check_loaded(self) -> None:
         """Raise if the active adapter lacks tensors."""
-
-    def branch(self, hidden: Tensor, call: SegmentCall) -> Tensor | None:
-        """What the memory adds to the self-attention output."""
 
 
 def architecture(config: PretrainedConfig) -> Architecture:
@@ -518,6 +521,16 @@ def local_mask(decoder: nn.Module, call: SegmentCall, device: torch.device) -> T
     if architecture(config).masks_by_layer_type:
         return {"full_attention": finish(full), "sliding_attention": finish(full & near | itself)}
     return finish(full & near | itself)
+
+
+def put_memory(attention: nn.Module, memory: MethodOnLayer) -> None:
+    """Put a memory on an attention module, with the hooks through which it takes part (`memory.handles`)."""
+    attention.memory = memory  # type: ignore[assignment]
+    memory.handles = []
+    if memory.method.branch is not None:
+        memory.handles.append(attention.register_forward_hook(branch_hook, with_kwargs=True))
+    if memory.method.attend is not None:
+        memory.handles.append(attention.register_forward_pre_hook(keep_rotation, with_kwargs=True))
 
 
 def branch_hook(attention: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:

@@ -92,12 +92,23 @@ def route_attention(model: PreTrainedModel) -> None:
 
 
 def restore_attention(model: PreTrainedModel) -> None:
-    """Undo `route_attention`."""
-    model.set_attn_implementation(former_attention(model.config._attn_implementation))
+    """Undo `route_attention`, where it was done."""
+    if model.config._attn_implementation.startswith(PREFIX):
+        model.set_attn_implementation(former_attention(model.config._attn_implementation))
 
 
 def keep_rotation(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of an attention module: its rotation goes into the call's scratch, None where there is none."""
+    """Forward pre-hook of an attention module: its rotation goes into the call's scratch, None where there is none.
+
+    Raises:
+        ValueError: attention does not go through `attention` any more, so the memory would be passed over.
+    """
     call = kwargs.get("memory_state")
     if isinstance(call, SegmentCall):
+        implementation: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]
+        if not implementation.startswith(PREFIX):
+            raise ValueError(
+                f"set_attn_implementation({implementation!r}) took the memory out of attention: name "
+                f"{PREFIX + FORMER[0]!r} or {PREFIX + FORMER[1]!r}, or choose before the memory is put in."
+            )
         call.scratch[rotation_key(module)] = kwargs.get("position_embeddings")

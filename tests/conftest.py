@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models; the test workers are the parallelism
@@ -13,13 +14,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import datasets
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftModel, get_peft_model
 from recipe import WORDS, write_documents
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-import cacheformers
+from cacheformers.adapters.config import MemoryAdapterConfig
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 SEGMENT = 16
@@ -55,6 +56,20 @@ MORE_BASES = {
     "phi": {"model_type": "phi", "num_key_value_heads": 4, "partial_rotary_factor": 0.5},
     "gpt_neox": {"model_type": "gpt_neox", "hidden_dropout": 0.0},
 }
+METHODS: dict[str, dict] = {
+    "neurocache": {"cache_size": 40, "topk": 4, "retrieval_map": {1: 1}, "search": "exact"},
+    "windowed": {},
+    "memorizing": {"cache_size": 40, "topk": 4, "attention_layers": [1], "search": "exact"},
+}
+OTHERS = [method for method in METHODS if method != "neurocache"]
+
+
+def every_method(bases: Sequence[str], others: Sequence[str] = ("llama_gqa", "mistral", "opt")) -> list:
+    """Test cases (base, options of the adapter): Neurocache on all bases, each other method on some."""
+    cases = [pytest.param(base, {}, id=base) for base in bases]
+    for method in OTHERS:
+        cases += [pytest.param(base, {"method": method}, id=f"{base} {method}") for base in others]
+    return cases
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -104,7 +119,7 @@ def trained_base(dtype: torch.dtype, attn_implementation: str = "sdpa") -> PreTr
 
 @pytest.fixture
 def make_model(make_base: Callable[..., PreTrainedModel]) -> Callable[..., PeftModel]:
-    """Build a tiny base with a Neurocache adapter whose gates are open, so that the memory shows in the logits."""
+    """Build a tiny base with an adapter (default: Neurocache's) whose gates are open, so that the memory shows."""
 
     def build(name: str, dtype: torch.dtype = torch.float64, base: dict | None = None, **options: object) -> PeftModel:
         model = get_peft_model(make_base(name, dtype, **(base or {})), adapter_config(**options))
@@ -114,23 +129,21 @@ def make_model(make_base: Callable[..., PreTrainedModel]) -> Callable[..., PeftM
     return build
 
 
-def adapter_config(**options: object) -> cacheformers.NeurocacheAdapterConfig:
-    defaults: dict = {
-        "segment_tokens": SEGMENT,
-        "cache_size": 40,
-        "topk": 4,
-        "retrieval_map": {1: 1},
-        "search": "exact",
-        "r": 4,
-    }
-    return cacheformers.NeurocacheAdapterConfig(**{**defaults, **options})
+def method_options(method: str, **options: object) -> dict:
+    """A method's options on the tiny bases."""
+    return {"segment_tokens": SEGMENT, **METHODS[method], **options}
+
+
+def adapter_config(method: str = "neurocache", **options: object) -> MemoryAdapterConfig:
+    kind: Any = PEFT_TYPE_TO_CONFIG_MAPPING[method.upper()]
+    return kind(**{"r": 4, **method_options(method, **options)})
 
 
 def open_gates(model: torch.nn.Module, adapter: str = "default") -> None:
-    """Give gates, hit scores and LoRA's B random values: as they start, the memory does not show."""
+    """Give gates, scores and LoRA's B random values: as they start, the memory does not show."""
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
-        if adapter in name and ("lora_mem_gate" in name or "lora_B" in name):
+        if ".memory.gate" in name or (adapter in name and ("lora_mem_gate" in name or "lora_B" in name)):
             parameter.data.normal_(0, 0.5)
         if adapter in name and "lora_mem_scores" in name:
             parameter.data.normal_(-2.5 if "near" in name or "nothing" in name else 0.0, 0.5)
@@ -139,7 +152,7 @@ def open_gates(model: torch.nn.Module, adapter: str = "default") -> None:
 
 
 @pytest.fixture
-def config_factory() -> Callable[..., cacheformers.NeurocacheAdapterConfig]:
+def config_factory() -> Callable[..., MemoryAdapterConfig]:
     return adapter_config
 
 

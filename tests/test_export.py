@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import OTHERS
 from golden import base_model, cases, load
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_convert import publish
@@ -92,6 +93,7 @@ def expect(model, ids: torch.Tensor, file: Path) -> Path:
         ("mistral", {"target_modules": ["q_proj", "v_proj"], "use_rslora": True}),
         ("opt", {"compression_factor": 1, "retrieval_map": {0: 1, 1: 2}}),
         ("opt", {}),
+        *((base, {"method": method}) for base in ("llama_gqa", "mistral", "opt") for method in OTHERS),
     ],
     ids=str,
 )

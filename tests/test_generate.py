@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import METHODS, OTHERS
 from transformers import DynamicCache, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
@@ -11,6 +12,7 @@ import cacheformers
 
 BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "qwen3", "stories260k"]
 NEW = 20
+OTHER_CASES = [(base, method) for base in ("llama_gqa", "opt") for method in OTHERS]
 
 
 def greedy_by_hand(model, ids, steps):
@@ -27,12 +29,12 @@ def generate(model, ids, **options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(("base", "method"), [*((base, "neurocache") for base in BASES), *OTHER_CASES])
 @pytest.mark.parametrize("window", [{}, {"local_window": "sliding", "window_tokens": 8, "sink_tokens": 2}])
-def test_greedy_equals_one_pass(make_model, ids, base, window):
+def test_greedy_equals_one_pass(make_model, ids, base, method, window):
     if base == "opt" and window:
         pytest.skip("learned positions cannot slide")
-    model = make_model(base, **window)
+    model = make_model(base, method=method, **window)
     expected = greedy_by_hand(model, ids[:, :45], NEW)
     assert torch.equal(generate(model, ids[:, :45]), expected)
     assert torch.equal(generate(model, ids[:, :45], prefill_chunk_size=7), expected)
@@ -76,10 +78,10 @@ def test_question_after_reading(make_model, ids, base):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("base", ["llama_gqa", "opt"])
-def test_beams_equal_rows_with_their_own_memory(make_model, ids, base):
+@pytest.mark.parametrize(("base", "method"), [("llama_gqa", "neurocache"), ("opt", "neurocache"), *OTHER_CASES])
+def test_beams_equal_rows_with_their_own_memory(make_model, ids, base, method):
     """Every beam must carry its own history: re-scoring each result in one pass gives its score."""
-    model = make_model(base)
+    model = make_model(base, method=method)
     beams, steps = 3, 24
     output = generate(
         model,
@@ -171,8 +173,9 @@ def test_documents_of_different_lengths(make_model, ids):
 
 
 @torch.no_grad()
-def test_reading_in_parts(make_model, ids):
-    model = make_model("llama_gqa")
+@pytest.mark.parametrize("method", METHODS)
+def test_reading_in_parts(make_model, ids, method):
+    model = make_model("llama_gqa", method=method)
     question = ids[:, :9]
     whole = cacheformers.read(model, ids, progress=False)
     parts = cacheformers.read(model, ids[:, :32], progress=False)
@@ -182,8 +185,9 @@ def test_reading_in_parts(make_model, ids):
 
 
 @torch.no_grad()
-def test_crop(make_model, ids):
-    model = make_model("llama_gqa")
+@pytest.mark.parametrize("method", METHODS)
+def test_crop(make_model, ids, method):
+    model = make_model("llama_gqa", method=method)
     memory = model(ids[:, :40]).past_key_values
     model(ids[:, 60:65], past_key_values=memory)
     memory.crop(-5)

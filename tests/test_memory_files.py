@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import OTHERS, every_method
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import PeftModel, get_peft_model
@@ -57,11 +58,11 @@ def logits(model: PeftModel, memory: MemoryCache, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("flush", [True, False])
-@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize(("name", "options"), every_method(BASES))
 def test_loaded_memory_is_the_saved_one(
-    make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path, name: str, flush: bool
+    make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path, name: str, options: dict, flush: bool
 ) -> None:
-    model = make_model(name)
+    model = make_model(name, **options)
     memory = read(model, ids, flush=flush)
     memory.save(tmp_path / "m")
     for loaded in (
@@ -71,6 +72,29 @@ def test_loaded_memory_is_the_saved_one(
     ):
         assert_equal(loaded, memory)
         assert torch.equal(logits(model, loaded, ids), logits(model, memory, ids))
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_another_method_appends_and_knows_its_model(
+    make_model: Callable[..., PeftModel], opener: Callable[..., None], ids: Tensor, tmp_path: Path, method: str
+) -> None:
+    model = make_model("llama_gqa", method=method)
+    memory = read(model, ids[:1, :40], flush=False)
+    memory.save(tmp_path / "m")
+    again = cacheformers.load_memory(tmp_path / "m", model)
+    read(model, ids[:1, 40:], memory=again)
+    again.save(tmp_path / "m", append=True)
+    whole = read(model, ids[:1])
+    for kept in (again, cacheformers.load_memory(tmp_path / "m", model)):
+        assert torch.allclose(logits(model, kept, ids), logits(model, whole, ids), atol=1e-9)
+    other = make_model("llama_gqa", method=method)
+    for name, parameter in other.named_parameters():
+        if "lora_" in name:
+            parameter.data.add_(0.5)
+    with pytest.raises(MemoryFileError, match="differs in the adapter|another adapter"):
+        cacheformers.load_memory(tmp_path / "m", other)
+    with pytest.raises(MemoryFileError, match="method"):
+        cacheformers.load_memory(tmp_path / "m", make_model("llama_gqa"))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import BASES, MORE_BASES
+from conftest import BASES, METHODS, MORE_BASES, OTHERS, method_options, open_gates
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.utils.data import Dataset
@@ -25,29 +25,26 @@ from transformers import (
 )
 
 import cacheformers
-from cacheformers import NeurocacheConfig, NeurocacheForCausalLM, NeurocacheModel
+from cacheformers import NeurocacheConfig, NeurocacheForCausalLM
 from cacheformers.modeling import models
 
-OPTIONS = {"segment_tokens": 16, "cache_size": 40, "topk": 4, "retrieval_map": {1: 1}, "search": "exact"}
 ALL = {**BASES, **MORE_BASES}
-
-
-def open_memory(model):
-    """Give gates random values: at zero nothing of the memory shows."""
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if ".memory.gate" in name:
-            parameter.data.normal_(0, 0.5)
-    return model
+OPTIONS = method_options("neurocache")
+CLASSES = {config.model_type: (config, model, causal) for config, model, causal in models.METHODS}
+CASES = [
+    *((name, "neurocache") for name in ALL),
+    *((n, method) for n in ("llama_gqa", "mistral", "opt") for method in OTHERS),
+]
 
 
 @pytest.fixture
 def make(make_base):
     """Build a tiny base of the tables in conftest with an open memory on it."""
 
-    def build(name="llama_gqa", dtype=torch.float32, base=None, **options):
-        made = make_base(name, dtype, **(base or {}))
-        return open_memory(NeurocacheForCausalLM.from_base(made, **{**OPTIONS, **options}))
+    def build(name="llama_gqa", dtype=torch.float32, base=None, method="neurocache", **options):
+        made = CLASSES[method][2].from_base(make_base(name, dtype, **(base or {})), **method_options(method, **options))
+        open_gates(made)
+        return made
 
     return build
 
@@ -65,13 +62,13 @@ def saved(make, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ALL)
-def test_starts_as_the_base(make_base, ids, name):
+@pytest.mark.parametrize(("name", "method"), CASES)
+def test_starts_as_the_base(make_base, ids, name, method):
     base = make_base(name)
     expected = base(ids[:, :16]).logits
     weights = {key: tensor.clone() for key, tensor in base.state_dict().items()}
     head = next(key for key, module in base.named_modules() if module is base.get_output_embeddings())
-    model = NeurocacheForCausalLM.from_base(base, **OPTIONS)
+    model = CLASSES[method][2].from_base(base, **method_options(method))
     assert torch.equal(model(ids[:, :16]).logits, expected)
     ours = model.state_dict()
     for key, tensor in weights.items():
@@ -80,7 +77,7 @@ def test_starts_as_the_base(make_base, ids, name):
         else:
             key = f"model.language_model.{key.removeprefix(base.base_model_prefix + '.')}"
         assert torch.equal(ours.pop(key), tensor)
-    assert ours and all(".memory." in key for key in ours)
+    assert bool(ours) == (method != "windowed") and all(".memory." in key for key in ours)
 
 
 @torch.no_grad()
@@ -93,23 +90,26 @@ def test_a_changed_base_is_taken_as_it_is(make_base, ids):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ALL)
-def test_save_and_load(saved, ids, name):
-    folder, model = saved(name)
+@pytest.mark.parametrize(("name", "method"), CASES)
+def test_save_and_load(saved, ids, name, method):
+    folder, model = saved(name, method=method)
     expected = model(ids).logits
-    forgetting = cacheformers.new_memory(model, 2, cache_size=0)
-    assert not torch.allclose(model(ids, past_key_values=forgetting).logits, expected, atol=1e-3)
+    if method == "neurocache":
+        forgetting = cacheformers.new_memory(model, 2, cache_size=0)
+        assert not torch.allclose(model(ids, past_key_values=forgetting).logits, expected, atol=1e-3)
     loaded = AutoModelForCausalLM.from_pretrained(folder)
-    assert isinstance(loaded, NeurocacheForCausalLM)
+    _, model_class, causal_class = CLASSES[method]
+    assert type(loaded) is causal_class
     assert torch.equal(loaded(ids).logits, expected)
     headless = AutoModel.from_pretrained(folder)
-    assert isinstance(headless, NeurocacheModel)
+    assert type(headless) is model_class
     assert torch.equal(loaded.lm_head(headless(ids).last_hidden_state), expected)
 
 
 @torch.no_grad()
-def test_read_and_generate(make, ids):
-    model = make()
+@pytest.mark.parametrize("method", METHODS)
+def test_read_and_generate(make, ids, method):
+    model = make(method=method)
     assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (2, 79)
     memory = cacheformers.read(model, ids, progress=False)
     assert memory.tokens_read == [75, 75]
@@ -119,7 +119,7 @@ def test_read_and_generate(make, ids):
     assert torch.equal(*answers)
     assert all(torch.equal(tensor, kept[name]) for name, tensor in memory.state_dict().items())
     logits = model(question, past_key_values=memory.clone()).logits
-    assert not torch.allclose(logits, model(question).logits, atol=1e-3)
+    assert torch.allclose(logits, model(question).logits, atol=1e-3) == (method == "windowed")
     last = model(question, past_key_values=memory.clone(), logits_to_keep=1).logits
     assert last.shape[1] == 1
     assert torch.allclose(last, logits[:, -1:], atol=1e-6)
@@ -133,6 +133,27 @@ def test_tuples_and_hidden_states(make, ids):
     loss, logits = model(ids[:, :10], labels=ids[:, :10], return_dict=False)[:2]
     assert torch.equal(loss, output.loss)
     assert torch.equal(logits, output.logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", OTHERS)
+def test_other_methods_from_scratch(make_base, ids, method):
+    """On the meta device first: what nobody fills stays NaN."""
+    config = CLASSES[method][0](text_config=make_base("llama_gqa").config, **method_options(method))
+    made = AutoModelForCausalLM.from_config(config)
+    with torch.device("meta"):
+        filled = AutoModelForCausalLM.from_config(config)
+    filled.to_empty(device="cpu")
+    filled.init_weights()
+    for model in (made.eval(), filled.eval()):
+        assert type(model) is CLASSES[method][2]
+        assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+        assert bool(torch.isfinite(model(ids).logits).all())
+        fresh = [part for memory in model.memories() for part in memory.children()]
+        expected = [p for m in made.memories() for p in m.method.make_parts(m.options, m.layer, None).values()]
+        assert len(fresh) == len(expected)
+        for part, start in zip(fresh, expected, strict=True):
+            assert torch.equal(part.weight, start.weight.to(part.weight)) or part.weight.dim() > 1
 
 
 @torch.no_grad()
@@ -200,6 +221,17 @@ def test_a_missing_tensor_is_an_error(saved, lost, door):
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=f"has no tensors for .*{victim}"):
         door.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("method", [method for method in OTHERS if method != "windowed"])
+def test_a_missing_tensor_of_another_method_is_an_error(saved, method):
+    folder, model = saved(method=method)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for victim in [key for key in tensors if ".memory." in key]:
+        save_file({k: t for k, t in tensors.items() if k != victim}, file, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=f"has no tensors for .*{victim}"):
+            AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_misshapen_tensors_and_undescribed_memories_are_errors(saved):
@@ -296,11 +328,14 @@ def test_half_precision(saved, ids, argument):
 
 
 @torch.no_grad()
-def test_attention_implementation(saved, ids):
-    folder, model = saved()
+@pytest.mark.parametrize("method", METHODS)
+def test_attention_implementation(saved, ids, method):
+    folder, model = saved(method=method)
     eager = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    assert eager.model.language_model.config._attn_implementation == "eager"
-    assert model.model.language_model.config._attn_implementation == "sdpa"
+    routed = "cacheformers_" if eager.config.method.attend else ""
+    assert eager.model.language_model.config._attn_implementation == f"{routed}eager"
+    assert model.model.language_model.config._attn_implementation == f"{routed}sdpa"
+    assert "cacheformers_" not in (folder / "config.json").read_text()
     assert torch.allclose(eager(ids).logits, model(ids).logits, atol=1e-5)
 
 
@@ -311,11 +346,12 @@ def test_sharded_files(make, ids, tmp_path):
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
 
 
-def test_copies(make, ids):
-    model = make()
+@pytest.mark.parametrize("method", METHODS)
+def test_copies(make, ids, method):
+    model = make(method=method)
     expected = model(ids).logits
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        open_memory(twin)
+        open_gates(twin)
         assert torch.equal(twin(ids).logits, expected)
         for parameter in twin.parameters():
             parameter.data.zero_()
@@ -342,9 +378,9 @@ class Segments(Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_trainer(make, tmp_path, checkpointing):
-    model = make()
+@pytest.mark.parametrize(("method", "checkpointing"), [("neurocache", False), *((method, True) for method in METHODS)])
+def test_trainer(make, tmp_path, method, checkpointing):
+    model = make(method=method)
     arguments = TrainingArguments(
         output_dir=str(tmp_path),
         max_steps=12,

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from conftest import METHODS, OTHERS, every_method
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -60,9 +61,9 @@ def loaded_into(model, adapter):
 
 @torch.no_grad()
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("base", BASES)
-def test_every_door_gives_the_same_logits(saved, ids, base, door):
-    base_folder, adapter_folder, expected = saved(base, ids)
+@pytest.mark.parametrize(("base", "options"), every_method(BASES, ["llama_gqa", "opt"]))
+def test_every_door_gives_the_same_logits(saved, ids, base, options, door):
+    base_folder, adapter_folder, expected = saved(base, ids, **options)
     model = DOORS[door](base_folder, adapter_folder).eval()
     assert torch.equal(model(ids).logits, expected)
 
@@ -138,6 +139,19 @@ def test_a_missing_tensor_is_an_error(saved, ids, door, lost):
 
 
 @pytest.mark.parametrize("door", ["PeftModel", "AutoModel"])
+@pytest.mark.parametrize("method", OTHERS)
+def test_a_missing_tensor_of_another_method_is_an_error(saved, ids, door, method):
+    base_folder, adapter_folder, _ = saved("llama_gqa", ids, method=method)
+    file = adapter_folder / "adapter_model.safetensors"
+    whole = load_file(file)
+    for lost in {key.partition("lora_")[2].partition(".")[0] for key in whole}:  # one tensor of each kind
+        victim = next(key for key in whole if f"lora_{lost}." in key)
+        save_file({key: tensor for key, tensor in whole.items() if key != victim}, file)
+        with pytest.raises(ValueError, match="incomplete"):
+            DOORS[door](base_folder, adapter_folder)(ids)
+
+
+@pytest.mark.parametrize("door", ["PeftModel", "AutoModel"])
 def test_truncated_and_misshapen_files_are_errors(saved, ids, door):
     base_folder, adapter_folder, _ = saved("llama_gqa", ids)
     file = adapter_folder / "adapter_model.safetensors"
@@ -172,11 +186,12 @@ def test_several_adapters(make_base, config_factory, opener, ids):
 
 
 @torch.no_grad()
-def test_transformers_own_adapter_methods(make_base, config_factory, opener, ids, tmp_path):
+@pytest.mark.parametrize("method", METHODS)
+def test_transformers_own_adapter_methods(make_base, config_factory, opener, ids, tmp_path, method):
     plain = make_base("llama_gqa")
     expected = plain(ids[:, :60]).logits
     model = make_base("llama_gqa")
-    model.add_adapter(config_factory(), adapter_name="books")
+    model.add_adapter(config_factory(method=method), adapter_name="books")
     opener(model, "books")
     with_memory = model(ids[:, :60]).logits
     assert not torch.allclose(with_memory, expected)
@@ -220,8 +235,10 @@ def test_unsupported_models_name_the_supported(config_factory):
 
 
 @torch.no_grad()
-def test_no_lora(make_base, config_factory, opener, ids, tmp_path):
-    model = get_peft_model(make_base("llama_gqa", torch.float32), config_factory(target_modules=[])).eval()
+@pytest.mark.parametrize("method", METHODS)
+def test_no_lora(make_base, config_factory, opener, ids, tmp_path, method):
+    config = config_factory(method=method, target_modules=[])
+    model = get_peft_model(make_base("llama_gqa", torch.float32), config).eval()
     opener(model)
     assert not any("lora_A" in name for name, _ in model.named_parameters())
     model.save_pretrained(tmp_path)
@@ -261,8 +278,9 @@ def test_starts_from_the_layers_own_weights(make_base, config_factory):
 
 
 @torch.no_grad()
-def test_deepcopy_and_compile(make_model, ids):
-    model = make_model("llama_gqa")
+@pytest.mark.parametrize("method", METHODS)
+def test_deepcopy_and_compile(make_model, ids, method):
+    model = make_model("llama_gqa", method=method)
     expected = model(ids).logits
     twin = copy.deepcopy(model)
     assert torch.equal(twin(ids).logits, expected)
@@ -270,9 +288,9 @@ def test_deepcopy_and_compile(make_model, ids):
     assert torch.allclose(compiled(ids).logits, expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_a_training_step_moves_every_part(make_base, config_factory, ids, base):
-    model = get_peft_model(make_base(base, torch.float32), config_factory()).train()
+@pytest.mark.parametrize(("base", "options"), every_method(BASES))
+def test_a_training_step_moves_every_part(make_base, config_factory, ids, base, options):
+    model = get_peft_model(make_base(base, torch.float32), config_factory(**options)).train()
     optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     memory = None
@@ -287,10 +305,12 @@ def test_a_training_step_moves_every_part(make_base, config_factory, ids, base):
     assert not still
 
 
-def test_two_methods_on_one_base_are_refused(make_model):
+def test_two_methods_on_one_base_are_refused(make_model, config_factory):
     model = make_model("llama_gqa")
     with pytest.raises(ValueError, match="(?i)peft type|method"):
         model.add_adapter("lora", LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="(?i)peft type|method"):
+        model.add_adapter("other", config_factory(method="memorizing"))
 
 
 def test_another_base_is_refused(saved, make_base, ids, tmp_path):
@@ -312,6 +332,23 @@ def test_quantised_base(make_base, config_factory, ids, tmp_path):
         base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=BitsAndBytesConfig(**quantisation))
         model = get_peft_model(base, config_factory()).eval()
         assert bool(torch.isfinite(model(ids).logits).all())
+
+
+def test_attention_that_was_changed_after_the_memory_was_put_in(make_model, ids):
+    model = make_model("llama_gqa", method="memorizing")
+    expected = model(ids).logits
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="took the memory out of attention: name 'cacheformers_sdpa'"):
+        model(ids)
+    model.set_attn_implementation("cacheformers_eager")
+    assert torch.allclose(model(ids).logits, expected, atol=1e-5)
+
+
+def test_attention_that_cannot_take_a_memory(make_base, config_factory):
+    base = make_base("llama_gqa")
+    base.config._attn_implementation = "flex_attention"
+    with pytest.raises(ValueError, match="load the model with attn_implementation='sdpa'"):
+        get_peft_model(base, config_factory(method="memorizing"))
 
 
 def test_config_round_trip(config_factory, tmp_path):

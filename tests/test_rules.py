@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from conftest import METHODS, OTHERS, every_method
 from torch.nn.functional import cross_entropy
 
 import cacheformers
@@ -19,16 +20,21 @@ WINDOWS = {
     "sliding": {"local_window": "sliding", "window_tokens": 12, "hit_scores": True},
     "sliding sinks": {"local_window": "sliding", "window_tokens": 12, "sink_tokens": 3, "exclude_window": True},
 }
+SLIDING = {"local_window": "sliding", "window_tokens": 12, "sink_tokens": 3}
 EXACT = 1e-9
 
 
 def rows_of_windows(bases: list[str]) -> list:
+    """Test cases (base, options): Neurocache with every window, the other methods with one a base."""
     cases = []
     for base in bases:
         for name, options in WINDOWS.items():
             if base == "opt" and "sliding" in name:
                 continue
             cases.append(pytest.param(base, options, id=f"{base} {name}"))
+    for method in OTHERS:
+        for base, window in (("llama_gqa", {}), ("mistral", SLIDING), ("opt", {})):
+            cases.append(pytest.param(base, {"method": method, **window}, id=f"{base} {method}"))
     return cases
 
 
@@ -96,10 +102,10 @@ def test_padding_gives_the_same_as_none(make_model, ids, base, window):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("base", BASES)
-def test_rows_that_pause_and_go_on(make_model, ids, base):
+@pytest.mark.parametrize(("base", "options"), every_method(BASES))
+def test_rows_that_pause_and_go_on(make_model, ids, base, options):
     """Right padding in the middle of a row's stream leaves holes in the columns, and changes nothing."""
-    model = make_model(base)
+    model = make_model(base, **options)
     expected = model(ids).logits
     memory, seen, logits = None, [0, 0], [[], []]
     generator = torch.Generator().manual_seed(3)
@@ -148,45 +154,47 @@ def test_the_memory_matters(make_model, ids, base):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("base", BASES + MORE)
-def test_off_means_off(make_base, make_model, ids, base):
+@pytest.mark.parametrize(("base", "options"), every_method(BASES + MORE))
+def test_off_means_off(make_base, make_model, ids, base, options):
     expected = make_base(base)(ids[:, :60]).logits
-    model = make_model(base)
+    model = make_model(base, **options)
+    attention = model.config._attn_implementation
     assert not torch.equal(model(ids[:, :60]).logits, expected)
     with model.disable_adapter():
         assert torch.equal(model(ids[:, :60]).logits, expected)
     unloaded = model.unload()
+    assert unloaded.config._attn_implementation == attention.removeprefix("cacheformers_") == "sdpa"
     assert torch.equal(unloaded(ids[:, :60]).logits, expected)
     assert not any(hasattr(attention, "memory") for attention in attention_modules(find_decoder(unloaded)))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in unloaded.modules())
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(("base", "options"), every_method(BASES))
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_neutral_gates_are_the_base(make_base, config_factory, ids, base, attention):
+def test_neutral_gates_are_the_base(make_base, config_factory, ids, base, options, attention):
     from peft import get_peft_model
 
     plain = make_base(base, torch.float32, attn_implementation=attention)
     expected = plain(ids[:, :16]).logits
-    model = get_peft_model(plain, config_factory()).eval()
+    model = get_peft_model(plain, config_factory(**options)).eval()
     assert (model(ids[:, :16]).logits - expected).abs().max() < 1e-5
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("base", BASES)
-def test_eager_and_sdpa_agree_with_padding(make_model, ids, base):
+@pytest.mark.parametrize(("base", "options"), every_method(BASES))
+def test_eager_and_sdpa_agree_with_padding(make_model, ids, base, options):
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
-    sdpa = make_model(base)(ids, attention_mask=mask).logits
-    eager = make_model(base, base={"attn_implementation": "eager"})(ids, attention_mask=mask).logits
+    sdpa = make_model(base, **options)(ids, attention_mask=mask).logits
+    eager = make_model(base, **options, base={"attn_implementation": "eager"})(ids, attention_mask=mask).logits
     assert difference(eager[mask.bool()], sdpa[mask.bool()]) < 1e-4  # eager attention takes its softmax in float32
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("base", BASES)
-def test_two_memories_on_one_model_in_turn(make_model, ids, base):
-    model = make_model(base)
+@pytest.mark.parametrize(("base", "options"), every_method(BASES))
+def test_two_memories_on_one_model_in_turn(make_model, ids, base, options):
+    model = make_model(base, **options)
     expected = [model(ids[:1]).logits, model(ids[1:]).logits]
     memories, logits = [None, None], [[], []]
     for start in range(0, 75, 11):
@@ -199,9 +207,9 @@ def test_two_memories_on_one_model_in_turn(make_model, ids, base):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("base", BASES)
-def test_clone_select_expand_reset(make_model, ids, base):
-    model = make_model(base)
+@pytest.mark.parametrize(("base", "options"), every_method(BASES))
+def test_clone_select_expand_reset(make_model, ids, base, options):
+    model = make_model(base, **options)
     whole = model(ids).logits
     _, memory = chunked(model, ids[:, :40], 40)
     again = memory.clone()
@@ -255,8 +263,9 @@ def test_bounded(make_model, base):
 
 
 @torch.no_grad()
-def test_a_memory_that_was_written_down_goes_on(make_model, ids):
-    model = make_model("llama_gqa", local_window="sliding", window_tokens=10, sink_tokens=3)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_memory_that_was_written_down_goes_on(make_model, ids, method):
+    model = make_model("llama_gqa", method=method, local_window="sliding", window_tokens=10, sink_tokens=3)
     memory, twin = cacheformers.new_memory(model, 2), cacheformers.new_memory(model, 2)
     model(ids[:, :70], past_key_values=memory)
     twin.load_state_dict(memory.state_dict(), "cpu")
@@ -292,15 +301,15 @@ def test_activation_checkpointing_gives_the_same_gradients(make_model, ids, base
     checkpointed, loss = train_two_segments(model, ids, checkpointing=True)
     assert loss == pytest.approx(plain_loss, rel=1e-12)
     assert plain.keys() == checkpointed.keys()
-    assert any("lora_mem_down" in name for name in plain)
+    assert window.get("method") == "windowed" or any("lora_mem_" in name for name in plain)
     for name, gradient in plain.items():
         assert float((checkpointed[name] - gradient).norm()) <= 1e-9 * float(gradient.norm() + 1e-12), name
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_every_parameter_is_in_every_graph(make_model, ids, base):
+@pytest.mark.parametrize(("base", "options"), every_method(BASES))
+def test_every_parameter_is_in_every_graph(make_model, ids, base, options):
     """DDP needs it: also on the first segment, where nothing can be retrieved."""
-    model = make_model(base).train()
+    model = make_model(base, **options).train()
     model(ids[:, :16]).logits.square().sum().backward()
     missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert not missing
@@ -320,12 +329,25 @@ def test_padding_never_enters_a_memory(make_model, ids):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("method", OTHERS)
+@pytest.mark.parametrize("base", ["llama_gqa", "mistral", "opt"])
+def test_what_was_read_shows(make_model, ids, base, method):
+    """A token of the first segment changes what is said of the third, but not where there is no memory."""
+    model = make_model(base, method=method)
+    before, changed = model(ids).logits, ids.clone()
+    changed[:, 3] = (changed[:, 3] + 1) % 100 + 3
+    after = model(changed).logits
+    assert torch.equal(after[:, 32:], before[:, 32:]) == (method == "windowed")
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("base", BASES + MORE)
 def test_the_segment_window_is_the_base_on_each_segment(make_base, make_model, ids, base):
     expected = torch.cat([make_base(base)(part).logits for part in ids.split(16, dim=1)], 1)
-    model = make_model(base, target_modules=[])
-    logits = model(ids, past_key_values=cacheformers.new_memory(model, 2, cache_size=0)).logits
-    assert difference(logits, expected) < EXACT
+    for method in ("neurocache", "windowed"):
+        model = make_model(base, method=method, target_modules=[])
+        logits = model(ids, past_key_values=cacheformers.new_memory(model, 2, cache_size=0)).logits
+        assert difference(logits, expected) < EXACT
 
 
 @torch.no_grad()
@@ -336,9 +358,10 @@ def test_a_sliding_window_is_the_base_under_a_mask(make_base, make_model, ids, b
     place = torch.arange(60 - padding)
     seen = (place <= place[:, None]) & (place >= place[:, None] // 16 * 16 - 12)
     expected = make_base(base)(ids[:, padding:60], attention_mask=seen[None, None].expand(2, 1, -1, -1)).logits
-    model = make_model(base, target_modules=[], local_window="sliding", window_tokens=12)
     mask = torch.ones(2, 60, dtype=torch.long)
     mask[:, :padding] = 0
-    memory = cacheformers.new_memory(model, 2, cache_size=0)
-    logits = model(ids[:, :60], attention_mask=mask, past_key_values=memory).logits[:, padding:]
-    assert difference(logits, expected) < 1e-5  # angles are float32 in transformers
+    for method in ("neurocache", "windowed"):
+        model = make_model(base, method=method, target_modules=[], local_window="sliding", window_tokens=12)
+        memory = cacheformers.new_memory(model, 2, cache_size=0)
+        logits = model(ids[:, :60], attention_mask=mask, past_key_values=memory).logits[:, padding:]
+        assert difference(logits, expected) < 1e-5  # angles are float32 in transformers

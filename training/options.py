@@ -25,7 +25,7 @@ def method_options(config: type[LoraConfig], without: Sequence[str] = ()) -> typ
     A map from layers to layers becomes a list of strings, `22` or `6:8` (see `layer_map`).
     """
     hints, inherited = get_type_hints(config), {field.name for field in dataclasses.fields(LoraConfig)}
-    own = config.__annotations__
+    own = {name for kind in config.__mro__[: config.__mro__.index(LoraConfig)] for name in kind.__annotations__}
     fields: list[Any] = []
     for field in dataclasses.fields(config):
         if (field.name in inherited and field.name not in own) or field.name in without:

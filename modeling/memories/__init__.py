@@ -1,8 +1,16 @@
 """The methods, one file each."""
 
-from typing import Any
-
+from cacheformers.modeling.memories import memorizing, neurocache, windowed
+from cacheformers.modeling.memories.method import Method
 from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
 
-# Name of a method, as in its signature -> class of its options.
-OPTIONS: dict[str, Any] = {"neurocache": NeurocacheOptions}
+# By the name that is also a method's model type and, in capitals, its PEFT type.
+METHODS: dict[str, Method] = {
+    "neurocache": Method(
+        NeurocacheOptions, neurocache.NeurocacheParts, neurocache.make_parts, branch=neurocache.branch
+    ),
+    "windowed": Method(windowed.WindowedOptions, windowed.WindowedParts, windowed.make_parts),
+    "memorizing": Method(
+        memorizing.MemorizingOptions, memorizing.MemorizingParts, memorizing.make_parts, attend=memorizing.mix
+    ),
+}

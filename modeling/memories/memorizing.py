@@ -26,23 +26,50 @@ from torch import Tensor, nn
 from cacheformers.modeling.memories.attending import AttentionInputs
 from cacheformers.modeling.memories.base import BaseShape, LocalWindow, SegmentCall
 from cacheformers.modeling.memories.checks import check_at_least, check_choices, check_layers, check_window
+from cacheformers.modeling.memories.method import first_numbers
 from cacheformers.modeling.memories.rings import STORE_DTYPES, RingState, StoreOptions
+from cacheformers.modeling.memories.settings import LocalWindowSettings
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.search.store import Entries, Ring
 
 
+@dataclass
+class MemorizingSettings(LocalWindowSettings):
+    """Fields of `MemorizingAdapterConfig` and `MemorizingConfig`. Layers count from 0."""
+
+    cache_size: int = field(
+        default=8192, metadata={"help": "Pairs of a key and a value that a document may keep; the oldest go first."}
+    )
+    topk: int = field(default=64, metadata={"help": "Pairs that each head of each token retrieves (k)."})
+    attention_layers: list[int] | None = field(
+        default=None,
+        metadata={"help": "Layers with a memory, each one of its own. Default: three quarters up (the 9th of 12)."},
+    )
+    gate_start: float = field(
+        default=0.0,
+        metadata={"help": "The gates' bias at first: 0 mixes both attentions evenly, -4 begins near the base."},
+    )
+    search: str = field(
+        default="auto", metadata={"help": "'auto', 'exact', 'faiss', or 'faiss:' and a faiss index factory string."}
+    )
+    cache_dtype: str | None = field(
+        default=None, metadata={"help": "Pairs' dtype. Default: float32 on the CPU, bfloat16 on a GPU."}
+    )
+
+    def resolve(self, base: BaseShape) -> MemorizingOptions:
+        """The method's options for one base model.
+
+        Raises:
+            ValueError: an option that does not fit the base model.
+        """
+        options = self.chosen(MemorizingSettings)
+        layers = [default_layer(base.layers)] if self.attention_layers is None else self.attention_layers
+        return MemorizingOptions(base=base, **{**options, "attention_layers": tuple(sorted(layers))})
+
+
 @dataclass(frozen=True)
 class MemorizingOptions(StoreOptions):
-    """The method's options, resolved against a base model.
-
-    Attributes:
-        attention_layers: layers with a memory, each one of its own (the paper: the 9th of 12, `default_layer`).
-        cache_size: pairs a head and document may keep; the oldest go first.
-        topk: pairs that each head of each token retrieves.
-        gate_start: b at first: 0 mixes evenly, -4 begins near the base.
-        segment_tokens, local_window, window_tokens, sink_tokens: as for Neurocache.
-        search: back end of the search.
-        cache_dtype: of stored pairs; None for float32 on the CPU, bfloat16 on a GPU.
+    """The method's options, resolved against a base model (see `MemorizingSettings` for each one's meaning).
 
     Raises:
         ValueError: an option that does not fit the base model.
@@ -148,9 +175,13 @@ class MemorizingParts(NamedTuple):
     gate: PerHead
     scale: PerHead
 
+    @property
+    def fingerprint(self) -> tuple[float, ...]:
+        return first_numbers(self.gate.weight, self.scale.weight)
 
-def make_parts(options: MemorizingOptions) -> dict[str, nn.Module]:
-    """The parts that one layer trains."""
+
+def make_parts(options: MemorizingOptions, *_: Any) -> dict[str, nn.Module]:
+    """The parts that one layer trains, the same in each and on every base."""
     heads = options.base.heads
     return {"gate": PerHead(heads, options.gate_start), "scale": PerHead(heads, options.base.head_dim**0.5)}
 

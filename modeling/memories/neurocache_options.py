@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -11,11 +11,12 @@ import torch
 from cacheformers.modeling.memories.base import BaseShape, LocalWindow, MemoryState
 from cacheformers.modeling.memories.checks import check_at_least, check_choices, check_window
 from cacheformers.modeling.memories.rings import STORE_DTYPES, StoreOptions
+from cacheformers.modeling.memories.settings import LocalWindowSettings
 from cacheformers.modeling.search import get_search
 
 
 @dataclass
-class NeurocacheSettings:
+class NeurocacheSettings(LocalWindowSettings):
     """Fields of `NeurocacheAdapterConfig` and `NeurocacheConfig`. Layers count from 0."""
 
     cache_size: int = field(default=16384, metadata={"help": "Entries a document may keep (m); the oldest go first."})
@@ -38,24 +39,6 @@ class NeurocacheSettings:
         metadata={"help": "Layers with cache attention. Default: from the lowest retrieval layer to the top."},
     )
     similarity: str = field(default="l2", metadata={"help": "'l2' (nearest) or 'dot' (largest inner product)."})
-    segment_tokens: int = field(default=1024, metadata={"help": "Tokens after which a segment enters the memory (n)."})
-    local_window: str = field(
-        default="segment",
-        metadata={
-            "help": "'segment': self-attention sees the open segment only (paper). 'sliding': also the last "
-            "window_tokens tokens before it, with moved rotary positions; give a pretrained base sink_tokens with it."
-        },
-    )
-    window_tokens: int | None = field(
-        default=None, metadata={"help": "Tokens that a sliding window keeps (W). Default: segment_tokens."}
-    )
-    sink_tokens: int = field(
-        default=0,
-        metadata={
-            "help": "First tokens of a document whose keys and values every segment keeps seeing. Pretrained models "
-            "lean on them (attention sinks): a sliding window without any ruins one, with 4 it is well."
-        },
-    )
     exclude_window: bool = field(
         default=False, metadata={"help": "Do not retrieve entries whose tokens a sliding window still shows."}
     )
@@ -101,10 +84,9 @@ class NeurocacheSettings:
             attention_layers = list(range(min(retrieval_map, default=0), base.layers))
         if self.attention_layers is not None and len(set(attention_layers)) != len(attention_layers):
             raise ValueError(f"attention_layers {attention_layers} names a layer twice.")
-        options = {field.name: getattr(self, field.name) for field in fields(NeurocacheSettings)}
+        options = self.chosen(NeurocacheSettings)
         options["retrieval_map"] = tuple(sorted(retrieval_map.items()))
         options["attention_layers"] = tuple(sorted(attention_layers))
-        options["window_tokens"] = self.segment_tokens if self.window_tokens is None else self.window_tokens
         return NeurocacheOptions(base=base, **options)
 
 

@@ -4,12 +4,11 @@
     model.language_model   the base model without its head, under its own names; a memory on each augmented attention
     lm_head                the base model's own head
 
-A method adds a `CompositeConfig` with its settings, a `CompositeMemory`, and the model classes that name both.
+A method adds a `CompositeConfig` with its settings, and the model classes that name it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -34,10 +33,13 @@ from cacheformers.modeling.attach import (
     attention_modules,
     base_shape,
     before_model,
-    branch_hook,
     find_decoder,
+    put_memory,
     split_projections,
 )
+from cacheformers.modeling.attention import route_attention
+from cacheformers.modeling.memories import METHODS
+from cacheformers.modeling.memories.method import Method, MethodOnLayer
 
 SHIM = "modeling_cacheformers"
 SHIM_TEXT = '''"""This model's classes are in the package cacheformers; this file only names them."""
@@ -79,6 +81,11 @@ class CompositeConfig(PretrainedConfig):
         name = type(self).__name__
         return name, name.replace("Config", "Model"), name.replace("Config", "ForCausalLM")
 
+    @property
+    def method(self) -> Method:
+        """The memory method, which is named like the model type."""
+        return METHODS[self.model_type]
+
     def options(self) -> Any:
         """The method's options on this base.
 
@@ -117,18 +124,26 @@ class CompositeConfig(PretrainedConfig):
         """Nothing to do: transformers would copy this package's files beside every saved model."""
 
 
-class CompositeMemory(nn.Module):
-    """The memory of one attention module (an `attach.LayerMemory`); a method adds `fingerprint` and `branch`.
+class CompositeMemory(MethodOnLayer, nn.Module):
+    """The memory of one attention module.
 
     Args:
-        parts: what is trained here, by name.
+        base_weights: the layer's own W_q, W_k, W_v, W_o to start from; None starts at random.
     """
 
-    def __init__(self, options: Any, layer: int, parts: dict[str, nn.Module]) -> None:
+    options: Any = None
+
+    def __init__(
+        self, method: Method, options: Any, layer: int, base_weights: tuple[Tensor, ...] | None = None
+    ) -> None:
         super().__init__()
-        self.options, self.layer = options, layer
-        for name, part in parts.items():
+        self.method, self.options, self.layer = method, options, layer
+        for name, part in method.make_parts(options, layer, base_weights).items():
             self.add_module(name, part)
+
+    @property
+    def active_parts(self) -> Any:
+        return self.method.parts(**self._modules)
 
     def check_loaded(self) -> None:
         """Refuse what would be trained without being used. (A missing tensor raises in `from_pretrained`.)
@@ -149,13 +164,9 @@ class CompositePreTrainedModel(PushesWithCard, PreTrainedModel):
 
     Loading raises ValueError where transformers would make up what is missing in the file, or pass over a memory that
     the configuration does not describe.
-
-    Attributes:
-        memory_class: what sits on an attention module, made as `memory_class(options, layer, base_weights)`.
     """
 
     base_model_prefix = "model"
-    memory_class: ClassVar[Callable[..., CompositeMemory]]
     supports_gradient_checkpointing = True
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     _skip_keys_device_placement = ["past_key_values", "memory_state"]
@@ -172,7 +183,9 @@ class CompositePreTrainedModel(PushesWithCard, PreTrainedModel):
         Args:
             from_base: memories start from the base's own weights; otherwise at random.
         """
-        options, text_config = self.config.options(), self.config.text_config
+        method, options, text_config = self.config.method, self.config.options(), self.config.text_config
+        if method.attend is not None:
+            route_attention(language_model)
         attentions = attention_modules(find_decoder(language_model))
         for layer in options.layers:
             attention = attentions[layer]
@@ -181,10 +194,9 @@ class CompositePreTrainedModel(PushesWithCard, PreTrainedModel):
             if from_base:
                 own = [getattr(attention, name).weight.detach() for name in architecture(text_config).projections]
                 starts = split_projections(own, base_shape(text_config))
-            memory = self.memory_class(options, layer, starts)
+            memory = CompositeMemory(method, options, layer, starts)
             half = weight.dtype in (torch.float16, torch.bfloat16)  # float32 then, as in the adapters
-            attention.memory = memory.to(weight.device, torch.float32 if half else weight.dtype)
-            attention.register_forward_hook(branch_hook, with_kwargs=True)
+            put_memory(attention, memory.to(weight.device, torch.float32 if half else weight.dtype))
             if not weight.is_meta:
                 mark_initialized(memory)
         add_hooks(language_model)
@@ -211,7 +223,7 @@ class CompositePreTrainedModel(PushesWithCard, PreTrainedModel):
             if not getattr(parameter, "_is_hf_initialized", False)
         }
         if missing:
-            fresh = dict(self.memory_class(module.options, module.layer).named_parameters())
+            fresh = dict(CompositeMemory(module.method, module.options, module.layer).named_parameters())
             for name, parameter in missing.items():
                 init.copy_(parameter, fresh[name])
 
