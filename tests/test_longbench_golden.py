@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,7 @@ def test_a_changed_lm_eval_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         text = (lm_eval_folder() / f"{name}.yaml").read_text(encoding="utf-8")
         (folder / f"{name}.yaml").write_text(text.replace("{{context}}\\n", "{{context}} \\n"), encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "lm_eval", raising=False)  # an earlier test may have imported the installed one
     assert lm_eval_folder() == folder
     with pytest.raises(ValueError, match="trec.* are not the official ones .*--prompts"):
         load_templates(TASKS)
