@@ -50,9 +50,16 @@ def print_ratios(title: str, parts: dict[str, dict[str, Measure]], against: str)
     rows = []
     for run, measures in parts.items():
         if run != against:
-            ratios = [compare(measure, parts[against][name]) for name, measure in measures.items()]
-            rows.append([run, *(f"{found.ratio:.4f} ({between(found.interval, 4)})" for found in ratios)])
+            rows.append([run, *(multiple(measure, parts[against][name]) for name, measure in measures.items())])
     print(f"\n{table([title, *parts[against]], rows)}")
+
+
+def multiple(measure: Measure, other: Measure) -> str:
+    """A ratio and its interval; none where a longer window puts other tokens into a class."""
+    if measure.tokens_by_document.tolist() != other.tokens_by_document.tolist():
+        return "other tokens"
+    found = compare(measure, other)
+    return f"{found.ratio:.4f} ({between(found.interval, 4)})"
 
 
 def between(interval: tuple[float, float] | None, digits: int) -> str:

@@ -25,8 +25,8 @@ from cacheformers.evaluation.model import evaluate_model
 from cacheformers.evaluation.options import EvalOptions
 from cacheformers.evaluation.perplexity import HeldOut, divide, held_out, side_by_side, token_nats
 from cacheformers.evaluation.readers import Damaged, Forgetting, Remembering
-from cacheformers.evaluation.run import Run, compare, measure, reference, scores
-from cacheformers.evaluation.tables import print_runs
+from cacheformers.evaluation.run import Measure, Run, compare, measure, reference, scores
+from cacheformers.evaluation.tables import multiple, print_runs
 from cacheformers.evaluation.tokens import position_edges, token_classes
 from cacheformers.modeling.attach import active_options, find_decoder, unwrap
 from cacheformers.training.documents import Documents
@@ -309,6 +309,17 @@ def test_an_adapter_is_evaluated(make_model, capsys):
     divided = capsys.readouterr().out.partition("/ base, by last occurrence")[2]
     first = [runs[name].by_class["first occurrence"].perplexity for name in ("cache 100", "base")]
     assert f"cache 100 {first[0] / first[1]:.4f} (" in " ".join(divided.split())
+
+
+def test_only_the_same_tokens_are_divided():
+    """A longer window puts other tokens into a class."""
+    one = Measure(np.array([20.0, 30.0]), np.array([10.0, 10.0]))
+    same, more = (
+        Measure(np.array([10.0, 20.0]), one.tokens_by_document),
+        Measure(np.array([9.0, 9.0]), np.array([9.0, 8])),
+    )
+    assert multiple(one, same) == "2.7183 (2.7183 - 2.7183)"
+    assert multiple(one, more) == "other tokens"
 
 
 def test_lora_alone_is_evaluated(make_base, config_factory, opener):
