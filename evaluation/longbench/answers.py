@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from cacheformers.evaluation.longbench.prefill import prefill
 from cacheformers.evaluation.longbench.prompts import Encoded
 from cacheformers.evaluation.longbench.tasks import Task
 from cacheformers.modeling.attach import unwrap
@@ -32,12 +33,13 @@ def answer(
             questions. Else everything is one prompt.
         cache_size: another number of entries than the memory's configured one.
     """
-    memory = None
     rows = [prompt.ids for prompt in prompts]
     if remembers:
         contexts = [prompt.ids[: prompt.question] for prompt in prompts]
         memory = read(model, contexts, progress=False, cache_size=cache_size)
         rows = [prompt.ids[prompt.question :] for prompt in prompts]
+    else:
+        memory = prefill(model, rows, room=task.new_tokens)
     config = generation_config(model, tokenizer, task)
     ids, mask = left_padded(rows, config.pad_token_id)
     device = next(model.parameters()).device
