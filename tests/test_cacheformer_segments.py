@@ -9,8 +9,12 @@ import torch
 from cacheformer_golden import MODES, needs_golden, recorded
 from cacheformer_models import recorded_model, tiny_model
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
+from cacheformers import eval_longbench
+from cacheformers.evaluation.passkey.main import main as passkey
 from cacheformers.evaluation.segments import blocks, main, retrieved, shares, table
+from cacheformers.evaluation.text_perplexity import main as perplexity
 
 
 @pytest.mark.parametrize("name", recorded("cf_cache"))
@@ -90,9 +94,24 @@ def test_what_cannot_be_shown(saved, make_base, capsys):
         ("words", "text.txt", [], "has no tokenizer, and its 48 tokens are not bytes"),
         ("model", "empty.txt", [], "nothing to read"),
         ("model", "missing.txt", [], "No such file"),
+        ("model", "text.txt", ["--tokens", "-5"], "--tokens is not positive"),
         ("model", "text.txt", ["--layer", "2"], "--layer must be from 0 to 1, got 2"),
     ):
         with pytest.raises(SystemExit):
             main([str(folder / model), str(folder / text), *more, "--output", str(folder / "out")])
         assert message in capsys.readouterr().err
         assert not (folder / "out").exists()
+
+
+def test_commands_that_cannot_read_with_it_say_so(saved, folder, capsys):
+    """Perplexity, passkeys and LongBench read with the memories of adapters; a CacheFormer would be a base to them."""
+    model = saved[0] / "model"
+    AutoTokenizer.from_pretrained(folder / "base").save_pretrained(model)
+    for command, given in (
+        (perplexity, ["--texts", str(folder / "valid.jsonl"), "--mode=memory"]),
+        (passkey, ["--lengths", "300", "--depths", "50"]),
+        (eval_longbench.main, ["--data", str(folder), "--methods", "truncation", "--max_length", "20"]),
+    ):
+        with pytest.raises(SystemExit):
+            command(["--base", str(model), "--output", str(folder / "out"), "--device=cpu", *given])
+        assert "CacheFormer models cannot be evaluated by this command yet" in capsys.readouterr().err

@@ -1,0 +1,128 @@
+"""Times side by side in one process, peak memory, and what a result file says about where it came from."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from cacheformers.training.environment import environment
+
+RESULTS = Path("docs/results")
+
+
+def interleaved(runs: dict[str, Callable[[], Any]], rounds: int, device: str = "cpu") -> dict[str, list[float]]:
+    """Seconds of each run, by name: all once to warm up, then round after round in turn, so that they share what else
+    the machine does."""
+    for run in runs.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            settle(device)
+            start = time.perf_counter()
+            run()
+            settle(device)
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def settle(device: str) -> None:
+    """Wait until the device has done what it was told."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def ratio(times: dict[str, list[float]], name: str, over: str) -> dict[str, float]:
+    """One run's time over another's of the same round: median, and the middle half of the rounds."""
+    ratios = [own / other for own, other in zip(times[name], times[over], strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return {"ratio": median, "low": low, "high": high, "seconds": statistics.median(times[name])}
+
+
+def shown(found: dict[str, float]) -> str:
+    """A ratio and its spread, as tables show it."""
+    return f"{found['ratio']:.2f} ({found['low']:.2f} - {found['high']:.2f})"
+
+
+def peak_extra(run: Callable[[], Any], device: str = "cpu") -> int:
+    """Bytes that a run holds at most beyond what was held before.
+
+    On a CPU this is what the process holds, looked at every millisecond: what an allocator keeps from before is not
+    counted again, so measure in a fresh process, before anything larger has run.
+    """
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    before, most, done = resident(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.001):
+            most = max(most, resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    run()
+    done.set()
+    watcher.join()
+    return max(most, resident()) - before
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds (Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def processor() -> str:
+    """Name of the CPU."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def about(device: str = "cpu") -> dict[str, Any]:
+    """What a result needs to be repeated: command, commit, versions, machine."""
+    facts = environment(torch.device(device))
+    return {"command": " ".join(["python", *sys.argv]), "processor": processor(), **facts}
+
+
+def write_json(folder: Path, name: str, result: dict[str, Any]) -> Path:
+    """Write a result as `folder/name.json`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def draw_lines(
+    path: Path, title: str, across: str, up: str, lines: dict[str, list[tuple[float, float]]], log: bool = True
+) -> None:
+    """Draw lines of (x, y) into a PNG, by name.
+
+    Args:
+        across, up: labels of the axes.
+        log: both axes are logarithmic.
+    """
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for (name, points), marker in zip(lines.items(), "osD^vPX" * len(lines), strict=False):
+        axes.plot(*zip(*points, strict=True), marker=marker, label=name)
+    axes.set(title=title, xlabel=across, ylabel=up)
+    if log:
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
