@@ -52,7 +52,7 @@ def full(tokens: int) -> float:
 def infini(tokens: int, segment_tokens: int) -> float:
     """Infini-attention, linear rule."""
     base = BaseShape("llama", HEADS * WIDTH, HEADS, HEADS, WIDTH, 1, 1, segment_tokens, rotary=True)
-    options = InfiniAttentionOptions(base, (0,), segment_tokens)
+    options = InfiniAttentionOptions(base=base, layers=(0,), segment_tokens=segment_tokens)
     parts = InfiniParts(**make_parts(options))  # type: ignore[arg-type]
     q, k, v = inputs(tokens)
     return seconds(lambda: attend_segments(options, parts, q, k, v, q, k, SCALING))

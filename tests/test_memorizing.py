@@ -62,7 +62,7 @@ class Memory(nn.Module):
 
 def attach(model: PreTrainedModel, **options: object) -> list[Memory]:
     chosen = {"attention_layers": (1,), "cache_size": 40, "topk": 4, "segment_tokens": 16, "search": "exact", **options}
-    resolved = MemorizingOptions(base_shape(model.config), **chosen)
+    resolved = MemorizingOptions(base=base_shape(model.config), **chosen)
     torch.manual_seed(3)
     memories = []
     for layer in resolved.layers:

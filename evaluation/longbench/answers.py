@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import Cache, GenerationConfig, PreTrainedTokenizerBase
 
 from cacheformers.evaluation.longbench.prefill import prefill
 from cacheformers.evaluation.longbench.prompts import Encoded
@@ -33,6 +33,7 @@ def answer(
             questions. Else everything is one prompt.
         cache_size: another number of entries than the memory's configured one.
     """
+    memory: Cache | None
     rows = [prompt.ids for prompt in prompts]
     if remembers:
         contexts = [prompt.ids[: prompt.question] for prompt in prompts]

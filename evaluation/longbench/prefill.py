@@ -20,6 +20,9 @@ class ReservedLayer(DynamicLayer):
         room: tokens that may follow.
     """
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, like: Tensor, rows: int, length: int, room: int) -> None:
         super().__init__()
         self.lazy_initialization(like, like)
@@ -54,17 +57,18 @@ def prefill(model: Any, rows: Sequence[Sequence[int]], room: int) -> DynamicCach
     if min(map(len, rows)) < 2:
         return None
     device, longest = next(model.parameters()).device, max(map(len, rows)) - 1
-    batch = DynamicCache()
-    batch.layers = []
+    layers: list[ReservedLayer] = []
     for place, row in enumerate(rows):
-        cache = model(
-            input_ids=torch.tensor([row[:-1]], device=device), use_cache=True, logits_to_keep=1
-        ).past_key_values
+        ids = torch.tensor([row[:-1]], device=device)
+        cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
         if type(cache) is not DynamicCache or any(type(layer) is not DynamicLayer for layer in cache.layers):
             return None
-        if not batch.layers:
-            batch.layers = [ReservedLayer(layer.keys, len(rows), longest, room + 1) for layer in cache.layers]
-        for whole, own in zip(batch.layers, cache.layers, strict=True):
+        read: Any = cache.layers
+        if not layers:
+            layers = [ReservedLayer(layer.keys, len(rows), longest, room + 1) for layer in read]
+        for whole, own in zip(layers, read, strict=True):
             whole.keys[place, :, 1 - len(row) :] = own.keys[0]
             whole.values[place, :, 1 - len(row) :] = own.values[0]
+    batch = DynamicCache()
+    batch.layers = list(layers)
     return batch

@@ -22,17 +22,16 @@ from torch import Tensor, nn
 from cacheformers.modeling.memories.attending import AttentionInputs
 from cacheformers.modeling.memories.base import (
     BaseShape,
-    LocalWindow,
     MemoryState,
     SegmentCall,
     joined,
     keep_columns,
     part,
 )
-from cacheformers.modeling.memories.checks import check_at_least, check_choices, check_layers, check_window
+from cacheformers.modeling.memories.checks import check_choices, check_layers
 from cacheformers.modeling.memories.heads import by_head, by_kv_head
 from cacheformers.modeling.memories.method import first_numbers
-from cacheformers.modeling.memories.settings import LocalWindowSettings, chosen_layers
+from cacheformers.modeling.memories.settings import LocalWindowOptions, LocalWindowSettings, chosen_layers
 
 
 @dataclass
@@ -69,42 +68,29 @@ class InfiniAttentionSettings(LocalWindowSettings):
         return InfiniAttentionOptions(base=base, **{**options, "layers": chosen_layers(self.layers, base)})
 
 
-@dataclass(frozen=True)
-class InfiniAttentionOptions:
+@dataclass(frozen=True, kw_only=True)
+class InfiniAttentionOptions(LocalWindowOptions):
     """The method's options, resolved against a base model (see `InfiniAttentionSettings` for each one's meaning).
 
     Raises:
         ValueError: an option that does not fit the base model.
     """
 
-    base: BaseShape
     layers: tuple[int, ...]
     segment_tokens: int = 2048
     rule: Literal["linear", "delta"] = "linear"
     empty: Literal["bypass", "literal"] = "bypass"
-    local_window: Literal["segment", "sliding"] = "segment"
-    window_tokens: int = 0
-    sink_tokens: int = 0
     truncated: bool = False
 
     def __post_init__(self) -> None:
         check_layers(self.layers, self.base)
-        check_at_least(1, self, "segment_tokens")
-        check_at_least(0, self, "window_tokens", "sink_tokens")
-        check_choices(self, rule=("linear", "delta"), empty=("bypass", "literal"), local_window=("segment", "sliding"))
-        check_window(self.local_window, self.window, self.base)
+        check_choices(self, rule=("linear", "delta"), empty=("bypass", "literal"))
+        self.check_local_window()
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Layers whose output the method changes."""
         return self.layers
-
-    @property
-    def window(self) -> LocalWindow:
-        """What self-attention sees."""
-        return LocalWindow(
-            self.segment_tokens, self.window_tokens if self.local_window == "sliding" else 0, self.sink_tokens
-        )
 
     @property
     def signature(self) -> dict[str, Any]:

@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cacheformers.modeling.memories.attending import AttentionInputs
-from cacheformers.modeling.memories.base import BaseShape, LocalWindow, SegmentCall
-from cacheformers.modeling.memories.checks import check_at_least, check_choices, check_layers, check_window
+from cacheformers.modeling.memories.base import BaseShape, SegmentCall
+from cacheformers.modeling.memories.checks import check_at_least, check_choices, check_layers
 from cacheformers.modeling.memories.method import first_numbers
 from cacheformers.modeling.memories.rings import STORE_DTYPES, RingState, StoreOptions
-from cacheformers.modeling.memories.settings import LocalWindowSettings
+from cacheformers.modeling.memories.settings import LocalWindowOptions, LocalWindowSettings
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.search.store import Entries, Ring
 
@@ -67,49 +67,36 @@ class MemorizingSettings(LocalWindowSettings):
         return MemorizingOptions(base=base, **{**options, "attention_layers": tuple(sorted(layers))})
 
 
-@dataclass(frozen=True)
-class MemorizingOptions(StoreOptions):
+@dataclass(frozen=True, kw_only=True)
+class MemorizingOptions(StoreOptions, LocalWindowOptions):
     """The method's options, resolved against a base model (see `MemorizingSettings` for each one's meaning).
 
     Raises:
         ValueError: an option that does not fit the base model.
     """
 
-    base: BaseShape
     attention_layers: tuple[int, ...]
     cache_size: int = 8192
     topk: int = 64
     gate_start: float = 0.0
-    segment_tokens: int = 1024
-    local_window: Literal["segment", "sliding"] = "segment"
-    window_tokens: int = 0
-    sink_tokens: int = 0
     search: str = "auto"
     cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
         check_layers(self.attention_layers, self.base)
-        check_at_least(1, self, "cache_size", "topk", "segment_tokens")
-        check_at_least(0, self, "window_tokens", "sink_tokens")
+        check_at_least(1, self, "cache_size", "topk")
         if self.topk > self.cache_size:
             raise ValueError(f"topk {self.topk} must not exceed cache_size {self.cache_size}.")
         if not math.isfinite(self.gate_start):
             raise ValueError(f"gate_start must be a finite number, got {self.gate_start}.")
-        check_choices(self, local_window=("segment", "sliding"), cache_dtype=STORE_DTYPES)
-        check_window(self.local_window, self.window, self.base)
+        check_choices(self, cache_dtype=STORE_DTYPES)
+        self.check_local_window()
         get_search(self.search)
 
     @property
     def width(self) -> int:
         """Numbers in the keys of one token, as many as in its values."""
         return self.base.kv_heads * self.base.head_dim
-
-    @property
-    def window(self) -> LocalWindow:
-        """What self-attention sees."""
-        return LocalWindow(
-            self.segment_tokens, self.window_tokens if self.local_window == "sliding" else 0, self.sink_tokens
-        )
 
     @property
     def layers(self) -> tuple[int, ...]:

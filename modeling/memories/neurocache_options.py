@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 
 from cacheformers.modeling.memories.base import BaseShape, LocalWindow, MemoryState
-from cacheformers.modeling.memories.checks import check_at_least, check_choices, check_window
+from cacheformers.modeling.memories.checks import check_at_least, check_choices
 from cacheformers.modeling.memories.rings import STORE_DTYPES, StoreOptions
-from cacheformers.modeling.memories.settings import LocalWindowSettings
+from cacheformers.modeling.memories.settings import LocalWindowOptions, LocalWindowSettings
 from cacheformers.modeling.search import get_search
 
 
@@ -90,15 +90,14 @@ class NeurocacheSettings(LocalWindowSettings):
         return NeurocacheOptions(base=base, **options)
 
 
-@dataclass(frozen=True)
-class NeurocacheOptions(StoreOptions):
+@dataclass(frozen=True, kw_only=True)
+class NeurocacheOptions(StoreOptions, LocalWindowOptions):
     """The method's options, resolved against a base model (see `NeurocacheSettings` for each one's meaning).
 
     Raises:
         ValueError: an option that does not fit the base model, or that would let a token see its future.
     """
 
-    base: BaseShape
     retrieval_map: tuple[tuple[int, int], ...]
     attention_layers: tuple[int, ...]
     cache_size: int = 16384
@@ -107,10 +106,6 @@ class NeurocacheOptions(StoreOptions):
     neighborhood_size: int = 2
     context_size: int = 2
     similarity: str = "l2"
-    segment_tokens: int = 1024
-    local_window: Literal["segment", "sliding"] = "segment"
-    window_tokens: int = 0
-    sink_tokens: int = 0
     exclude_window: bool = False
     gate: Literal["zero", "none"] = "zero"
     hit_scores: bool = False
@@ -139,8 +134,7 @@ class NeurocacheOptions(StoreOptions):
                 "Attend at the lowest retrieval layer or above it."
             )
         check_at_least(1, self, "cache_size", "compression_factor", "topk")
-        check_at_least(1, self, "neighborhood_size", "context_size", "segment_tokens")
-        check_at_least(0, self, "window_tokens", "sink_tokens")
+        check_at_least(1, self, "neighborhood_size", "context_size")
         if size % self.compression_factor:
             raise ValueError(f"compression_factor {self.compression_factor} does not divide the hidden size {size}.")
         if self.topk > self.cache_size or self.neighborhood_size > self.cache_size:
@@ -154,12 +148,11 @@ class NeurocacheOptions(StoreOptions):
             self,
             similarity=("l2", "dot"),
             gate=("zero", "none"),
-            local_window=("segment", "sliding"),
             cache_dtype=STORE_DTYPES,
             compatibility=(None, "reference", "reference-fixed-heads"),
         )
         if self.compatibility is None:
-            check_window(self.local_window, self.window, self.base)
+            self.check_local_window()
         buckets = min(max(self.topk, 512), self.cache_size)
         if self.compatibility is not None and self.cache_size % buckets:
             raise ValueError(
@@ -179,9 +172,7 @@ class NeurocacheOptions(StoreOptions):
         """What self-attention sees."""
         if self.compatibility is not None:
             return LocalWindow(2**62)
-        return LocalWindow(
-            self.segment_tokens, self.window_tokens if self.local_window == "sliding" else 0, self.sink_tokens
-        )
+        return super().window
 
     @property
     def first_layer(self) -> int:

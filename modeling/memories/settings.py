@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
-from cacheformers.modeling.memories.base import BaseShape
+from cacheformers.modeling.memories.base import BaseShape, LocalWindow
+from cacheformers.modeling.memories.checks import check_at_least, check_choices, check_window
 
 
 @dataclass
@@ -37,6 +38,30 @@ class LocalWindowSettings:
         if self.window_tokens is None:
             values["window_tokens"] = self.segment_tokens
         return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalWindowOptions:
+    """The same options, resolved against a base model (see `LocalWindowSettings` for each one's meaning)."""
+
+    base: BaseShape
+    segment_tokens: int = 1024
+    local_window: Literal["segment", "sliding"] = "segment"
+    window_tokens: int = 0
+    sink_tokens: int = 0
+
+    def check_local_window(self) -> None:
+        """Raise ValueError for an option that does not fit the base model."""
+        check_at_least(1, self, "segment_tokens")
+        check_at_least(0, self, "window_tokens", "sink_tokens")
+        check_choices(self, local_window=("segment", "sliding"))
+        check_window(self.local_window, self.window, self.base)
+
+    @property
+    def window(self) -> LocalWindow:
+        """What self-attention sees."""
+        kept = self.window_tokens if self.local_window == "sliding" else 0
+        return LocalWindow(self.segment_tokens, kept, self.sink_tokens)
 
 
 def chosen_layers(layers: list[int] | None, base: BaseShape) -> tuple[int, ...]:

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from cacheformers.modeling.memories.base import BaseShape, LocalWindow, MemoryState
-from cacheformers.modeling.memories.checks import check_at_least, check_choices, check_window
-from cacheformers.modeling.memories.settings import LocalWindowSettings
+from cacheformers.modeling.memories.base import BaseShape, MemoryState
+from cacheformers.modeling.memories.settings import LocalWindowOptions, LocalWindowSettings
 
 
 @dataclass
@@ -35,32 +34,16 @@ class WindowedSettings(LocalWindowSettings):
         return WindowedOptions(base=base, **self.chosen(WindowedSettings))
 
 
-@dataclass(frozen=True)
-class WindowedOptions:
+@dataclass(frozen=True, kw_only=True)
+class WindowedOptions(LocalWindowOptions):
     """The window, resolved against a base model (see `LocalWindowSettings` for each option's meaning).
 
     Raises:
         ValueError: an option that does not fit the base model.
     """
 
-    base: BaseShape
-    segment_tokens: int = 1024
-    local_window: Literal["segment", "sliding"] = "segment"
-    window_tokens: int = 0
-    sink_tokens: int = 0
-
     def __post_init__(self) -> None:
-        check_at_least(1, self, "segment_tokens")
-        check_at_least(0, self, "window_tokens", "sink_tokens")
-        check_choices(self, local_window=("segment", "sliding"))
-        check_window(self.local_window, self.window, self.base)
-
-    @property
-    def window(self) -> LocalWindow:
-        """What self-attention sees."""
-        return LocalWindow(
-            self.segment_tokens, self.window_tokens if self.local_window == "sliding" else 0, self.sink_tokens
-        )
+        self.check_local_window()
 
     @property
     def layers(self) -> tuple[int, ...]:
