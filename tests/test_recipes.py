@@ -11,7 +11,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
 
 from cacheformers import train_adapt
-from cacheformers.evaluation.model import check_controls
+from cacheformers.evaluation.model import check_evaluation
 from cacheformers.evaluation.perplexity import HeldOut
 from cacheformers.training.adapter import adapter_config
 from cacheformers.training.base_model import base_config
@@ -81,7 +81,7 @@ def test_a_recipe_divides_among_processes_and_fits_its_base(name):
     assert config.layers_to_transform == list(range(3 * shape.layers // 4, shape.layers))
     assert resolved.segment_tokens + resolved.window.kept_tokens <= shape.max_positions
     ids = torch.zeros(2, dtype=torch.long)
-    check_controls([HeldOut(ids, 1, "one"), HeldOut(ids, 1, "two")], options.evaluation, resolved)
+    check_evaluation([HeldOut(ids, 1, "one"), HeldOut(ids, 1, "two")], options.evaluation, resolved)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("ddp", DistributedType.MULTI_GPU), ("zero2", DistributedType.DEEPSPEED)])

@@ -191,13 +191,14 @@ class GatedAttentionOptions:
             devices: of each augmented layer.
             dtype: of the model's activations.
             keep_values: nothing is encoded anew in training, so this changes nothing.
+            cache_size: 0 for one in which all gates are closed: tokens see their window.
 
         Raises:
-            ValueError: a cache_size was asked for.
+            ValueError: another cache_size was asked for.
         """
-        if cache_size is not None:
-            raise ValueError("Gated attention keeps every key and value: leave cache_size out.")
-        return GatedState(self, devices)
+        if cache_size:
+            raise ValueError("Gated attention keeps every key and value: leave cache_size out, or 0 for closed gates.")
+        return GatedState(self, devices, closed=cache_size == 0)
 
 
 # Gates
@@ -311,7 +312,7 @@ def attend(
     reading: GatedReading = call.reading
     if reading.counted is None:
         reading.counted, reading.visible = counted_tokens(call, options.window_tokens), call.visible
-    fixed = options.fixed(layer)
+    fixed = () if reading.closed else options.fixed(layer)
     if fixed is not None:
         return attend_fixed(options, layer, fixed, queries, keys, values, scaling, call).transpose(1, 2)
     logits = parts.logits(hidden)

@@ -52,6 +52,7 @@ class GatedReading:
             about those.
         visible: which columns, old and new, hold a token, `[rows, columns + time]`.
         reads: what each layer read.
+        closed: all gates are 0, whatever the tokens.
     """
 
     held: dict[tuple[str, int], Columns]
@@ -60,6 +61,7 @@ class GatedReading:
     counted: Tensor | None = None
     visible: Tensor | None = None
     reads: dict[int, Reads] = field(default_factory=dict)
+    closed: bool = False
 
     def append(self, name: str, layer: int, keys: Tensor, values: Tensor) -> Columns:
         """Old and new columns of a layer."""
@@ -104,24 +106,37 @@ def span(columns: Tensor) -> slice | Tensor:
     return slice(first, last + 1) if last - first + 1 == len(columns) else columns
 
 
+class TokenGates(NamedTuple):
+    """The gates of one forward: of each layer, `[rows, channels, time]`; and which tokens have something far,
+    `[rows, time]`."""
+
+    gates: dict[int, Tensor]
+    counted: Tensor
+
+
 class GatedState(MemoryState):
     """Keys and values of every augmented layer, in the columns of the local cache; and what gates did.
 
+    Args:
+        closed: all gates are 0, whatever the tokens.
+
     Attributes:
         reads: what each layer read, without gradients.
+        last: gates of the last forward that is complete, without gradients; None before it.
     """
 
-    def __init__(self, options: GatedAttentionOptions, devices: dict[int, torch.device]) -> None:
-        self.options, self.window_tokens, self.devices = options, options.window_tokens, devices
+    def __init__(self, options: GatedAttentionOptions, devices: dict[int, torch.device], closed: bool = False) -> None:
+        self.options, self.window_tokens, self.devices, self.closed = options, options.window_tokens, devices, closed
         self.own_layers = frozenset(options.layers)
-        self.pieces: list[GatedReading] = []  # of the forward that goes on, where it is to be learnt from
+        self.pieces: list[TokenGates] = []  # of the forward that goes on
+        self.last: TokenGates | None = None
         self.held: dict[tuple[str, int], Columns] = {}
         self.reads: dict[int, Reads] = {layer: Reads() for layer in options.layers}
         self.gate_sums: dict[int, Tensor] = {}  # layer -> [channels]
         self.tokens_counted = 0
 
     def begin(self) -> GatedReading:
-        return GatedReading(dict(self.held))
+        return GatedReading(dict(self.held), closed=self.closed)
 
     def end(self, reading: GatedReading) -> None:
         self.held = {**self.held, **reading.new}
@@ -131,8 +146,7 @@ class GatedState(MemoryState):
         for key, columns in near.items():
             if needed - columns.dropped > self.window_tokens:
                 self.held[key] = columns.without_first(needed)
-        if torch.is_grad_enabled() and (self.options.sparsity_weight or self.options.mean_weight):
-            self.pieces.append(replace(reading, held={}, new={}))
+        self.pieces.append(TokenGates(dict(reading.gates), reading.counted))
         for layer, read in reading.reads.items():
             self.reads[layer].add(read)
         self.tokens_counted += int(reading.counted.sum())
@@ -159,11 +173,14 @@ class GatedState(MemoryState):
         if any(held.keys.requires_grad or held.values.requires_grad for held in self.held.values()):
             self._change(Tensor.detach)
         self.loss = None
-        if self.pieces:
-            gates = [torch.cat([piece.gates[layer] for piece in self.pieces], 2) for layer in self.pieces[0].gates]
-            counted = torch.cat([piece.counted for piece in self.pieces if piece.counted is not None], 1)
-            self.loss = gate_losses(self.options, gates, counted).total if gates else None
-            self.pieces = []
+        if not self.pieces:
+            return
+        gates = {layer: torch.cat([piece.gates[layer] for piece in self.pieces], 2) for layer in self.pieces[0].gates}
+        counted = torch.cat([piece.counted for piece in self.pieces], 1)
+        self.pieces = []
+        if gates and torch.is_grad_enabled() and (self.options.sparsity_weight or self.options.mean_weight):
+            self.loss = gate_losses(self.options, gates.values(), counted).total
+        self.last = TokenGates({layer: tensor.detach() for layer, tensor in gates.items()}, counted)
 
     def keep(self, columns: Tensor) -> None:
         self.held = {key: held.kept(columns.to(held.keys.device)) for key, held in self.held.items()}
