@@ -24,6 +24,7 @@ from gated_cases import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.memories.gated_attention import (
     GatedParts,
     fix_heads,
@@ -184,6 +185,32 @@ def test_a_step_does_not_touch_what_is_there():
     before = memory.state.held["far", 0].storage
     _, memory = stream(options, parts, since(inputs, 20), memory=memory, chunks=[1] * 10)
     assert memory.state.held["far", 0].storage is before
+
+
+@torch.no_grad()
+def test_closed_gates_forget_what_is_far():
+    """With cache_size 0 every token sees its window alone, and no more is kept."""
+    options = options_for()
+    parts, inputs = parts_for(options), random_inputs(2, 40)
+    state = options.new_state(2, DEVICES, torch.float64, cache_size=0)
+    memory = MemoryCache(state, options.window, 2, {})
+    output, memory = stream(options, parts, inputs, memory=memory, chunks=[7] * 5 + [1] * 5)
+    expected = specified(*inputs[:3], torch.zeros(2, 1, 40, dtype=torch.float64))
+    assert close(output, expected.transpose(1, 2))
+    assert memory.state.held["near", 0].keys.shape[2] <= 7 + 2 * WINDOW and not memory.state.gate_means
+
+
+@torch.no_grad()
+def test_the_gates_of_the_last_forward():
+    options = options_for(segment_tokens=6)
+    parts, inputs = parts_for(options), random_inputs(2, 30)
+    _, memory = stream(options, parts, upto(inputs, 10))
+    memory.detach()
+    _, memory = stream(options, parts, since(inputs, 10), memory=memory)
+    assert memory.state.last.counted.tolist() == [[False] * 4 + [True] * 6] * 2
+    memory.detach()
+    assert close(memory.state.last.gates[0], torch.sigmoid(parts.logits(inputs[3][:, 10:])))
+    assert bool(memory.state.last.counted.all())
 
 
 @torch.no_grad()
