@@ -222,3 +222,15 @@ def test_documents_are_cut(tokenizer):
     assert len(documents.tokens(1)) == 0
     learnt = Documents([text], tokenizer, max_tokens=25, places=[[[0, 5]]]).learnt(0)
     assert learnt is not None and len(learnt) == 25
+
+
+def test_training_with_fixed_heads_goes_on(documents):
+    """One layer's gates are asked no more: they take no gradient, and the run stops and goes on all the same."""
+    fixed = ("--far_heads", "1:0", "--steps=4", "--log_every=1")
+    train_adapt.main(arguments(documents, "gated_attention", *fixed, output="whole"))
+    train_adapt.main(arguments(documents, "gated_attention", *fixed, "--stop_after=1e-9"))
+    train_adapt.main(arguments(documents, "gated_attention", *fixed, "--resume"))
+    assert result_of(documents)["losses"] == pytest.approx(result_of(documents, "whole")["losses"], rel=1e-6)
+    assert PeftConfig.from_pretrained(str(documents / "adapter")).far_heads == {"1": [0]}
+    log = [entry for entry in result_of(documents)["log"] if "token_gate_layers" in entry]
+    assert log and all(len(entry["token_gate_layers"]) == 1 for entry in log)
