@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -20,8 +21,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-import cacheformers
-from cacheformers.evaluation.model import check_controls, evaluate_model
+from cacheformers.evaluation.model import check_evaluation, evaluate_model
 from cacheformers.evaluation.model_card import adapter_card, scratch_card
 from cacheformers.evaluation.options import EvalOptions
 from cacheformers.evaluation.perplexity import HeldOut, held_out
@@ -32,14 +32,15 @@ from cacheformers.hub.card import earlier_card, renewed
 from cacheformers.training.adapter import Adaptation, adapter_config
 from cacheformers.training.base_model import StartOptions, base_config
 from cacheformers.training.checkpoints import CheckpointError, Checkpoints, write_text
-from cacheformers.training.documents import DataOptions, DocumentRow, Documents, open_documents
+from cacheformers.training.documents import DataOptions, DocumentRow, Documents, check_lengths, open_documents
 from cacheformers.training.environment import environment
 from cacheformers.training.estimate import Estimate, estimate
 from cacheformers.training.groups import make_groups
 from cacheformers.training.history import History
 from cacheformers.training.loop import ProcessLost, Stopped, TrainingRun, train
+from cacheformers.training.methods import MethodOptions, chosen_options, names, of_other_methods
 from cacheformers.training.optim import make_optimizer, make_schedule, trained_parameters
-from cacheformers.training.options import RecipeParser, method_options
+from cacheformers.training.options import RecipeParser
 from cacheformers.training.processes import check_division, check_processes, make_accelerator, prepare, uses_deepspeed
 from cacheformers.training.publishing import HubOptions, check_hub, publish
 from cacheformers.training.run_state import inner, save_trained, trained_state
@@ -54,9 +55,6 @@ from cacheformers.training.settings import (
 )
 from cacheformers.training.subject import Subject, Trained
 
-# New adapters are not trained with the published package's errors.
-MemoryOptions: Any = method_options(cacheformers.NeurocacheAdapterConfig, without=("compatibility",))
-
 
 @dataclass
 class Options:
@@ -69,7 +67,7 @@ class Options:
     evaluation: EvalOptions
     hub: HubOptions
     scratch: ScratchOptions
-    memory: Any  # MemoryOptions
+    memory: MethodOptions
 
 
 @dataclass
@@ -96,10 +94,10 @@ class Plan:
 def main(arguments: list[str] | None = None) -> None:
     """Train as the options say."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = make_parser()
+    parser = make_parser(arguments)
     options = Options(*parser.parse(arguments))
     try:
-        check_given(options.model.init, parser.given, [field.name for field in fields(MemoryOptions)])
+        check_given(options.model.init, parser.given, names(type(options.memory)))
         if options.run.estimate:
             print(estimated(options).table())
             return
@@ -128,9 +126,11 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(f"\n{failure}")
 
 
-def make_parser() -> RecipeParser:
+def make_parser(arguments: Sequence[str] = ()) -> RecipeParser:
+    """The parser of all options, among them those of the method that the arguments choose."""
     kinds = [StartOptions, DataOptions, TrainOptions, RunOptions, EvalOptions, HubOptions, ScratchOptions]
-    return RecipeParser([*kinds, MemoryOptions], (__doc__ or "").splitlines()[0])
+    memory = chosen_options(arguments)
+    return RecipeParser([*kinds, memory], (__doc__ or "").splitlines()[0], of_other_methods(memory))
 
 
 def make_plan(options: Options) -> Plan:
@@ -147,11 +147,12 @@ def make_plan(options: Options) -> Plan:
     )
     check_processes(accelerator, options.train, options.run.sharding, options.model.quantize)
     tokenizer = subject.tokenizer(accelerator)
+    check_lengths(options.data, subject.memory)
     documents = open_documents(options.data.train, tokenizer, options.data)
     documents.check(subject.memory.segment_tokens)
     valid = valid_documents(options, tokenizer)
     if valid:
-        check_controls(valid, options.evaluation, subject.memory)
+        check_evaluation(valid, options.evaluation, subject.memory)
     settings = resumed_settings(
         options.data,
         options.train,

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from cacheformers.evaluation.remembering import own_tokenizer
 
 
 def load_model(base: str, adapter: str, device: str | None, dtype: str) -> tuple[Any, PreTrainedTokenizerBase]:
@@ -32,17 +34,7 @@ def load_model(base: str, adapter: str, device: str | None, dtype: str) -> tuple
 
 def load_tokenizer(base: str, adapter: str) -> PreTrainedTokenizerBase:
     """The adapter's tokenizer, or, where it was saved without one, its base model's."""
-    if base:
-        return AutoTokenizer.from_pretrained(base)
-    try:
-        return AutoTokenizer.from_pretrained(adapter)
-    except (OSError, ValueError):
-        return AutoTokenizer.from_pretrained(own_base(adapter))
-
-
-def own_base(adapter: str) -> str:
-    """The base model that an adapter was trained on."""
-    return PeftConfig.from_pretrained(adapter).base_model_name_or_path or ""
+    return AutoTokenizer.from_pretrained(base) if base else own_tokenizer(adapter)
 
 
 def lasting_name(name: str | None) -> str:

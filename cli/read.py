@@ -9,7 +9,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 import cacheformers
-from cacheformers.cli.model import lasting_name, load_model, own_base
+from cacheformers.cli.model import lasting_name, load_model
+from cacheformers.evaluation.remembering import own_base
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import INDEX
 from cacheformers.modeling.files.save import prepare

@@ -1,4 +1,4 @@
-"""`evaluate_model`: a trained model with several cache sizes, against its base and controls, on held-out documents."""
+"""`evaluate_model`: a trained model with and without its memory, against base and controls, on held-out documents."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from cacheformers.evaluation.perplexity import HeldOut, token_nats
 from cacheformers.evaluation.readers import Damaged, Forgetting, Reader, Remembering
 from cacheformers.evaluation.run import Run, measure
 from cacheformers.modeling.attach import active_options, find_decoder, unwrap
+from cacheformers.modeling.memories.gated_attention import GatedAttentionOptions
+from cacheformers.modeling.memories.infini_attention import InfiniAttentionOptions
 from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
+from cacheformers.modeling.memories.windowed import WindowedOptions
 
 
 def evaluate_model(model: nn.Module, documents: Sequence[HeldOut], options: EvalOptions, memory: Any) -> dict[str, Run]:
-    """Everything that the options ask for: the base, the model with each cache size (or as it is), the controls.
+    """Everything that the options ask for: the base, the model with each cache size (or memory off and on), controls.
 
     In several processes each reads its share of the documents, and all get the same runs.
 
@@ -28,12 +31,12 @@ def evaluate_model(model: nn.Module, documents: Sequence[HeldOut], options: Eval
             with; for a plain model its `Segments`.
 
     Raises:
-        ValueError: a control that is not possible here (see `check_controls`).
+        ValueError: something is not possible here (see `check_evaluation`).
         FloatingPointError: a loss is not finite.
     """
-    check_controls(documents, options, memory)
+    check_evaluation(documents, options, memory)
     runs: dict[str, Run] = {}
-    kept = memory.window.kept_tokens
+    shown, kept = context_tokens(memory), window_tokens(memory)
 
     def add(name: str, reader: Reader, cache_size: int | None = None, control: bool = False, note: str = "") -> None:
         losses = token_nats(model, documents, reader, memory.segment_tokens, options.valid_rows, name.capitalize())
@@ -42,7 +45,7 @@ def evaluate_model(model: nn.Module, documents: Sequence[HeldOut], options: Eval
     adapter = peft_model(model)
     if adapter is not None and not options.skip_base:
         with adapter.disable_adapter():
-            add("base", Forgetting(kept))
+            add("base", Forgetting(shown))
     remembers = active_options(find_decoder(unwrap(model))) is not None
     controls = options.controls or []
     if remembers and hasattr(memory, "cache_size"):
@@ -54,22 +57,43 @@ def evaluate_model(model: nn.Module, documents: Sequence[HeldOut], options: Eval
             add("other document", Damaged(other_document, together=2), memory.cache_size, control=True)
         if "shuffled" in controls:
             add("shuffled", Damaged(shuffled), memory.cache_size, control=True)
+    elif remembers and not isinstance(memory, WindowedOptions):
+        add("off", Remembering(0))
+        add("memory", Remembering())
+    elif adapter is not None:
+        add("windowed" if remembers else "lora", Remembering() if remembers else Forgetting(shown))
     else:
-        name = "lora" if adapter is not None else str(unwrap(model).config.model_type)  # type: ignore[union-attr]
-        add(name, Remembering() if remembers else Forgetting(kept))
+        name = str(unwrap(model).config.model_type)  # type: ignore[union-attr]
+        add(name, Remembering() if remembers else Forgetting(shown))
     if "longer_window" in controls:
         more, note = longer_window(model, memory)
         add("longer window", Forgetting(kept + more), control=True, note=note)
     return runs
 
 
-def check_controls(documents: Sequence[HeldOut], options: EvalOptions, memory: Any) -> None:
-    """Find out before training whether the controls are possible.
+def context_tokens(memory: Any) -> int:
+    """How many tokens before a segment self-attention alone is shown: those of the window, as far as positions go."""
+    return max(min(memory.window.kept_tokens, memory.base.max_positions - memory.segment_tokens), 0)
+
+
+def window_tokens(memory: Any) -> int:
+    """How many tokens before a segment count as within the window; of gated attention, those that closed gates see."""
+    return memory.window_tokens if isinstance(memory, GatedAttentionOptions) else memory.window.kept_tokens
+
+
+def check_evaluation(documents: Sequence[HeldOut], options: EvalOptions, memory: Any) -> None:
+    """Find out before training whether controls and cache sizes are possible.
 
     Raises:
         ValueError: one is not; says why.
     """
     controls = options.controls or []
+    without_entries = isinstance(memory, (InfiniAttentionOptions, GatedAttentionOptions))
+    if without_entries and (controls or options.cache_sizes):
+        raise ValueError(
+            "controls and cache_sizes are about entries, and this memory has none to count or exchange: leave them "
+            "out. It is evaluated off and on."
+        )
     if controls and not hasattr(memory, "cache_size"):
         raise ValueError("controls are about what a memory has stored, and this model stores nothing: leave them out.")
     if "longer_window" in controls and not isinstance(memory, NeurocacheOptions):

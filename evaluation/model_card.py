@@ -8,6 +8,7 @@ from typing import Any
 
 from cacheformers.evaluation.tables import between
 from cacheformers.hub.card import Card, cells, saved_card
+from cacheformers.training.optim import Rates
 from cacheformers.training.scratch import OF_ADAPTERS
 
 ELSEWHERE = ("output", "method")  # the card tells the method in other places; a folder's name tells nobody anything
@@ -30,14 +31,10 @@ def adapter_card(result: dict[str, Any]) -> str:
         base=options["hub"]["hub_base_model"] or options["model"]["base"],
         settings={**memory, **train},
         has_tokenizer=True,
-        trained=trained(
-            result,
-            f"{options['train']['lora_rate']:g} (LoRA), {options['train']['memory_rate']:g} (memory), "
-            f"{options['train']['memory_rate'] * options['train']['gate_factor']:g} (gates)",
-        ),
+        trained=trained(result, rates(options["train"])),
         measured=measured(result),
         summary=f"{purpose}{result['trained_parameters']:,} trained parameters.",
-        limits=tuple(limits(result, remembers)),
+        limits=tuple(limits(result, remembers and "cache_size" in memory)),
     )
     return card.text()
 
@@ -51,16 +48,28 @@ def scratch_card(result: dict[str, Any], folder: Path) -> str:
     card, train, scratch = saved_card(folder), result["options"]["train"], result["options"]["scratch"]
     used = [name for name in train if name not in (*ELSEWHERE, *OF_ADAPTERS)]
     gates = f", gates {scratch['rate'] * train['gate_factor']:g}" if "cache_size" in card.settings else ""
-    rates = f"{scratch['rate']:g}{gates}"
+    rate = f"{scratch['rate']:g}{gates}"
     return replace(
         card,
         settings={**card.settings, **{name: train[name] for name in used}, "precision": scratch["precision"]},
         has_tokenizer=True,
-        trained=trained(result, rates),
+        trained=trained(result, rate),
         measured=measured(result),
         summary=f"Trained from scratch: {result['trained_parameters']:,} parameters. {card.summary}",
         limits=tuple(limits(result, "cache_size" in card.settings)),
     ).text()
+
+
+def rates(train: dict[str, Any]) -> str:
+    """The learning rates of what an adapter's method trains."""
+    found = [f"{train['lora_rate']:g} (LoRA)"]
+    if train["method"] in ("neurocache", "memorizing", "gated_attention"):
+        found.append(f"{train['memory_rate']:g} (memory)")
+    if train["method"] in ("neurocache", "memorizing"):
+        found.append(f"{train['memory_rate'] * train['gate_factor']:g} (gates)")
+    if train["method"] == "infini_attention":
+        found.append(f"{Rates.beta:g} (the memory's shares)")
+    return ", ".join(found)
 
 
 def measured(result: dict[str, Any]) -> str:
@@ -111,10 +120,10 @@ def trained(result: dict[str, Any], rates: str) -> str:
     )
 
 
-def limits(result: dict[str, Any], remembers: bool) -> list[str]:
+def limits(result: dict[str, Any], has_entries: bool) -> list[str]:
     """What a user must know of this run."""
     found = []
-    if remembers and "other document" not in result["scores"]:
+    if has_entries and "other document" not in result["scores"]:
         found.append(
             "Whether the memory carries what a document says, or merely helps in general, was not checked "
             "(`--controls other_document`)."

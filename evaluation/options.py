@@ -27,7 +27,7 @@ class EvalOptions:
     cache_sizes: list[int] | None = option(
         None,
         help="Evaluate with so many entries; 0: memory off. Default: 0 and cache_size; for a model from scratch also "
-        "twice that.",
+        "twice that. A memory without entries is evaluated off and on.",
     )
     controls: list[str] | None = option(
         None,

@@ -1,11 +1,11 @@
-"""Whether a model reads with a memory, for the commands that evaluate one."""
+"""What the commands must know of a model that may read with a memory."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from peft import PeftConfig
-from transformers import PretrainedConfig
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from cacheformers.adapters import METHODS as MEMORY_TYPES
 from cacheformers.modeling.memories import METHODS
@@ -22,3 +22,16 @@ def memory_config(base: PretrainedConfig, adapter: PeftConfig | None) -> Any:
     if adapter is not None and adapter.peft_type in MEMORY_TYPES:
         return adapter
     return base if base.model_type in METHODS else None
+
+
+def own_base(adapter: str) -> str:
+    """The base model that an adapter was trained on."""
+    return PeftConfig.from_pretrained(adapter).base_model_name_or_path or ""
+
+
+def own_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of an adapter or a model, or, of an adapter that was saved without one, its base model's."""
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):
+        return AutoTokenizer.from_pretrained(own_base(name))

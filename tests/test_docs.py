@@ -17,12 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import cacheformers
 from cacheformers import CacheFormerConfig, train_adapt
 from cacheformers.adapters.export import main
-from cacheformers.evaluation import harness, segments, text_perplexity
+from cacheformers.evaluation import gates, harness, segments, text_perplexity
 from cacheformers.evaluation.passkey.options import PasskeyOptions
 from cacheformers.evaluation.passkey.wordings import INTRO, NEEDLES, REPEATED
 from cacheformers.hub import results
 from cacheformers.modeling.models.configuration_cacheformer import VARIANTS
 from cacheformers.training.base_model import ModelOptions
+from cacheformers.training.methods import OPTIONS
 from cacheformers.training.options import RecipeParser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,6 +96,20 @@ def test_passkey_page(monkeypatch):
         assert sentence.strip() in page
 
 
+def test_methods_in_the_training_page(capsys):
+    """The commands of its section have options that exist, on recipes that ship."""
+    section = (ROOT / "docs" / "train.md").read_text().partition("## Methods")[2].partition("\n## ")[0]
+    lines = [line.split()[2:] for _, text in BLOCK.findall(section) for line in text.splitlines()]
+    trained = [[line[0].replace("recipes", str(ROOT / "recipes")), *line[1:]] for line in lines if ".yaml" in line[0]]
+    chosen = [train_adapt.make_parser(line).parse(line)[-1].method for line in trained]
+    assert chosen == ["infini_attention", "gated_attention", "neurocache"]
+    with pytest.raises(SystemExit):
+        train_adapt.main(lines[0])
+    assert "InfiniAttentionAdapterConfig" in capsys.readouterr().out
+    for method in OPTIONS:
+        assert f"| `{method}` |" in section
+
+
 def test_the_papers_size():
     """12 layers and 184 M parameters, as many as the same base has with wider feed-forward blocks and no memory."""
     config = AutoConfig.from_pretrained(ROOT / "recipes" / "model_configs" / "neurocache_184m.json")
@@ -119,16 +134,20 @@ def test_evaluation_page(folder, config_factory, make_base, tokenizer, monkeypat
     tokenizer.save_pretrained("data/smollm2-135m-instruct")
     base = AutoModelForCausalLM.from_pretrained("data/smollm2-135m-instruct")
     get_peft_model(base, config_factory()).save_pretrained("runs/books")
+    for method in ("infini_attention", "gated_attention"):
+        base = AutoModelForCausalLM.from_pretrained("data/smollm2-135m-instruct")
+        get_peft_model(base, config_factory(method)).save_pretrained(f"runs/{method}")
     Path("book.txt").write_text(make_text(100))
     Path("wiki.test.raw.gz").write_bytes(gzip.compress(make_text(1500).encode()))
     commands = {
         "cacheformers.evaluation.perplexity": text_perplexity.main,
+        "cacheformers.evaluation.gates": gates.main,
         "cacheformers.hub.results": results.main,
         "cacheformers.evaluation.harness": parsed_by_lm_eval,
     }
     blocks = BLOCK.findall((ROOT / "docs" / "evaluate.md").read_text())
     lines = [line.split() for language, text in blocks for line in text.splitlines()]
-    assert len(lines) == 5
+    assert len(lines) == 8
     for python, option, module, *arguments in lines:
         assert (python, option) == ("python", "-m")
         commands[module](arguments)

@@ -107,6 +107,21 @@ def test_rows_read_side_by_side_are_as_read_alone(make_model, window, reader):
             np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
+def test_a_memory_of_constant_size_can_be_off(make_model, make_base):
+    """It stays empty then: the base reads segment by segment, within its window."""
+    for window in ({}, {"local_window": "sliding", "window_tokens": 9}):
+        model = make_model("llama_gqa", method="infini_attention", target_modules=[], **window)
+        chosen = documents(60, 45)
+        off, on = (token_nats(model, chosen, Remembering(size), N, 2) for size in (0, None))
+        windowed = make_model("llama_gqa", method="windowed", **window)
+        for module in windowed.modules():
+            if "lora_B" in getattr(module, "_modules", {}):
+                module.lora_B["default"].weight.data.zero_()
+        for one, two, other in zip(off, token_nats(windowed, chosen, Remembering(), N, 2), on, strict=True):
+            np.testing.assert_allclose(one, two, rtol=1e-6)
+            assert not np.isclose(one[N:], other[N:]).any()
+
+
 def test_held_out_documents_are_cut(tokenizer):
     texts = [make_text(length, length) for length in (40, 1, 30, 50)]
     chosen = held_out(Documents(texts, tokenizer), count=2, tokens=33)

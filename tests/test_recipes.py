@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,11 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
 
 from cacheformers import train_adapt
-from cacheformers.evaluation.model import check_controls
+from cacheformers.evaluation.model import check_evaluation
 from cacheformers.evaluation.perplexity import HeldOut
 from cacheformers.training.adapter import adapter_config
 from cacheformers.training.base_model import base_config
+from cacheformers.training.documents import check_lengths
 from cacheformers.training.settings import check_train_options
 from cacheformers.training.sources import DATASET, HUB_ID
 
@@ -25,6 +28,7 @@ with torch.device("meta"):
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SCRATCH = sorted(RECIPES.glob("scratch_*.yaml"))
 ADAPTERS = sorted(set(RECIPES.glob("*.yaml")) - set(SCRATCH))
+METHODS = sorted((RECIPES / "methods").glob("*.yaml"))
 GIB = 2**30
 # Recipe -> the configuration of its base that ships, the processes and the GPU (GiB) that its header speaks of.
 ESTIMATED = {
@@ -39,7 +43,8 @@ ESTIMATED = {
 
 
 def read(recipe: Path, *more: str) -> train_adapt.Options:
-    return train_adapt.Options(*train_adapt.make_parser().parse([str(recipe), *more]))
+    given = [str(recipe), *more]
+    return train_adapt.Options(*train_adapt.make_parser(given).parse(given))
 
 
 @pytest.mark.parametrize("recipe", [*ADAPTERS, *SCRATCH], ids=lambda path: path.stem)
@@ -51,6 +56,41 @@ def test_recipes_name_existing_options(recipe):
     for source in [*options.data.train, *(options.evaluation.valid or [])]:
         match = DATASET.fullmatch(source)
         assert source.startswith(("data/", "../shared/")) or (match and HUB_ID.fullmatch(match["name"]))
+
+
+def test_recipes_of_methods_differ_by_the_method_alone():
+    """All read the same text with the same optimiser, and change the top 8 layers; so does LoRA alone."""
+    shared, layers = [], []
+    base = base_config(str(RECIPES / "base_configs" / "smollm2-135m"))
+    for recipe in METHODS:
+        for more in ((), ("--method=lora",)):
+            options = read(recipe, *more)
+            check_train_options(options.train, options.run)
+            adapter, memory = adapter_config(base, options.train, options.memory)
+            assert options.memory.method == recipe.stem and memory.segment_tokens == 1024
+            check_lengths(options.data, memory)
+            ids = torch.zeros(2, dtype=torch.long)
+            check_evaluation([HeldOut(ids, 1, "one"), HeldOut(ids, 1, "two")], options.evaluation, memory)
+            layers.append((adapter.layers_to_transform, adapter.r, adapter.lora_alpha))
+        train = replace(read(recipe).train, method="lora", output="", memory_start="copies")
+        shared.append((read(recipe).model, read(recipe).data, train))
+        assert read(recipe).train.output == f"runs/methods_{recipe.stem}"
+    assert len(METHODS) == 3 and layers == [(list(range(22, 30)), 16, 32)] * 6
+    assert all(each == shared[0] for each in shared)
+
+
+@pytest.mark.parametrize("recipe", METHODS, ids=lambda path: path.stem)
+def test_a_recipe_of_a_method_runs(folder, recipe):
+    """A step on a tiny base, with options that fit it."""
+    small = {
+        "neurocache": ["--retrieval_map=1", "--cache_size=40", "--topk=4", "--start_segments=2"],
+        "infini_attention": ["--layers", "1", "2"],
+        "gated_attention": ["--layers", "1", "2", "--window_tokens=6"],
+    }[recipe.stem]
+    small += [f"--{name}={folder / name}" for name in ("base", "output")]
+    small += [f"--{name}={folder / name}.jsonl" for name in ("train", "valid")]
+    train_adapt.main([str(recipe), *small, "--segment_tokens=16", "--max_tokens=64", "--steps=1", "--plots=False"])
+    assert len(json.loads((folder / "output" / "train_result.json").read_text())["losses"]) == 1
 
 
 def test_every_recipe_has_an_estimate():
@@ -81,7 +121,7 @@ def test_a_recipe_divides_among_processes_and_fits_its_base(name):
     assert config.layers_to_transform == list(range(3 * shape.layers // 4, shape.layers))
     assert resolved.segment_tokens + resolved.window.kept_tokens <= shape.max_positions
     ids = torch.zeros(2, dtype=torch.long)
-    check_controls([HeldOut(ids, 1, "one"), HeldOut(ids, 1, "two")], options.evaluation, resolved)
+    check_evaluation([HeldOut(ids, 1, "one"), HeldOut(ids, 1, "two")], options.evaluation, resolved)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("ddp", DistributedType.MULTI_GPU), ("zero2", DistributedType.DEEPSPEED)])

@@ -20,6 +20,7 @@ from cacheformers.evaluation.perplexity import held_out, token_nats
 from cacheformers.evaluation.readers import Forgetting, Reader, Remembering
 from cacheformers.training.documents import Documents
 from cacheformers.training.optim import Rates, parameter_groups
+from cacheformers.training.scratch import model_config
 from cacheformers.training.tokenizer import BYTES, open_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -155,6 +156,38 @@ def test_checkpointing_and_the_start_are_as_they_should_be(documents):
         losses.append(json.loads((documents / "model" / "train_result.json").read_text())["losses"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert losses[2][0] != pytest.approx(losses[0][0], rel=1e-4)
+
+
+def test_gates_learn_from_their_own_loss(folder, monkeypatch):
+    """The weight of the mean gate pulls gates down, beside what the text teaches them."""
+    gates = {}
+    for weight in (0.0, 5.0):
+        config = {"model_type": "gated_attention", "text_config": DECODER, "segment_tokens": 16, "window_tokens": 6}
+        monkeypatch.setitem(CONFIGS, "gated_attention", {**config, "gate_bias": 0.0, "mean_weight": weight})
+        more = ("--max_tokens=64", "--log_every=1", "--overwrite", "--steps=8")
+        train_adapt.main(arguments(folder, "gated_attention", *more))
+        log = json.loads((folder / "model" / "train_result.json").read_text())["log"]
+        gates[weight] = [entry["token_gate_mean"] for entry in log if "token_gate_mean" in entry]
+    assert gates[0.0][0] == pytest.approx(gates[5.0][0], abs=0.01)
+    assert gates[5.0][-1] < min(gates[5.0][0], gates[0.0][-1]) - 0.02
+
+
+@pytest.mark.parametrize("model", list(CONFIGS))
+def test_a_saved_configuration_is_taken(folder, model):
+    """With what transformers adds to it: names, versions, ids."""
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[model]))
+    made.save_pretrained(folder / "saved")
+    path = folder / "saved" / "config.json"
+    saved = json.loads(path.read_text())
+    assert {"architectures", "transformers_version"} <= saved.keys()
+    path.write_text(json.dumps({**saved, "_name_or_path": "elsewhere", "vocab_size": 128}))
+    tokenizer = open_tokenizer(str(folder / "base"))
+    if model == "llama":
+        assert model_config(path, tokenizer).segment_tokens == 16
+    else:
+        saved["text_config"].update(vocab_size=128, _name_or_path="elsewhere")
+        path.write_text(json.dumps({**saved, "_name_or_path": "elsewhere"}))
+        assert model_config(path, tokenizer).cache_size == 40
 
 
 def test_rates(folder):

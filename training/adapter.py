@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,10 +10,8 @@ from accelerate.utils import broadcast
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from cacheformers.adapters.config import NeurocacheAdapterConfig
 from cacheformers.adapters.start import start_from_states
 from cacheformers.modeling.attach import architecture, base_shape
-from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
 from cacheformers.training.base_model import (
     StartOptions,
     base_config,
@@ -28,8 +25,8 @@ from cacheformers.training.base_model import (
 from cacheformers.training.documents import DocumentRow
 from cacheformers.training.gguf_base import is_gguf
 from cacheformers.training.lanes import Lanes
+from cacheformers.training.methods import MethodOptions
 from cacheformers.training.optim import Rates, trained_parameters
-from cacheformers.training.options import layer_map
 from cacheformers.training.settings import TrainOptions, resumed_settings
 from cacheformers.training.subject import Subject
 
@@ -40,14 +37,14 @@ class Adaptation(Subject):
     """An adapter, and the base that it is trained on.
 
     Args:
-        memory_options: the fields that `NeurocacheAdapterConfig` defines itself.
+        memory_options: of the method; for LoRA alone of the one that it is compared with.
 
     Raises:
         OSError, ImportError: there is no such base; a package is missing.
         ValueError: options that do not fit the base or each other.
     """
 
-    def __init__(self, model: StartOptions, train: TrainOptions, memory_options: Any) -> None:
+    def __init__(self, model: StartOptions, train: TrainOptions, memory_options: MethodOptions) -> None:
         if not model.base:
             raise ValueError(
                 "--base is needed: the pretrained model to adapt. (--init scratch trains one from scratch.)"
@@ -89,25 +86,24 @@ class Adaptation(Subject):
 
 
 def adapter_config(
-    base: PretrainedConfig, options: TrainOptions, memory_options: Any
-) -> tuple[LoraConfig, NeurocacheOptions]:
+    base: PretrainedConfig, options: TrainOptions, memory_options: MethodOptions
+) -> tuple[LoraConfig, Any]:
     """The adapter of the chosen method, and the memory's options on this base.
 
     LoRA alone has the targets, layers and segments that it has beside the memory.
 
     Args:
-        memory_options: the fields that `NeurocacheAdapterConfig` defines itself.
+        memory_options: of the method; for LoRA alone of the one that it is compared with.
 
     Raises:
         ValueError: options that do not fit the base or each other.
     """
-    chosen = asdict(memory_options)
-    if chosen["retrieval_map"] is not None:
-        chosen["retrieval_map"] = layer_map(chosen["retrieval_map"])
+    if options.memory_start == "states" and memory_options.method != "neurocache":
+        raise ValueError(f"memory_start 'states' is for neurocache: leave it out for {memory_options.method}.")
     targets = options.lora_targets or list(architecture(base).feed_forward)
     without_lora = targets == ["none"]
-    config = NeurocacheAdapterConfig(
-        **chosen,
+    config: Any = memory_options.config(
+        **memory_options.values(),
         target_modules=[] if without_lora else targets,
         lora_dropout=options.lora_dropout,
         task_type="CAUSAL_LM",
@@ -115,10 +111,10 @@ def adapter_config(
     memory = config.resolve(base_shape(base))
     if not without_lora:
         config.layers_to_transform = list(memory.attention_layers)
-    if options.method == "neurocache":
+    if without_lora and options.method in ("lora", "windowed"):
+        raise ValueError(f"--method {options.method} with --lora_targets none leaves nothing to train.")
+    if options.method != "lora":
         return config, memory
-    if without_lora:
-        raise ValueError("--method lora with --lora_targets none leaves nothing to train.")
     lora = LoraConfig(
         r=config.r,
         lora_alpha=config.lora_alpha,

@@ -45,6 +45,11 @@ class DataOptions:
         "learnt, such as answers; the others are read. Segments without any take no step. Default: all are learnt.",
     )
     min_tokens: int = option(2, help="Leave out documents with fewer tokens (the paper: 20000).")
+    max_tokens: int | None = option(
+        None,
+        help="Read the first so many tokens of each document. Default: all. Methods that show self-attention whole "
+        "documents (gated_attention) need it: at most the base's positions.",
+    )
     stream: bool = option(
         False,
         help="Read the documents in order, as training goes on, instead of loading all of them before it starts: for "
@@ -66,13 +71,32 @@ def open_documents(
     """
     if options.shuffle_block <= 0:
         raise ValueError(f"shuffle_block must be greater than 0, got {options.shuffle_block}.")
+    if options.max_tokens is not None and options.max_tokens < 2:
+        raise ValueError(f"max_tokens must be at least 2, got {options.max_tokens}.")
     if options.label_field is not None and (options.stream or not tokenizer.is_fast):
         raise ValueError("label_field takes a fast tokenizer, and documents that are loaded: leave out --stream.")
     if options.stream:
         stream = stream_texts(paths, options.text_field)
-        return StreamedDocuments(stream, tokenizer, options.min_tokens, options.shuffle_block, paths)
+        return StreamedDocuments(
+            stream, tokenizer, options.min_tokens, options.shuffle_block, paths, options.max_tokens
+        )
     places = None if options.label_field is None else load_places(paths, options.label_field)
-    return Documents(load_texts(paths, options.text_field), tokenizer, options.min_tokens, paths, places)
+    texts = load_texts(paths, options.text_field)
+    return Documents(texts, tokenizer, options.min_tokens, paths, places, options.max_tokens)
+
+
+def check_lengths(options: DataOptions, memory: Any) -> None:
+    """Raise ValueError where documents may be longer than self-attention can see them.
+
+    Args:
+        memory: the options of a memory, or another way to read, on its base.
+    """
+    most = memory.base.max_positions
+    if memory.window.positions > most and not (options.max_tokens and options.max_tokens <= most):
+        raise ValueError(
+            f"Self-attention sees whole documents here, and the base model has {most} positions: give --max_tokens "
+            f"{most} or less, to read so many tokens of each document."
+        )
 
 
 class DocumentRow(ABC):
@@ -81,10 +105,18 @@ class DocumentRow(ABC):
     Args:
         min_tokens: documents with fewer tokens are left out.
         sources: the paths and names they come from.
+        max_tokens: how many tokens of each document are read; None for all.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, min_tokens: int, sources: Sequence[str]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        min_tokens: int,
+        sources: Sequence[str],
+        max_tokens: int | None = None,
+    ) -> None:
         self.tokenizer, self.min_tokens, self.sources = tokenizer, min_tokens, list(sources)
+        self.max_tokens = max_tokens
         self.least = max(min_tokens, 2)  # one token alone predicts nothing
 
     @abstractmethod
@@ -142,7 +174,7 @@ class DocumentRow(ABC):
 
     def _tokens(self, text: str | None) -> Tensor:
         ids = self.tokenizer(text, verbose=False)["input_ids"] if text and self._may_suffice(text) else []
-        return torch.tensor(ids if len(ids) >= self.least else [], dtype=torch.long)
+        return torch.tensor(ids[: self.max_tokens] if len(ids) >= self.least else [], dtype=torch.long)
 
     def _may_suffice(self, text: str) -> bool:
         """Whether a text can have enough tokens: there is at most one a byte, whatever the vocabulary.
@@ -184,6 +216,7 @@ class Documents(DocumentRow):
         min_tokens: documents with fewer tokens are left out.
         sources: the paths and names they come from.
         places: `[start, end]` pairs, in characters, of what is learnt of each text. None: all of it.
+        max_tokens: how many tokens of each document are read; None for all.
     """
 
     def __init__(
@@ -193,8 +226,9 @@ class Documents(DocumentRow):
         min_tokens: int = 2,
         sources: Sequence[str] = (),
         places: Sequence[list[list[int]] | None] | None = None,
+        max_tokens: int | None = None,
     ) -> None:
-        super().__init__(tokenizer, min_tokens, sources)
+        super().__init__(tokenizer, min_tokens, sources, max_tokens)
         self.texts, self.places = texts, places
 
     def __len__(self) -> int:
@@ -234,7 +268,7 @@ class Documents(DocumentRow):
         learnt = torch.zeros(len(starts), dtype=torch.bool)
         for start, end in self.places[index] or []:
             learnt |= (starts < end) & (start < ends)
-        return learnt
+        return learnt[: self.max_tokens]
 
     def _check_places(self) -> None:
         assert self.places is not None
@@ -272,6 +306,7 @@ class StreamedDocuments(DocumentRow):
         min_tokens: documents with fewer tokens are left out.
         shuffle_block: documents that are shuffled together.
         sources: the paths and names they come from.
+        max_tokens: how many tokens of each document are read; None for all.
     """
 
     def __init__(
@@ -281,8 +316,9 @@ class StreamedDocuments(DocumentRow):
         min_tokens: int = 2,
         shuffle_block: int = 1000,
         sources: Sequence[str] = (),
+        max_tokens: int | None = None,
     ) -> None:
-        super().__init__(tokenizer, min_tokens, sources)
+        super().__init__(tokenizer, min_tokens, sources, max_tokens)
         self.texts, self.shuffle_block = texts, shuffle_block
         self._length: int | None = None  # documents of the stream, once its end has been seen
         self._blocks: dict[int, list[str | None]] = {}

@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from cacheformers.adapters.config import NeurocacheAdapterConfig
+from cacheformers.adapters.config import MemoryAdapterConfig, NeurocacheAdapterConfig
 from cacheformers.modeling.attach import base_shape, find_decoder
 from cacheformers.modeling.memories.base import BaseShape
 from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
@@ -149,8 +149,14 @@ def estimate(
         sharding: what several processes divide: "zero2" gradients and optimiser, "fsdp2" weights too, None nothing.
 
     Raises:
-        ValueError: lanes that do not divide into the micro-batches, or an adapter that does not fit the base.
+        ValueError: lanes that do not divide into the micro-batches, an adapter that does not fit the base, or another
+            memory than Neurocache's.
     """
+    if isinstance(adapter, MemoryAdapterConfig) and not isinstance(adapter, NeurocacheAdapterConfig):
+        raise ValueError(
+            f"The estimate counts Neurocache's memory and LoRA, not yet that of {adapter.kind.lower()}: leave "
+            "--estimate out, and try --steps 2."
+        )
     if lanes % accumulation:
         raise ValueError(
             f"{lanes} lanes do not divide into {accumulation} micro-batches: choose lanes so that they do."

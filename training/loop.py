@@ -34,7 +34,12 @@ from cacheformers.training.run_state import (
     write_own,
     write_shared,
 )
-from cacheformers.training.statistics import gate_statistics, retrieval_statistics
+from cacheformers.training.statistics import (
+    gate_statistics,
+    retrieval_statistics,
+    share_statistics,
+    token_gate_statistics,
+)
 from cacheformers.training.stopping import Stopping
 from cacheformers.training.subject import Trained
 
@@ -254,6 +259,8 @@ def log(run: TrainingRun, entry: dict[str, Any]) -> None:
         "loss": run.history.losses[-1],
         **entry,
         **gate_statistics(run.trained),
+        **share_statistics(run.trained),
+        **token_gate_statistics(memories),
         **retrieval_statistics(memories),
     }
     run.history.log.append(entry)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 from argparse import Action, ArgumentDefaultsHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
-from peft import LoraConfig
 from transformers import HfArgumentParser
 
 
@@ -19,40 +20,39 @@ def option(default: Any = dataclasses.MISSING, *, help: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help})
 
 
-def method_options(config: type[LoraConfig], without: Sequence[str] = ()) -> type:
-    """A dataclass of the fields that a method's adapter config has beyond LoRA's or sets anew, but for some.
-
-    A map from layers to layers becomes a list of strings, `22` or `6:8` (see `layer_map`).
-    """
-    hints, inherited = get_type_hints(config), {field.name for field in dataclasses.fields(LoraConfig)}
-    own = {name for kind in config.__mro__[: config.__mro__.index(LoraConfig)] for name in kind.__annotations__}
-    fields: list[Any] = []
-    for field in dataclasses.fields(config):
-        if (field.name in inherited and field.name not in own) or field.name in without:
-            continue
-        kind, metadata = hints[field.name], dict(field.metadata)
-        if kind == dict[int, int] | None:
-            kind = list[str] | None
-            metadata["help"] += " On the command line: 22, or 6:8 for 'search at 6, store at 8'."
-        fields.append((field.name, kind, dataclasses.field(default=field.default, metadata=metadata)))
-    options = dataclasses.make_dataclass("MethodOptions", fields)
-    options._argument_group_name = f"memory (fields of {config.__name__})"  # type: ignore[attr-defined]
-    return options
-
-
-def layer_map(entries: Sequence[str]) -> dict[int, int]:
-    """`["6", "12:14"]` as `{6: 6, 12: 14}`.
+def read_recipe(path: Path) -> dict[Any, Any]:
+    """The lines of a recipe file.
 
     Raises:
-        ValueError: an entry of another form.
+        FileNotFoundError, ValueError: no such file; not a YAML mapping.
     """
-    layers = {}
-    for entry in entries:
-        first, _, second = entry.partition(":")
-        if not first.isdigit() or not (second or first).isdigit():
-            raise ValueError(f"retrieval_map: {entry!r} is neither a layer (22) nor a pair of layers (6:8).")
-        layers[int(first)] = int(second or first)
-    return layers
+    if path.suffix not in (".yaml", ".yml"):
+        raise ValueError(f"{path} is no recipe: the first argument must be a .yaml file or an option like --base.")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist.")
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(recipe, dict):
+        raise ValueError(f"{path} must hold lines of the form 'key: value'.")
+    return recipe
+
+
+def given_options(arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """Names of the options that a recipe and its command line set, each with its first value, in their order.
+
+    What cannot be read is left out, for the parser to find.
+    """
+    given, found = list(arguments), []
+    if given and not given[0].startswith("-"):
+        with contextlib.suppress(OSError, ValueError):
+            found = [(str(name), str(value)) for name, value in read_recipe(Path(given[0])).items()]
+    for word, after in pairwise([*given, ""]):
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            found.append((name.replace("-", "_"), value if equals else after))
+    return found
 
 
 class Formatter(ArgumentDefaultsHelpFormatter):
@@ -65,13 +65,17 @@ class Formatter(ArgumentDefaultsHelpFormatter):
 class RecipeParser(HfArgumentParser):
     """Parses `[RECIPE.yaml] [--key value ...]`; what the command line says goes before what the file says.
 
+    Args:
+        elsewhere: what to say of options that exist, but not here, by their names.
+
     Attributes:
         given: names of the options that the last recipe and its command line set, whatever to.
     """
 
     given: set[str]
 
-    def __init__(self, kinds: Sequence[Any], description: str) -> None:
+    def __init__(self, kinds: Sequence[Any], description: str, elsewhere: Mapping[str, str] | None = None) -> None:
+        self.elsewhere = elsewhere or {}
         super().__init__(
             kinds,
             description=f"{description} RECIPE.yaml holds lines 'key: value' with the options below.",
@@ -86,8 +90,7 @@ class RecipeParser(HfArgumentParser):
         try:
             if given and not given[0].startswith("-"):
                 given = [*self.recipe_arguments(Path(given[0])), *given[1:]]
-            names = {word[2:].partition("=")[0].replace("-", "_") for word in given if word.startswith("--")}
-            self.given = names & set(self.known())
+            self.given = {name for name, _ in given_options(given)} & set(self.known())
             *options, rest = self.parse_args_into_dataclasses(
                 given, return_remaining_strings=True, look_for_args_file=False
             )
@@ -103,18 +106,8 @@ class RecipeParser(HfArgumentParser):
         Raises:
             FileNotFoundError, ValueError: no such file; not a YAML mapping; a key that is no option.
         """
-        if path.suffix not in (".yaml", ".yml"):
-            raise ValueError(f"{path} is no recipe: the first argument must be a .yaml file or an option like --base.")
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} does not exist.")
-        try:
-            recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not valid YAML: {error}") from error
-        if not isinstance(recipe, dict):
-            raise ValueError(f"{path} must hold lines of the form 'key: value'.")
         arguments: list[str] = []
-        for key, value in recipe.items():
+        for key, value in read_recipe(path).items():
             if key not in self.known():
                 raise ValueError(f"{path}: {self.unknown(str(key))}")
             if isinstance(value, list):
@@ -128,5 +121,8 @@ class RecipeParser(HfArgumentParser):
 
     def unknown(self, name: str) -> str:
         """What to say of an option that does not exist."""
-        near = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), self.known(), n=1)
+        plain = name.lstrip("-").replace("-", "_")
+        if plain in self.elsewhere:
+            return self.elsewhere[plain]
+        near = difflib.get_close_matches(plain, self.known(), n=1)
         return f"unknown option {name!r}" + (f": did you mean {near[0]!r}?" if near else "; --help lists all options.")

@@ -112,7 +112,11 @@ def restore_shared(folder: Path, model: Trained, optimizer: Any) -> None:
     moments = load_file(folder / OPTIMIZER)
     optimizer = inner(optimizer)
     fresh: Any = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(ignore_frozen_params=True))
-    state: Any = {name: {key: moments[f"{name}.{key}"] for key in held} for name, held in fresh["state"].items()}
+    state: Any = {
+        # A parameter that has had no gradient yet has no moments: its count and sums are still 0.
+        name: {key: moments.get(f"{name}.{key}", torch.zeros_like(value)) for key, value in held.items()}
+        for name, held in fresh["state"].items()
+    }
     set_optimizer_state_dict(
         model, optimizer, {**fresh, "state": state}, options=StateDictOptions(full_state_dict=True)
     )

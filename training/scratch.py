@@ -188,7 +188,9 @@ def config_class(model_type: str) -> type[PretrainedConfig]:
 
 def check_fields(path: Path, given: dict[str, Any], config: PretrainedConfig) -> None:
     """Refuse what transformers would keep without using it."""
-    known = {field.name for field in fields(type(config))} | {"model_type", "segment_tokens", "auto_map"}
+    kind = type(config)
+    written = kind().to_dict()  # what a saved configuration holds, among it what is no field
+    known = {field.name for field in fields(kind)} | set(written) | {"model_type", "segment_tokens", "auto_map"}
     unknown = next((name for name in given if name not in known and not name.startswith("_")), None)
     if unknown is not None:
         near = difflib.get_close_matches(unknown, known, n=1)

@@ -28,10 +28,11 @@ class TrainOptions:
     output: str = option(
         help="Folder for the adapter or model, its tokenizer, train_result.json, plots and checkpoints."
     )
-    method: Literal["neurocache", "lora"] = option(
+    method: Literal["neurocache", "memorizing", "infini_attention", "gated_attention", "windowed", "lora"] = option(
         "neurocache",
-        help="'neurocache' trains a memory and LoRA. 'lora' leaves the memory out: the same LoRA on the same segments "
-        "in the same order, to compare with.",
+        help="What is trained beside LoRA: a memory, whose options this help shows when it is asked for with --method. "
+        "'windowed' is a local window without a memory. 'lora' leaves the memory out: the same LoRA on the same "
+        "segments in the same order, to compare with; the options are those of the method that the recipe names.",
     )
     seed: int = option(0, help="Fixes the adapter's random start and the order of documents.")
     steps: int = option(1000, help="Optimiser steps.")
@@ -50,14 +51,14 @@ class TrainOptions:
 
     memory_start: Literal["copies", "states"] = option(
         "copies",
-        help="What a new memory's projections start from. 'copies': W_k and W_v are the first columns of the layer's "
+        help="What Neurocache's new projections start from. 'copies': W_k and W_v are the first columns of the layer's "
         "own, W_p is random (paper). 'states': the base first reads start_segments segments; W_p takes the main "
         "directions of its states, and W_k and W_v are the layer's own over what an entry tells of them.",
     )
     start_segments: int = option(8, help="With memory_start 'states': segments that the base reads for it.")
     lora_targets: list[str] | None = option(
         None,
-        help="Linear layers that LoRA adapts, by name, in the layers with cache attention. Default: those of the "
+        help="Linear layers that LoRA adapts, by name, in the layers that the method changes. Default: those of the "
         "feed-forward block. 'none': no LoRA.",
     )
     lora_dropout: float = option(0.0, help="Share of LoRA's inputs that are dropped.")

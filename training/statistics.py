@@ -1,4 +1,4 @@
-"""What a memory does while it is trained: how far its gates have opened, and what it retrieves."""
+"""What a memory does while it is trained: how far its gates have opened, its shares, and what it retrieves."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.memories.gated_state import GatedState
+from cacheformers.modeling.memories.infini_attention import Beta
 from cacheformers.modeling.memories.neurocache import Gate, NeurocacheState
 
-GATE_BINS = 10  # of the histogram of |tanh(gate)|, from 0 to 1
+GATE_BINS = 10  # of the histograms, from 0 to 1
 
 
 def gate_statistics(model: nn.Module) -> dict[str, Any]:
@@ -24,6 +26,51 @@ def gate_statistics(model: nn.Module) -> dict[str, Any]:
     size = torch.tanh(torch.cat(gates).float()).abs().cpu()
     histogram = torch.histc(size, GATE_BINS, 0.0, 1.0).int().tolist()
     return {"gate_mean": float(size.mean()), "gate_max": float(size.max()), "gate_histogram": histogram}
+
+
+def share_statistics(model: nn.Module) -> dict[str, Any]:
+    """The memory's share sigmoid(beta) in every head of Infini-attention: mean, range, and how many are in each tenth.
+
+    Under FSDP every process must call this.
+    """
+    betas = [whole(module.weight) for module in model.modules() if isinstance(module, Beta)]
+    if not betas:
+        return {}
+    shares = torch.sigmoid(torch.cat(betas).float()).cpu()
+    return {
+        "share_mean": float(shares.mean()),
+        "share_min": float(shares.min()),
+        "share_max": float(shares.max()),
+        "share_histogram": torch.histc(shares, GATE_BINS, 0.0, 1.0).int().tolist(),
+    }
+
+
+def token_gate_statistics(memories: list[MemoryCache]) -> dict[str, Any]:
+    """The gates of gated attention in the last step, over tokens that have something far, in the lanes of this process.
+
+    Returns:
+        `token_gate_mean`; `token_gate_layers`, the mean of each layer with gates; `token_gate_closed`, the share below
+        the threshold, or below 0.5 where there is none. Empty without such tokens.
+    """
+    found: dict[int, list[Tensor]] = {}
+    threshold = 0.0
+    for memory in memories:
+        state = memory.state
+        if not isinstance(state, GatedState) or state.last is None:
+            continue
+        threshold = state.options.threshold
+        for layer, gates in state.last.gates.items():
+            counted = state.last.counted.to(gates.device)
+            found.setdefault(layer, []).append(gates.transpose(1, 2)[counted].float().flatten().cpu())
+    layers = [torch.cat(parts) for _, parts in sorted(found.items())]
+    if not layers or not len(layers[0]):
+        return {}
+    gates = torch.cat(layers)
+    return {
+        "token_gate_mean": float(gates.mean()),
+        "token_gate_layers": [float(layer.mean()) for layer in layers],
+        "token_gate_closed": float((gates < (threshold or 0.5)).float().mean()),
+    }
 
 
 def retrieval_statistics(memories: list[MemoryCache]) -> dict[str, float]:

@@ -12,8 +12,6 @@ read, in prefill and in decoding. Keys and values all stay, since a later token 
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
@@ -22,11 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cacheformers.modeling.memories.attending import AttentionInputs
-from cacheformers.modeling.memories.base import BaseShape, LocalWindow, MemoryState, SegmentCall, joined, part
+from cacheformers.modeling.memories.base import BaseShape, LocalWindow, SegmentCall
 from cacheformers.modeling.memories.checks import check_at_least, check_choices, check_layers
-from cacheformers.modeling.memories.columns import Columns
+from cacheformers.modeling.memories.gated_state import GatedReading, GatedState
 from cacheformers.modeling.memories.method import first_numbers
-from cacheformers.modeling.memories.near_far import Reads, one_pass, two_passes
 from cacheformers.modeling.memories.settings import chosen_layers
 
 EVERYTHING = 2**40  # tokens that stay visible
@@ -194,13 +191,14 @@ class GatedAttentionOptions:
             devices: of each augmented layer.
             dtype: of the model's activations.
             keep_values: nothing is encoded anew in training, so this changes nothing.
+            cache_size: 0 for one in which all gates are closed: tokens see their window.
 
         Raises:
-            ValueError: a cache_size was asked for.
+            ValueError: another cache_size was asked for.
         """
-        if cache_size is not None:
-            raise ValueError("Gated attention keeps every key and value: leave cache_size out.")
-        return GatedState(self, devices)
+        if cache_size:
+            raise ValueError("Gated attention keeps every key and value: leave cache_size out, or 0 for closed gates.")
+        return GatedState(self, devices, closed=cache_size == 0)
 
 
 # Gates
@@ -272,28 +270,6 @@ def stretched(gates: Tensor) -> Tensor:
     return (gates * (high - low) + low).clamp(0, 1)
 
 
-class GateLosses(NamedTuple):
-    """Terms over layers and tokens: mean g(1 - g) with its sign, mean g, and their weighted sum."""
-
-    sparsity: Tensor
-    mean: Tensor
-    total: Tensor
-
-
-def gate_losses(options: GatedAttentionOptions, gates: Iterable[Tensor], counted: Tensor) -> GateLosses:
-    """What is added to the loss.
-
-    Args:
-        gates: sigmoid of the logits in every layer, `[rows, channels, time]` (whatever the choice in the forward).
-        counted: tokens that have something far (see `GatedReading`), `[rows, time]`.
-    """
-    chosen = torch.stack([layer.transpose(1, 2)[counted.to(layer.device)].to(counted.device) for layer in gates])
-    sign = -1 if options.sparsity_sign == "paper" else 1
-    number = max(chosen.numel(), 1)
-    sparsity, mean = sign * (chosen * (1 - chosen)).sum() / number, chosen.sum() / number
-    return GateLosses(sparsity, mean, options.sparsity_weight * sparsity + options.mean_weight * mean)
-
-
 def fix_heads(options: GatedAttentionOptions, means: dict[int, Tensor], least: float = 0.5) -> GatedAttentionOptions:
     """Options in which each head sees either everything or its window, for good.
 
@@ -336,7 +312,7 @@ def attend(
     reading: GatedReading = call.reading
     if reading.counted is None:
         reading.counted, reading.visible = counted_tokens(call, options.window_tokens), call.visible
-    fixed = options.fixed(layer)
+    fixed = () if reading.closed else options.fixed(layer)
     if fixed is not None:
         return attend_fixed(options, layer, fixed, queries, keys, values, scaling, call).transpose(1, 2)
     logits = parts.logits(hidden)
@@ -395,182 +371,6 @@ def counted_tokens(call: SegmentCall, window: int) -> Tensor:
     """Which new columns are tokens with something far from them, `[rows, time]`."""
     time = call.real.shape[1]
     return call.real & (call.visible.cumsum(1)[:, -time:] > window)
-
-
-@dataclass
-class GatedReading:
-    """What one forward reads and leaves behind.
-
-    Attributes:
-        held: columns of each layer before this forward, under "far" (everything is kept) and "near".
-        new: the same with this forward's.
-        gates: sigmoid of each layer's logits, `[rows, channels, time]`.
-        counted: which new columns are tokens with something far from them, `[rows, time]`; losses and statistics are
-            about those.
-        visible: which columns, old and new, hold a token, `[rows, columns + time]`.
-        reads: what each layer read.
-    """
-
-    held: dict[tuple[str, int], Columns]
-    new: dict[tuple[str, int], Columns] = field(default_factory=dict)
-    gates: dict[int, Tensor] = field(default_factory=dict)
-    counted: Tensor | None = None
-    visible: Tensor | None = None
-    reads: dict[int, Reads] = field(default_factory=dict)
-
-    def append(self, name: str, layer: int, keys: Tensor, values: Tensor) -> Columns:
-        """Old and new columns of a layer."""
-        old = self.held.get((name, layer))
-        held = Columns.of(keys, values) if old is None else old.appended(keys, values)
-        self.new[name, layer] = held
-        return held
-
-    def attention(
-        self, layer: int, queries: Tensor, held: Columns, gates: Tensor, window: int, scaling: float, call: SegmentCall
-    ) -> Tensor:
-        """Mixed attention, row by row where rows hold different tokens, `[rows, heads, time, d]`."""
-        reads = self.reads.setdefault(layer, Reads())
-
-        def mixed(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-            if torch.is_grad_enabled():
-                return two_passes(q, k, v, g, window, scaling)
-            output, read = one_pass(q, k, v, g, window, scaling)
-            reads.add(read)
-            return output
-
-        if not call.padded:
-            return mixed(queries, held.keys, held.values, gates)
-        rows = []
-        for row in range(len(queries)):
-            new = call.real[row].nonzero()[:, 0].to(queries.device)
-            output = torch.zeros_like(queries[row : row + 1])
-            if len(new):
-                seen = span(call.visible[row, held.dropped :].nonzero()[:, 0].to(queries.device))
-                mine = slice(row, row + 1)
-                found = mixed(
-                    queries[mine, :, new], held.keys[mine, :, seen], held.values[mine, :, seen], gates[mine, :, new]
-                )
-                output = output.index_copy(2, new, found)
-            rows.append(output)
-        return torch.cat(rows)
-
-
-def span(columns: Tensor) -> slice | Tensor:
-    """Columns as a slice where they are without gaps, so that taking them copies nothing."""
-    first, last = int(columns[0]), int(columns[-1])
-    return slice(first, last + 1) if last - first + 1 == len(columns) else columns
-
-
-class GatedState(MemoryState):
-    """Keys and values of every augmented layer, in the columns of the local cache; and what gates did.
-
-    Attributes:
-        reads: what each layer read, without gradients.
-    """
-
-    def __init__(self, options: GatedAttentionOptions, devices: dict[int, torch.device]) -> None:
-        self.options, self.window_tokens, self.devices = options, options.window_tokens, devices
-        self.own_layers = frozenset(options.layers)
-        self.pieces: list[GatedReading] = []  # of the forward that goes on, where it is to be learnt from
-        self.held: dict[tuple[str, int], Columns] = {}
-        self.reads: dict[int, Reads] = {layer: Reads() for layer in options.layers}
-        self.gate_sums: dict[int, Tensor] = {}  # layer -> [channels]
-        self.tokens_counted = 0
-
-    def begin(self) -> GatedReading:
-        return GatedReading(dict(self.held))
-
-    def end(self, reading: GatedReading) -> None:
-        self.held = {**self.held, **reading.new}
-        assert reading.visible is not None and reading.counted is not None
-        near = {key: columns for key, columns in self.held.items() if key[0] == "near"}
-        needed = first_needed(reading.visible, self.window_tokens) if near else 0
-        for key, columns in near.items():
-            if needed - columns.dropped > self.window_tokens:
-                self.held[key] = columns.without_first(needed)
-        if torch.is_grad_enabled() and (self.options.sparsity_weight or self.options.mean_weight):
-            self.pieces.append(replace(reading, held={}, new={}))
-        for layer, read in reading.reads.items():
-            self.reads[layer].add(read)
-        self.tokens_counted += int(reading.counted.sum())
-        for layer, gates in reading.gates.items():
-            counted = gates.detach().transpose(1, 2)[reading.counted.to(gates.device)].double().sum(0)
-            self.gate_sums[layer] = self.gate_sums[layer] + counted if layer in self.gate_sums else counted
-
-    @property
-    def gate_means(self) -> dict[int, Tensor]:
-        """Mean gate of each layer, `[channels]`, over tokens that have something far from them."""
-        return {layer: total / max(self.tokens_counted, 1) for layer, total in self.gate_sums.items()}
-
-    def check(self, row: int, columns: Tensor) -> None:
-        """Nothing is stored that is not visible already."""
-
-    def commit(self, row: int, columns: Tensor) -> None:
-        """Closed segments stay where they are."""
-
-    def detach(self) -> None:
-        """Cut the autograd graph: the next step's gradient does not reach keys and values of this one.
-
-        What gates add to the loss of the forward that ends here is `loss` then, with its graph.
-        """
-        if any(held.keys.requires_grad or held.values.requires_grad for held in self.held.values()):
-            self._change(Tensor.detach)
-        self.loss = None
-        if self.pieces:
-            gates = [torch.cat([piece.gates[layer] for piece in self.pieces], 2) for layer in self.pieces[0].gates]
-            counted = torch.cat([piece.counted for piece in self.pieces if piece.counted is not None], 1)
-            self.loss = gate_losses(self.options, gates, counted).total if gates else None
-            self.pieces = []
-
-    def keep(self, columns: Tensor) -> None:
-        self.held = {key: held.kept(columns.to(held.keys.device)) for key, held in self.held.items()}
-
-    def reset(self, rows: Sequence[int]) -> None:
-        """A row that begins again does not see its columns any more."""
-
-    def select(self, rows: Sequence[int]) -> None:
-        self._change(lambda tensor: tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)])
-
-    def clone(self) -> GatedState:
-        twin = copy.copy(self)
-        twin.held, twin.gate_sums, twin.pieces = dict(self.held), dict(self.gate_sums), []
-        twin.reads = {layer: replace(reads) for layer, reads in self.reads.items()}
-        return twin
-
-    def to(self, device: torch.device | str) -> None:
-        self._change(lambda tensor: tensor.to(device))
-        self.devices = dict.fromkeys(self.devices, torch.device(device))
-        self.gate_sums = {layer: total.to(device) for layer, total in self.gate_sums.items()}
-
-    def _change(self, change: Any) -> None:
-        self.held = {key: held.each(change) for key, held in self.held.items()}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        parts: dict[str, dict[str, Tensor]] = {"far": {}, "near": {}}
-        for (name, layer), held in self.held.items():
-            parts[name][f"{layer}.keys"], parts[name][f"{layer}.values"] = held.keys.clone(), held.values.clone()
-            parts[name][f"{layer}.dropped"] = torch.tensor(held.dropped)
-        return joined(**parts)
-
-    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
-        self.held = {}
-        for name in ("far", "near"):
-            saved = part(tensors, name)
-            for layer in sorted({int(key.partition(".")[0]) for key in saved}):
-                keys, values = (saved[f"{layer}.{side}"].to(self.devices[layer]) for side in ("keys", "values"))
-                self.held[name, layer] = Columns.of(keys, values, int(saved[f"{layer}.dropped"]))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(held.nbytes for held in self.held.values())
-
-
-def first_needed(visible: Tensor, window: int) -> int:
-    """The first column that the next token's window may reach in some row."""
-    after = visible.flip(1).cumsum(1).flip(1)  # tokens from each column to the end
-    reached = visible & (after < window)
-    columns = reached.any(0).nonzero()[:, 0]
-    return int(columns[0]) if len(columns) else visible.shape[1]
 
 
 # The specification

@@ -114,13 +114,14 @@ class InfiniAttentionOptions(LocalWindowOptions):
             devices: of each augmented layer.
             dtype: of the model's activations.
             keep_values: nothing is encoded anew in training, so this changes nothing.
+            cache_size: 0 for a memory that stays empty.
 
         Raises:
-            ValueError: a cache_size was asked for.
+            ValueError: another cache_size was asked for.
         """
-        if cache_size is not None:
-            raise ValueError("Infini-attention has a memory of one size: leave cache_size out.")
-        return InfiniState(self, rows, devices, dtype)
+        if cache_size:
+            raise ValueError("Infini-attention has a memory of one size: leave cache_size out, or 0 for none.")
+        return InfiniState(self, rows, devices, dtype, stays_empty=cache_size == 0)
 
 
 class Beta(nn.Module):
@@ -364,9 +365,14 @@ class InfiniState(MemoryState):
     """M and z of every layer, and keys and values of open segments. Nothing is written in place."""
 
     def __init__(
-        self, options: InfiniAttentionOptions, rows: int, devices: dict[int, torch.device], dtype: torch.dtype
+        self,
+        options: InfiniAttentionOptions,
+        rows: int,
+        devices: dict[int, torch.device],
+        dtype: torch.dtype,
+        stays_empty: bool = False,
     ) -> None:
-        self.rule, self.truncated = options.rule, options.truncated
+        self.rule, self.truncated, self.stays_empty = options.rule, options.truncated, stays_empty
         sizes = (options.base.head_dim, options.base.head_dim)
         self.held = {
             layer: empty_memory(rows, options.base.kv_heads, sizes, dtype, devices[layer]) for layer in options.layers
@@ -393,6 +399,8 @@ class InfiniState(MemoryState):
                     )
 
     def commit(self, row: int, columns: Tensor) -> None:
+        if self.stays_empty:
+            return
         for layer, held in self.held.items():
             chosen = columns.to(held.norm.device)
             mine = Compressed(*(tensor[row : row + 1] for tensor in held))

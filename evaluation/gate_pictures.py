@@ -1,0 +1,89 @@
+"""Pictures of gates: a heat map of layers by heads, bars by layer, and a text whose tokens have their gates' colour."""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from cacheformers.evaluation.plots import COLOURS, GREY, beside, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PAGE = """<!DOCTYPE html>
+<html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ max-width: 50em; margin: 2em auto; font: 16px/1.6 serif; }}
+main {{ white-space: pre-wrap; }}
+.near {{ color: #999999; }}
+</style>
+<h1>{title}</h1>
+<p>Colour: <span style="background: {none}">0, the window is enough</span> to
+<span style="background: {full}">1, looks at everything before</span>; the mean of layers and heads, which each token
+shows when pointed at. <span class="near">Grey</span> tokens have nothing beyond the window.</p>
+<main>{tokens}</main>
+</html>
+"""
+
+
+def save_figure(path: Path, draw: Callable[[], Figure]) -> None:
+    """Draw into a file; says how to install matplotlib where it is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f'{path.name} is left out, because it needs matplotlib: pip install "cacheformers[eval]"')
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw().savefig(path)
+
+
+def share_map(layers: Sequence[int], shares: Tensor) -> Figure:
+    """The memory's share in every head: `[layers, heads]`, the top layer above."""
+    count, heads = shares.shape
+    figure, (axes,) = new_figure("Share of the memory, sigmoid(beta)", ["layer"])
+    figure.set_size_inches(max(5, 0.4 * heads + 3), max(3, 0.35 * count + 1.5))
+    axes.grid(False)
+    image = axes.imshow(shares.cpu().numpy(), cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
+    axes.set_yticks(range(count), [str(layer) for layer in layers])
+    axes.set_xticks(range(heads))
+    axes.set_xlabel("head")
+    figure.colorbar(image, ax=axes, label="0: local attention, 1: memory")
+    return figure
+
+
+def by_layer(means: dict[int, Tensor], gate_per: str) -> Figure:
+    """The mean gate of each layer as a bar, and of each of its heads as a dot."""
+    figure, (axes,) = new_figure("Mean gate by layer", ["0: window alone, 1: everything"])
+    for place, mean in enumerate(means.values()):
+        axes.bar(place, float(mean.mean()), color=COLOURS[5])
+        if len(mean) > 1:
+            places = [place + beside(number, len(mean), 0.6) for number in range(len(mean))]
+            axes.plot(places, mean.tolist(), linestyle="", marker="o", markersize=4, color=COLOURS[0])
+    axes.axhline(0.5, color=GREY, linewidth=0.8)
+    axes.set_ylim(0, 1)
+    axes.set_xticks(range(len(means)), [str(layer) for layer in means])
+    axes.set_xlabel("layer" if gate_per == "layer" else f"layer (dots: one a {gate_per.replace('_', ' ')})")
+    return figure
+
+
+def page(title: str, pieces: Sequence[str], gates: Sequence[float], counted: Sequence[bool]) -> str:
+    """A text as HTML, each token on the colour of its gate.
+
+    Args:
+        pieces, gates, counted: of each token: what it stands for, its gate, whether it has something far.
+    """
+    tokens = [
+        f'<span style="background: {colour(gate)}" title="{gate:.3f}">{html.escape(piece)}</span>'
+        if far
+        else f'<span class="near">{html.escape(piece)}</span>'
+        for piece, gate, far in zip(pieces, gates, counted, strict=True)
+    ]
+    return PAGE.format(title=html.escape(title), none=colour(0.0), full=colour(1.0), tokens="".join(tokens))
+
+
+def colour(gate: float) -> str:
+    """White for 0, orange for 1."""
+    return f"rgba(230, 159, 0, {gate:.3f})"

@@ -1,0 +1,245 @@
+"""What gates have learnt: which heads use Infini-attention's memory, which words of a text look far.
+
+    python -m cacheformers.evaluation.gates runs/infini_attention --output runs/gates
+    python -m cacheformers.evaluation.gates runs/gated_attention --text book.txt --output runs/gates
+
+Infini-attention: sigmoid(beta) of every layer and head (the paper's figure 3). Gated attention: the mean gate of each
+layer over texts, and the texts as pages in which every token has the colour of its gate; with --fix_heads the means
+decide for good which heads see everything (as in DuoAttention), and --save writes the model that comes of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+from cacheformers.adapters.folders import new_folder
+from cacheformers.evaluation.gate_pictures import by_layer, page, save_figure, share_map
+from cacheformers.evaluation.remembering import own_tokenizer
+from cacheformers.evaluation.texts import raw_text
+from cacheformers.modeling.attach import active_memories, active_options, find_decoder, new_memory, unwrap
+from cacheformers.modeling.memories.gated_attention import GatedAttentionOptions, fix_heads
+from cacheformers.modeling.memories.infini_attention import InfiniAttentionOptions
+
+
+@dataclass(frozen=True)
+class ReadText:
+    """A text and the gates of its tokens.
+
+    Attributes:
+        pieces: what each token stands for in the text.
+        gates: of every layer with gates, sigmoid of the logits, `[channels, tokens]`.
+        counted: which tokens have something beyond the window, `[tokens]`; the other gates decide nothing.
+    """
+
+    name: str
+    pieces: list[str]
+    gates: dict[int, Tensor]
+    counted: Tensor
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m cacheformers.evaluation.gates", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("model", help="Folder or Hub id of an adapter, or of a model with a memory of its own.")
+    parser.add_argument("--output", type=Path, required=True, help="Folder for pictures, and their numbers as JSON.")
+    parser.add_argument("--text", type=Path, nargs="+", default=[], help="Text files (gated attention needs one).")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        help="Read so many tokens of each text. Default: as many as the base model has positions.",
+    )
+    parser.add_argument(
+        "--fix_heads",
+        type=float,
+        metavar="LEAST",
+        help="Heads whose mean gate is at least this see everything for good, the others their window.",
+    )
+    parser.add_argument("--save", type=Path, help="With --fix_heads: a new folder for the model with fixed heads.")
+    given = parser.parse_args(arguments)
+    try:
+        run(given)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+
+def run(given: argparse.Namespace) -> None:
+    """Load, read, write.
+
+    Raises:
+        OSError, ValueError: something is missing or does not fit the model's method.
+    """
+    if (given.fix_heads is None) != (given.save is None):
+        raise ValueError("--fix_heads and --save belong together: by which mean gate, and where to.")
+    model = load(given.model)
+    options: Any = active_options(find_decoder(unwrap(model)))
+    if isinstance(options, InfiniAttentionOptions):
+        if given.text or given.save:
+            raise ValueError("Infini-attention's shares are the same for every text: leave --text and --fix_heads out.")
+        draw_shares(given, model, options)
+    elif isinstance(options, GatedAttentionOptions):
+        draw_gates(given, model, options)
+    else:
+        method = "no memory" if options is None else f"the memory {options.signature['method']}"
+        raise ValueError(f"{given.model} has {method}: this command is for infini_attention and gated_attention.")
+    print(f"Written to {given.output}")
+
+
+def load(name: str) -> nn.Module:
+    """An adapter on its base, or a model."""
+    try:
+        config = PeftConfig.from_pretrained(name)
+    except ValueError:  # no adapter
+        return AutoModelForCausalLM.from_pretrained(name).eval()
+    base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path)
+    return PeftModel.from_pretrained(base, name).eval()
+
+
+# Infini-attention
+
+
+@torch.no_grad()
+def shares(model: nn.Module) -> Tensor:
+    """The memory's share in every head, `[layers, heads]`, of the layers that have one."""
+    memories: list[Any] = active_memories(find_decoder(unwrap(model)))
+    return torch.stack([memory.active_parts.beta.shares() for memory in memories])
+
+
+def draw_shares(given: argparse.Namespace, model: nn.Module, options: InfiniAttentionOptions) -> None:
+    """Write shares.json and shares.png."""
+    found = shares(model)
+    print(f"Share of the memory: mean {found.mean():.3f}, {found.min():.3f} to {found.max():.3f}")
+    result = {"model": given.model, "layers": list(options.layers), "shares": found.tolist()}
+    write_json(given.output / "shares.json", result)
+    save_figure(given.output / "shares.png", lambda: share_map(options.layers, found))
+
+
+# Gated attention
+
+
+def draw_gates(given: argparse.Namespace, model: nn.Module, options: GatedAttentionOptions) -> None:
+    """Write gates.json, gates.png and a page for each text; and a model with fixed heads, if that is wanted."""
+    if all(options.fixed(layer) is not None for layer in options.layers):
+        raise ValueError("All heads of this model are fixed already: no gate is asked any more.")
+    if not given.text:
+        raise ValueError("Gates depend on the text: give --text FILE.")
+    if given.save is not None and given.save.exists():
+        raise ValueError(f"{given.save} exists already: choose another folder to write.")
+    most = options.base.max_positions
+    if given.tokens is not None and not 0 < given.tokens <= most:
+        raise ValueError(f"--tokens must be from 1 to {most}, the base model's positions, got {given.tokens}.")
+    tokenizer = own_tokenizer(given.model)
+    texts = [read_text(model, options, tokenizer, path, given.tokens or most) for path in given.text]
+    means = mean_gates(texts)
+    threshold = options.threshold or 0.5
+    closed = closed_share(texts, threshold)
+    for layer, mean in means.items():
+        print(f"layer {layer}: mean gate {', '.join(f'{value:.3f}' for value in mean.tolist())}")
+    print(f"{closed:.1%} of the gates are below {threshold:g}.")
+    result = {
+        "model": given.model,
+        "window_tokens": options.window_tokens,
+        "gate_per": options.gate_per,
+        "means": {layer: mean.tolist() for layer, mean in means.items()},
+        "threshold": threshold,
+        "below_threshold": closed,
+        "texts": [as_dict(text) for text in texts],
+    }
+    if given.save is not None:
+        far_heads = {**dict(options.far_heads), **dict(fix_heads(options, means, given.fix_heads).far_heads)}
+        result["far_heads"] = far_heads
+        save_fixed(model, far_heads, tokenizer, given.save)
+        heads = sum(map(len, far_heads.values()))
+        print(f"{heads} of {len(far_heads) * options.base.kv_heads} kv heads see everything: {given.save}")
+    write_json(given.output / "gates.json", result)
+    save_figure(given.output / "gates.png", lambda: by_layer(means, options.gate_per))
+    for number, text in enumerate(texts):
+        values = token_means(text)
+        file = given.output / f"text_{number}.html"
+        file.write_text(page(text.name, text.pieces, values.tolist(), text.counted.tolist()), encoding="utf-8")
+
+
+@torch.no_grad()
+def read_text(
+    model: nn.Module, options: GatedAttentionOptions, tokenizer: PreTrainedTokenizerBase, path: Path, tokens: int
+) -> ReadText:
+    """Read the beginning of a text file, and keep the gates of its tokens.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or nothing in it is beyond the window.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError("This takes a fast tokenizer, which says where in the text a token ends.")
+    text = raw_text(path)
+    encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids = torch.tensor(encoded.input_ids[:tokens])
+    if len(ids) <= options.window_tokens:
+        raise ValueError(
+            f"Of {path} {len(ids)} tokens are read, all within the window of {options.window_tokens}: nothing is far "
+            "from them. Give a longer text."
+        )
+    ends = [*(start for start, _ in encoded.offset_mapping[1:]), len(text)][: len(ids)]
+    pieces = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    memory = new_memory(model, 1)
+    state: Any = memory.state
+    found, device = [], next(model.parameters()).device
+    for segment in ids[None].to(device).split(options.segment_tokens, 1):
+        model(input_ids=segment, past_key_values=memory, logits_to_keep=1)
+        found.append(state.last)
+    gates = {layer: torch.cat([part.gates[layer][0] for part in found], 1).cpu() for layer in found[0].gates}
+    return ReadText(path.name, pieces, gates, torch.cat([part.counted[0] for part in found]).cpu())
+
+
+def mean_gates(texts: list[ReadText]) -> dict[int, Tensor]:
+    """The mean gate of each layer over the counted tokens of all texts, `[channels]`."""
+    return {
+        layer: torch.cat([text.gates[layer][:, text.counted] for text in texts], 1).double().mean(1)
+        for layer in texts[0].gates
+    }
+
+
+def closed_share(texts: list[ReadText], threshold: float) -> float:
+    """The share of the counted tokens' gates that are below a threshold."""
+    gates = torch.cat([layer[:, text.counted].flatten() for text in texts for layer in text.gates.values()])
+    return float((gates < threshold).double().mean())
+
+
+def token_means(text: ReadText) -> Tensor:
+    """The mean gate of each token over layers and heads, `[tokens]`."""
+    return torch.stack([layer.mean(0) for layer in text.gates.values()]).mean(0)
+
+
+def as_dict(text: ReadText) -> dict[str, Any]:
+    """For JSON: the tokens, and the gate of each in every layer (the mean of its heads)."""
+    return {
+        "name": text.name,
+        "pieces": text.pieces,
+        "counted": text.counted.tolist(),
+        "gates": {layer: [round(gate, 4) for gate in gates.mean(0).tolist()] for layer, gates in text.gates.items()},
+    }
+
+
+def save_fixed(model: nn.Module, far_heads: dict[int, Any], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write an adapter or a model whose heads are fixed: layer -> kv heads that see everything."""
+    config: Any = model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else model.config
+    config.far_heads = {layer: list(heads) for layer, heads in far_heads.items()}
+    with new_folder(folder) as draft:
+        model.save_pretrained(str(draft))  # type: ignore[operator]
+        tokenizer.save_pretrained(draft)
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

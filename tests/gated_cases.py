@@ -1,0 +1,63 @@
+"""What the tests of gated attention share: options, gates that differ from token to token, and reading in pieces."""
+
+from __future__ import annotations
+
+import torch
+from attention_core import SHAPE, run_pieces
+
+from cacheformers.modeling.memories.gated_attention import GatedAttentionOptions, GatedParts, attend, make_parts, naive
+
+DEVICES = {0: torch.device("cpu")}
+SCALING = 8**-0.5
+WINDOW = 4
+CHANNELS = {"layer": 1, "kv_head": 2, "head": 4}
+
+
+def options_for(**changes) -> GatedAttentionOptions:
+    return GatedAttentionOptions(**{"base": SHAPE, "layers": (0,), "window_tokens": WINDOW, **changes})
+
+
+def parts_for(options, seed=0, spread=1.0) -> GatedParts:
+    """Gates that differ from token to token."""
+    torch.manual_seed(seed)
+    parts = GatedParts(**make_parts(options))
+    for linear in parts:
+        if linear is not None:
+            linear.double()
+            torch.nn.init.normal_(linear.weight, std=spread * linear.in_features**-0.5)
+            torch.nn.init.zeros_(linear.bias)
+    return parts
+
+
+def some_gates(rows, channels, time):
+    return torch.rand(rows, channels, time, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+
+
+def specified(q, k, v, gates, window=WINDOW):
+    return torch.stack([naive(q[row], k[row], v[row], gates[row], window, SCALING).output for row in range(len(q))])
+
+
+def close(ours, recorded, bound=1e-12):
+    assert ours.shape == recorded.shape
+    return float((ours - recorded).detach().abs().max()) <= bound
+
+
+def layer_for(options, parts, training=False):
+    def layer(call, q, k, v, x):
+        call.local.update(k, v, 1)  # as a layer without gates does
+        return attend(options, 0, parts, x, q, k, v, SCALING, call, training)
+
+    return layer
+
+
+def stream(options, parts, inputs, memory=None, training=False, **more):
+    state = options.new_state(len(inputs[0]), DEVICES, inputs[0].dtype)
+    return run_pieces(state, options.window, layer_for(options, parts, training), tuple(inputs), memory=memory, **more)
+
+
+def upto(inputs, end):
+    return tuple(t[:, :, :end] if t.dim() == 4 else t[:, :end] for t in inputs)
+
+
+def since(inputs, start):
+    return tuple(t[:, :, start:] if t.dim() == 4 else t[:, start:] for t in inputs)

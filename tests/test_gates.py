@@ -1,0 +1,155 @@
+"""The command that draws gates, and that fixes heads by them."""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from recipe import make_text
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import cacheformers
+from cacheformers.adapters.export import export
+from cacheformers.evaluation.gates import main
+
+TOKENS = 60  # of the tiny base's 64 positions
+
+
+@pytest.fixture
+def save(folder, config_factory, opener) -> Callable[..., Path]:
+    """Save an adapter whose gates differ from token to token, and a text in `text.txt`."""
+    (folder / "text.txt").write_text(f"{make_text(20)}\n  <b> {make_text(50, seed=1)} ")
+
+    def build(method: str, **options: object) -> Path:
+        base = AutoModelForCausalLM.from_pretrained(folder / "base")
+        model = get_peft_model(base, config_factory(method, **options))
+        opener(model)
+        model.save_pretrained(str(folder / method))
+        return folder / method
+
+    return build
+
+
+def draw(model: Path, *more: str) -> Path:
+    main([str(model), f"--output={model.parent / 'out'}", *more])
+    return model.parent / "out"
+
+
+def test_shares_of_infini_attention(save, capsys):
+    pytest.importorskip("matplotlib")
+    adapter = save("infini_attention", layers=[0, 2])
+    out = draw(adapter)
+    assert {path.name for path in out.iterdir()} == {"shares.json", "shares.png"}
+    result = json.loads((out / "shares.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(adapter)
+    betas = [p for name, p in model.named_parameters() if "mem_beta" in name]
+    torch.testing.assert_close(torch.tensor(result["shares"]), torch.sigmoid(torch.stack(betas)).detach())
+    assert result["layers"] == [0, 2] and len(result["shares"][0]) == 4
+    assert "Share of the memory: mean" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gate_per", ["layer", "head"])
+def test_gates_of_a_text(save, gate_per):
+    """Segment by segment as in one pass; the page holds the text, and the gate of every token that has one."""
+    pytest.importorskip("matplotlib")
+    adapter = save("gated_attention", gate_per=gate_per)
+    text = adapter.parent / "text.txt"
+    out = draw(adapter, "--text", str(text), str(text), f"--tokens={TOKENS}")
+    assert {path.name for path in out.iterdir()} == {"gates.json", "gates.png", "text_0.html", "text_1.html"}
+    result = json.loads((out / "gates.json").read_text())
+
+    model = AutoModelForCausalLM.from_pretrained(adapter).eval()
+    ids = AutoTokenizer.from_pretrained(adapter.parent / "base")(text.read_text(), return_tensors="pt").input_ids
+    memory = cacheformers.new_memory(model, 1)
+    with torch.no_grad():
+        model(ids[:, :TOKENS], past_key_values=memory)
+    read, gates = result["texts"][0], memory.state.last.gates
+    assert result["texts"][1] == read and read["counted"] == [False] * 6 + [True] * (TOKENS - 6)
+    for layer in range(3):
+        torch.testing.assert_close(torch.tensor(read["gates"][str(layer)]), gates[layer][0].mean(0), atol=1e-4, rtol=0)
+        expected = gates[layer][0, :, 6:].mean(1)
+        torch.testing.assert_close(torch.tensor(result["means"][str(layer)]), expected, atol=1e-5, rtol=1e-5)
+    every = torch.cat([layer[0, :, 6:].flatten() for layer in gates.values()])
+    assert result["below_threshold"] == pytest.approx(float((every < 0.5).double().mean()))
+
+    shown = (out / "text_0.html").read_text().partition("<main>")[2].partition("</main>")[0]
+    assert html.unescape(re.sub(r"</?span[^>]*>", "", shown)) == "".join(read["pieces"])
+    assert text.read_text().startswith("".join(read["pieces"]).rstrip()) and "&lt;b&gt;" in shown
+    titles = [float(title) for title in re.findall(r'title="([\d.]+)"', shown)]
+    means = torch.stack([torch.tensor(layer) for layer in read["gates"].values()]).mean(0)[6:]
+    torch.testing.assert_close(torch.tensor(titles), means, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "model"])
+def test_fixed_heads_drop_what_is_far(save, kind):
+    """The saved model loads, sees what the means say, and holds less after a text longer than many windows."""
+    adapter = save("gated_attention", gate_per="kv_head", window_tokens=2)
+    place, fixed = adapter, adapter.parent / "fixed"
+    if kind == "model":
+        place = export(adapter, adapter.parent / "model")
+    text = adapter.parent / "text.txt"
+    out = draw(place, f"--text={text}", "--fix_heads=0.5", f"--save={fixed}")
+    result = json.loads((out / "gates.json").read_text())
+    expected = {
+        layer: [head for head, mean in enumerate(means) if mean >= 0.5] for layer, means in result["means"].items()
+    }
+    assert result["far_heads"] == expected and 0 < sum(map(len, expected.values())) < 6
+
+    if kind == "adapter":
+        base = AutoModelForCausalLM.from_pretrained(adapter.parent / "base")
+        loaded = PeftModel.from_pretrained(base, fixed).eval()
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(fixed).eval()
+    gated = AutoModelForCausalLM.from_pretrained(adapter).eval()
+    ids = AutoTokenizer.from_pretrained(fixed)(make_text(64), return_tensors="pt").input_ids
+    sizes = []
+    for model in (gated, loaded):
+        memory = cacheformers.new_memory(model, 1)
+        with torch.no_grad():
+            for token in ids.split(1, 1):
+                model(token, past_key_values=memory)
+        sizes.append(memory.nbytes)
+    far = sum(map(len, expected.values())) / 6
+    assert sizes[1] < (far + (1 - far) * 8 / 64) * sizes[0]
+    with pytest.raises(SystemExit):
+        main([str(fixed), f"--output={out}", f"--text={text}"])  # no gate is left
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "message"),
+    [
+        ("infini_attention", ["--text={folder}/text.txt"], "the same for every text"),
+        ("infini_attention", ["--fix_heads=0.5", "--save={folder}/fixed"], "the same for every text"),
+        ("neurocache", [], "has the memory neurocache: this command is for infini_attention and gated_attention"),
+        ("base", [], "has no memory: this command is for"),
+        ("nowhere", [], "nowhere"),
+        ("gated_attention", [], "Gates depend on the text: give --text FILE"),
+        ("gated_attention", ["--text={folder}/missing.txt"], "missing.txt"),
+        ("gated_attention", ["--text={folder}/text.txt", "--tokens=6"], "all within the window of 6"),
+        ("gated_attention", ["--text={folder}/text.txt", "--tokens=65"], "--tokens must be from 1 to 64"),
+        ("gated_attention", ["--text={folder}/text.txt", "--fix_heads=0.5"], "--fix_heads and --save belong together"),
+        ("gated_attention", ["--text={folder}/text.txt", "--fix_heads=1", "--save={folder}/base"], "exists already"),
+    ],
+)
+def test_what_is_refused(save, folder, capsys, method, more, message):
+    place = save(method) if method not in ("base", "nowhere") else folder / method
+    with pytest.raises(SystemExit) as stop:
+        draw(place, *(word.format(folder=folder) for word in more))
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+    assert not (folder / "out").exists()
+
+
+def test_without_matplotlib_only_the_pictures_are_missing(save, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    adapter = save("gated_attention")
+    out = draw(adapter, f"--text={adapter.parent / 'text.txt'}")
+    assert {path.name for path in out.iterdir()} == {"gates.json", "text_0.html"}
+    assert "gates.png is left out, because it needs matplotlib: pip install" in capsys.readouterr().out

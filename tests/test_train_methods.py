@@ -1,0 +1,236 @@
+"""`train_adapt.py` with every memory method: options, runs, resuming, evaluation, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+from peft import PeftConfig
+from recipe import adapter_weights, make_text
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cacheformers import train_adapt
+from cacheformers.evaluation.perplexity import held_out, token_nats
+from cacheformers.evaluation.readers import Forgetting, Remembering
+from cacheformers.training.documents import Documents
+from cacheformers.training.methods import OPTIONS, chosen_options, head_map
+from cacheformers.training.settings import TrainOptions
+
+METHODS: dict[str, tuple[str, ...]] = {
+    "memorizing": ("--cache_size=40", "--topk=4", "--attention_layers=1"),
+    "infini_attention": ("--layers", "1", "2"),
+    "gated_attention": ("--layers", "1", "2", "--window_tokens=6", "--mean_weight=0.1", "--max_tokens=64"),
+    "windowed": ("--local_window=sliding", "--window_tokens=10", "--sink_tokens=2"),
+}
+READERS = {
+    "memorizing": {"cache off": Remembering(0), "cache 40": Remembering(40)},
+    "infini_attention": {"off": Remembering(0), "memory": Remembering()},
+    "gated_attention": {"off": Remembering(0), "memory": Remembering()},
+    "windowed": {"windowed": Remembering()},
+    "lora": {"lora": Forgetting()},
+}
+
+
+def arguments(folder: Path, method: str, *more: str, output: str = "adapter") -> list[str]:
+    options = {
+        "base": folder / "base",
+        "train": folder / "train.jsonl",
+        "output": folder / output,
+        "method": method,
+        "segment_tokens": 16,
+        "r": 4,
+        "steps": 6,
+        "lanes": 2,
+        "lora_rate": 1e-2,
+        "memory_rate": 1e-2,
+    }
+    return [*(f"--{key}={value}" for key, value in options.items()), *METHODS.get(method, ()), *more]
+
+
+def result_of(folder: Path, output: str = "adapter") -> dict:
+    return json.loads((folder / output / "train_result.json").read_text())
+
+
+def test_every_method_can_be_chosen():
+    assert {*OPTIONS, "lora"} == set(get_args(get_type_hints(TrainOptions)["method"]))
+    for method, kind in OPTIONS.items():
+        parser = train_adapt.make_parser([f"--method={method}"])
+        options = train_adapt.Options(*parser.parse(["--train=a", "--output=a", f"--method={method}"]))
+        assert type(options.memory) is kind and kind.method == method
+        own = {field.name for field in dataclasses.fields(kind)}
+        assert {"r", "lora_alpha", "segment_tokens"} < own and "target_modules" not in own
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run(folder, method):
+    """Train, save, load as any adapter: it scores what it scored; another run of the same steps has its weights."""
+    train_adapt.main(arguments(folder, method, f"--valid={folder / 'valid.jsonl'}", "--log_every=1"))
+    result = result_of(folder)
+    assert len(result["losses"]) == 6 and all(map(math.isfinite, result["losses"]))
+    assert list(result["scores"]) == ["base", *READERS[method]]
+    card = (folder / "adapter" / "README.md").read_text()
+    assert f"- {method}" in card and f"| {list(READERS[method])[-1]} |" in card
+    assert ("other_document" in card) == (method == "memorizing")
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "adapter").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "adapter")
+    most = 64 if method == "gated_attention" else None
+    valid = held_out(Documents([make_text(70, 70), make_text(50, 50)], tokenizer, max_tokens=most))
+    nats = {}
+    for name, reader in READERS[method].items():
+        nats[name] = sum(float(losses.sum()) for losses in token_nats(model, valid, reader, 16))
+        assert nats[name] == pytest.approx(result["scores"][name]["nats"], rel=1e-6)
+    assert len(set(nats.values())) == len(nats)
+    config = PeftConfig.from_pretrained(str(folder / "adapter"))
+    assert config.layers_to_transform == {"memorizing": [1], "windowed": [0, 1, 2]}.get(method, [1, 2])
+    layers = {int(name.partition("layers.")[2].partition(".")[0]) for name in adapter_weights(folder / "adapter")}
+    assert layers == set(config.layers_to_transform)
+
+
+@pytest.mark.parametrize("method", ["infini_attention", "gated_attention"])
+def test_a_stopped_run_goes_on(documents, method):
+    settings = ("--lanes=4", "--accumulation=2", "--steps=8", "--checkpoint_every=2", "--log_every=3")
+    train_adapt.main(arguments(documents, method, *settings, output="whole"))
+    for _ in range(3):
+        train_adapt.main(arguments(documents, method, *settings, "--stop_after=1e-9", "--resume"))
+    assert not (documents / "adapter" / "adapter_config.json").exists()
+    train_adapt.main(arguments(documents, method, *settings, "--resume"))
+    one, other = adapter_weights(documents / "adapter"), adapter_weights(documents / "whole")
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], atol=1e-6, rtol=0)
+    assert result_of(documents)["losses"] == pytest.approx(result_of(documents, "whole")["losses"], rel=1e-6)
+
+
+def test_a_checkpoint_knows_the_methods_options(folder, capsys):
+    train_adapt.main(arguments(folder, "infini_attention"))
+    with pytest.raises(SystemExit):
+        train_adapt.main(arguments(folder, "infini_attention", "--rule=delta", "--resume"))
+    assert "rule ('linear' in the checkpoint, 'delta' here)" in capsys.readouterr().err
+
+
+def test_shares_and_gates_move_at_their_own_rates(folder):
+    """Shares at 0.01 whatever the other rates, without decay; token gates at the memory's; both are logged."""
+    still = ("--lora_rate=0", "--memory_rate=0", "--weight_decay=0.5", "--log_every=1", "--warmup=0")
+    train_adapt.main(arguments(folder, "infini_attention", *still))
+    weights = adapter_weights(folder / "adapter")
+    moved = {name for name, tensor in weights.items() if "lora_B" not in name and "lora_A" not in name and tensor.any()}
+    assert moved and all("lora_mem_beta" in name for name in moved)
+    assert not any(tensor.any() for name, tensor in weights.items() if "lora_B" in name)
+    log = result_of(folder)["log"]
+    assert log[0]["rate_beta"] == 0.01 and log[0]["rate_weights"] == 0
+    assert sum(log[-1]["share_histogram"]) == 8 and log[-1]["share_min"] < 0.5 < log[-1]["share_max"]
+
+    train_adapt.main(arguments(folder, "gated_attention", "--memory_rate=0.1", "--log_every=1", output="gated"))
+    log = [entry for entry in result_of(folder, "gated")["log"] if "token_gate_mean" in entry]
+    assert log[-1]["token_gate_mean"] < log[0]["token_gate_mean"]
+    assert len(log[-1]["token_gate_layers"]) == 2 and 0 <= log[-1]["token_gate_closed"] <= 1
+    assert log[-1]["rate_memory"] <= 0.1 and "rate_gate" not in log[-1]
+
+
+@pytest.mark.parametrize("method", ["infini_attention", "gated_attention"])
+def test_lora_beside_another_method(folder, method):
+    """A recipe's method stays the one whose layers and segments LoRA has."""
+    lines = [f"method: {method}", "layers: [1, 2]", "segment_tokens: 16", "r: 4", "steps: 3", "max_tokens: 64"]
+    lines += [f"base: {folder / 'base'}", f"train: [{folder / 'train.jsonl'}]", f"valid: [{folder / 'valid.jsonl'}]"]
+    (folder / "recipe.yaml").write_text("\n".join(lines))
+    train_adapt.main([str(folder / "recipe.yaml"), "--method=lora", f"--output={folder / 'adapter'}"])
+    config = PeftConfig.from_pretrained(str(folder / "adapter"))
+    assert config.peft_type == "LORA" and config.layers_to_transform == [1, 2]
+    assert list(result_of(folder)["scores"]) == ["base", "lora"]
+
+
+def test_which_memory_is_meant(tmp_path):
+    assert chosen_options([]).method == chosen_options(["--method", "lora"]).method == "neurocache"
+    assert chosen_options(["--method", "nonsense"]).method == "neurocache"
+    assert chosen_options([str(tmp_path / "nowhere.yaml"), "--method=windowed"]).method == "windowed"
+    assert chosen_options(["--method=lora", "--rule", "delta"]).method == "infini_attention"
+    assert chosen_options(["--method=lora", "--layers", "1", "--mean_weight=1"]).method == "gated_attention"
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("method: gated_attention\nwindow_tokens: 6\n")
+    assert chosen_options([str(recipe)]).method == "gated_attention"
+    assert chosen_options([str(recipe), "--method", "lora"]).method == "gated_attention"
+    assert chosen_options([str(recipe), "--method=infini_attention"]).method == "infini_attention"
+
+
+@pytest.mark.parametrize(
+    ("method", "more", "message"),
+    [
+        ("infini_attention", ["--cache_size=4"], "cache_size is an option of --method neurocache and memorizing, and"),
+        ("gated_attention", ["--rule", "delta"], "rule is an option of --method infini_attention, and the memory here"),
+        ("neurocache", ["--far-heads", "1:0"], "far_heads is an option of --method gated_attention"),
+        ("windowed", ["--recipe"], "topk is an option of"),
+        ("infini_attention", ["--rul=delta"], "did you mean 'rule'?"),
+        ("infini_attention", ["--rule=gamma"], "rule must be one of"),
+        ("infini_attention", ["--memory_start=states"], "memory_start 'states' is for neurocache"),
+        ("infini_attention", ["--estimate"], "not yet that of infini_attention"),
+        ("infini_attention", ["--valid={folder}/valid.jsonl", "--controls=shuffled"], "this memory has none to count"),
+        ("gated_attention", ["--valid={folder}/valid.jsonl", "--cache_sizes", "0", "4"], "It is evaluated off and on"),
+        ("windowed", ["--valid={folder}/valid.jsonl", "--controls=shuffled"], "this model stores nothing"),
+        ("windowed", ["--lora_targets=none"], "--method windowed with --lora_targets none leaves nothing to train"),
+        ("gated_attention", ["--max_tokens=65"], "give --max_tokens 64 or less"),
+        ("gated_attention", ["--max_tokens=1"], "max_tokens must be at least 2"),
+        ("gated_attention", ["--far_heads", "1"], "'1' is not a layer and its heads"),
+        ("gated_attention", ["--far_heads", "1:7"], "2 kv heads"),
+    ],
+)
+def test_what_is_refused(folder, capsys, method, more, message):
+    given = arguments(folder, method, *(word.format(folder=folder) for word in more))
+    if more == ["--recipe"]:
+        (folder / "recipe.yaml").write_text("topk: 4\n")
+        given = [str(folder / "recipe.yaml"), *given[:-1]]
+    with pytest.raises(SystemExit) as stop:
+        train_adapt.main(given)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (folder / "adapter").exists()
+
+
+@pytest.mark.parametrize(
+    ("method", "own", "others"),
+    [
+        ("infini_attention", "fields of InfiniAttentionAdapterConfig", ["--topk", "--gate_per", "--retrieval_map"]),
+        ("gated_attention", "22:0,2 for 'heads 0 and 2 of layer 22'", ["--topk", "--rule", "--retrieval_map"]),
+        ("memorizing", "Pairs that each head of each token retrieves", ["--rule", "--gate_per", "--retrieval_map"]),
+    ],
+)
+def test_help_is_about_the_chosen_method(capsys, method, own, others):
+    with pytest.raises(SystemExit) as stop:
+        train_adapt.main(["--method", method, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0 and own in shown and "None" not in shown
+    assert not any(name in shown for name in others)
+
+
+def test_head_maps():
+    assert head_map(["22:0,2", "23:"]) == {22: [0, 2], 23: []}
+    options = train_adapt.make_parser(["--method=gated_attention"]).parse(
+        ["--train=a", "--output=a", "--method=gated_attention", "--far_heads", "1:0", "2:"]
+    )[-1]
+    assert options.values()["far_heads"] == {1: [0], 2: []}
+
+
+def test_documents_are_cut(tokenizer):
+    text = make_text(40)
+    documents = Documents([text, make_text(10)], tokenizer, min_tokens=20, max_tokens=25)
+    assert torch.equal(documents.tokens(0), tokenizer(text, return_tensors="pt").input_ids[0, :25])
+    assert len(documents.tokens(1)) == 0
+    learnt = Documents([text], tokenizer, max_tokens=25, places=[[[0, 5]]]).learnt(0)
+    assert learnt is not None and len(learnt) == 25
+
+
+def test_training_with_fixed_heads_goes_on(documents):
+    """One layer's gates are asked no more: they take no gradient, and the run stops and goes on all the same."""
+    fixed = ("--far_heads", "1:0", "--steps=4", "--log_every=1")
+    train_adapt.main(arguments(documents, "gated_attention", *fixed, output="whole"))
+    train_adapt.main(arguments(documents, "gated_attention", *fixed, "--stop_after=1e-9"))
+    train_adapt.main(arguments(documents, "gated_attention", *fixed, "--resume"))
+    assert result_of(documents)["losses"] == pytest.approx(result_of(documents, "whole")["losses"], rel=1e-6)
+    assert PeftConfig.from_pretrained(str(documents / "adapter")).far_heads == {"1": [0]}
+    log = [entry for entry in result_of(documents)["log"] if "token_gate_layers" in entry]
+    assert log and all(len(entry["token_gate_layers"]) == 1 for entry in log)
