@@ -1,6 +1,7 @@
 """Long-context memories for Hugging Face Transformers."""
 
 from cacheformers.adapters import (
+    CacheFormerAdapterConfig,
     GatedAttentionAdapterConfig,
     InfiniAttentionAdapterConfig,
     MemorizingAdapterConfig,
@@ -37,6 +38,7 @@ from cacheformers.modeling.reading import read, read_text
 
 __version__ = "0.1.0.dev0"
 __all__ = [
+    "CacheFormerAdapterConfig",
     "CacheFormerConfig",
     "CacheFormerForCausalLM",
     "CacheFormerModel",
