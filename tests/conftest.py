@@ -85,9 +85,7 @@ def every_method(bases: Sequence[str], others: Sequence[str] = ("llama_gqa", "mi
 def other_cases(bases: Sequence[str] = ("llama_gqa", "mistral", "opt")) -> list[tuple[str, str]]:
     """Every other method on some bases, as they are where it can work."""
     return [
-        (FULL_BASES.get(base, base) if method in OWN_WINDOW else base, method)
-        for method in OTHERS
-        for base in bases
+        (FULL_BASES.get(base, base) if method in OWN_WINDOW else base, method) for method in OTHERS for base in bases
     ]
 
 

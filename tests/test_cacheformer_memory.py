@@ -272,7 +272,7 @@ def test_some_layers(make_model, ids, base):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_how_a_text_is_cut_changes_no_gradient(make_model, ids, checkpointing):
     found = []
-    for tokens in (16, 75, 5):
+    for tokens in (16, 75):
         model = make_model("llama_gqa", method="cacheformer", segment_tokens=tokens).train()
         if checkpointing:
             unwrap(model).gradient_checkpointing_enable({"use_reentrant": False})
@@ -301,16 +301,15 @@ def test_left_padded_batches_generate_as_rows_alone(make_model, ids):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("selection", ["token", "prefix"])
-@pytest.mark.parametrize("aggregation", ["joint", "separate", "gated"])
+@pytest.mark.parametrize(("selection", "aggregation"), [("token", "separate"), ("prefix", "gated")])
 def test_other_choices_decode_as_they_read(make_model, ids, selection, aggregation):
     model = make_model("llama_gqa", method="cacheformer", selection=selection, aggregation=aggregation)
-    whole = model(ids).logits
-    changed = ids.clone()
+    ids, changed = ids[:, :55], ids[:, :55].clone()
     changed[:, 50] = (changed[:, 50] + 1) % 100 + 3
+    whole = model(ids).logits
     assert torch.equal(model(changed).logits[:, :50], whole[:, :50])
     memory, logits = None, []
-    for start in range(75):
+    for start in range(55):
         output = model(ids[:, start : start + 1], past_key_values=memory)
         memory = output.past_key_values
         logits.append(output.logits)

@@ -4,7 +4,7 @@
     far     compressed segments, shifted ones, and retrieved tokens (`cacheformer.py`), wholly before that window
 
 So whatever is no longer than two windows is the base's own attention. Keys are compressed as they were before their
-rotation, then rotated to the middle of their segment; values carry no rotation. What is compressed is not normed, unless
+rotation, then rotated to the middle of their segment; values carry no rotation. What is compressed is not normed unless
 `global_norm` asks for it: it stands in one softmax with the base's keys, so it must have their scale.
 """
 
@@ -37,10 +37,10 @@ EVERYTHING = 2**40  # tokens that stay visible to layers without the method
 
 @dataclass
 class CacheFormerOnBaseSettings(CacheFormerSettings):
-    """Fields of `CacheFormerAdapterConfig`. Layers count from 0."""
+    """Fields of `CacheFormerAdapterConfig` and `CacheFormerOnBaseConfig`. Layers count from 0."""
 
     layers: list[int] | None = field(
-        default=None, metadata={"help": "Layers that attend as CacheFormer does; the others see everything. Default: all."}
+        default=None, metadata={"help": "Layers that attend so; the others see everything. Default: all."}
     )
     global_norm: bool = field(
         default=False,
