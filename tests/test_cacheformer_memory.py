@@ -11,6 +11,7 @@ from conftest import adapter_config
 from peft import get_peft_model
 
 import cacheformers
+from cacheformers.hub.card import refresh_card
 from cacheformers.modeling.attach import attention_modules, find_decoder, rotation, unwrap
 from cacheformers.modeling.memories.cacheformer import CacheFormerParts, Projected
 from cacheformers.modeling.memories.cacheformer_memory import CacheFormerOnBaseOptions, attend, make_layer_parts
@@ -394,3 +395,14 @@ def test_a_config_of_defaults(make_base):
     expected |= {"cache": True, "exclude_window": False, "sink": False, "tied": False, "local_norm": False}
     assert {name: given[name] for name in expected} == expected
     assert options.block_rows == 128
+
+
+def test_cards_say_how_to_read(make_model, tmp_path):
+    """Of the adapter and of its export; the model without a base takes the text as a prompt."""
+    model = make_model("llama_gqa", method="cacheformer")
+    model.save_pretrained(tmp_path / "adapter")
+    cacheformers.CacheFormerOnBaseForCausalLM.from_base(model.unload()).save_pretrained(tmp_path / "model")
+    for kind in ("adapter", "model"):
+        refresh_card(tmp_path / kind)
+        card = (tmp_path / kind / "README.md").read_text()
+        assert "CacheFormer" in card and "singh2025cacheformer" in card and "cacheformers.read(" in card
