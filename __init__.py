@@ -1,6 +1,7 @@
 """Long-context memories for Hugging Face Transformers."""
 
 from cacheformers.adapters import (
+    CacheFormerAdapterConfig,
     GatedAttentionAdapterConfig,
     InfiniAttentionAdapterConfig,
     MemorizingAdapterConfig,
@@ -17,6 +18,9 @@ from cacheformers.modeling.models import (
     CacheFormerConfig,
     CacheFormerForCausalLM,
     CacheFormerModel,
+    CacheFormerOnBaseConfig,
+    CacheFormerOnBaseForCausalLM,
+    CacheFormerOnBaseModel,
     GatedAttentionConfig,
     GatedAttentionForCausalLM,
     GatedAttentionModel,
@@ -37,9 +41,13 @@ from cacheformers.modeling.reading import read, read_text
 
 __version__ = "0.1.0.dev0"
 __all__ = [
+    "CacheFormerAdapterConfig",
     "CacheFormerConfig",
     "CacheFormerForCausalLM",
     "CacheFormerModel",
+    "CacheFormerOnBaseConfig",
+    "CacheFormerOnBaseForCausalLM",
+    "CacheFormerOnBaseModel",
     "GatedAttentionAdapterConfig",
     "GatedAttentionConfig",
     "GatedAttentionForCausalLM",

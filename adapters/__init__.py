@@ -4,6 +4,7 @@ from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
 from cacheformers.adapters.config import (
+    CacheFormerAdapterConfig,
     GatedAttentionAdapterConfig,
     InfiniAttentionAdapterConfig,
     MemorizingAdapterConfig,
@@ -23,6 +24,7 @@ METHODS: dict[MemoryPeftType, type[MemoryAdapterConfig]] = {
         MemorizingAdapterConfig,
         InfiniAttentionAdapterConfig,
         GatedAttentionAdapterConfig,
+        CacheFormerAdapterConfig,
     )
 }
 
@@ -32,6 +34,7 @@ for _type, _config in METHODS.items():
     PEFT_TYPE_TO_PREFIX_MAPPING[_type] = "lora_"  # type: ignore[index]
 
 __all__ = [
+    "CacheFormerAdapterConfig",
     "GatedAttentionAdapterConfig",
     "InfiniAttentionAdapterConfig",
     "MemorizingAdapterConfig",

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from peft import LoraConfig
 
 from cacheformers.hub.card import refresh_card
+from cacheformers.modeling.memories.cacheformer_memory import CacheFormerOnBaseSettings
 from cacheformers.modeling.memories.gated_attention import GatedAttentionSettings
 from cacheformers.modeling.memories.infini_attention import InfiniAttentionSettings
 from cacheformers.modeling.memories.memorizing import MemorizingSettings
@@ -25,6 +26,7 @@ class MemoryPeftType(StrEnum):
     MEMORIZING = "MEMORIZING"
     INFINI_ATTENTION = "INFINI_ATTENTION"
     GATED_ATTENTION = "GATED_ATTENTION"
+    CACHEFORMER = "CACHEFORMER"
 
 
 @dataclass
@@ -107,3 +109,13 @@ class GatedAttentionAdapterConfig(GatedAttentionSettings, MemoryAdapterConfig):
     """
 
     kind = MemoryPeftType.GATED_ATTENTION
+
+
+@dataclass
+class CacheFormerAdapterConfig(CacheFormerOnBaseSettings, MemoryAdapterConfig):
+    """CacheFormer's attention in place of a base's own, beside LoRA (Singh & Mahmood 2025, arXiv 2504.13981).
+
+    Every field of `CacheFormerOnBaseSettings` and of `LoraConfig` applies.
+    """
+
+    kind = MemoryPeftType.CACHEFORMER

@@ -24,7 +24,7 @@ from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
 from cacheformers.modeling.models import METHODS
 from cacheformers.modeling.models.composite import CompositeConfig, CompositeForCausalLM
 
-MODELS = {config.model_type: causal for config, _, causal in METHODS}  # a method's name is its PEFT type, too
+MODELS = {config.method_name(): causal for config, _, causal in METHODS if issubclass(config, CompositeConfig)}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 

@@ -8,7 +8,7 @@ from peft import PeftConfig
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from cacheformers.adapters import METHODS as MEMORY_TYPES
-from cacheformers.modeling.memories import METHODS
+from cacheformers.modeling.models.composite import CompositeConfig
 
 
 def memory_config(base: PretrainedConfig, adapter: PeftConfig | None) -> Any:
@@ -21,7 +21,7 @@ def memory_config(base: PretrainedConfig, adapter: PeftConfig | None) -> Any:
         raise ValueError("CacheFormer models cannot be evaluated by this command yet: see docs/cacheformer.md.")
     if adapter is not None and adapter.peft_type in MEMORY_TYPES:
         return adapter
-    return base if base.model_type in METHODS else None
+    return base if isinstance(base, CompositeConfig) else None
 
 
 def own_base(adapter: str) -> str:

@@ -231,7 +231,8 @@ def short(base: str) -> str:
 
 def method_of(kind: str) -> str | None:
     """The key in `METHODS` of a PEFT type or a model type."""
-    return kind.lower() if kind.lower() in METHODS else None
+    name = "cacheformer_on_base" if kind == "CACHEFORMER" else kind.lower()
+    return name if name in METHODS else None
 
 
 def settings_of(config: PeftConfig) -> dict[str, Any]:

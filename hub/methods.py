@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Method:
     remembers: bool = True
 
 
-# By PEFT type or model type, in lower case.
+# By PEFT type or model type, in lower case. (The PEFT type CACHEFORMER is not the model type: see `card.method_of`.)
 METHODS = {
     "neurocache": Method(
         title="Neurocache",
@@ -134,3 +134,4 @@ METHODS = {
 }""",
     ),
 }
+METHODS["cacheformer_on_base"] = replace(METHODS["cacheformer"], remembers=True)

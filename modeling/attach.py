@@ -477,8 +477,10 @@ def prepare(decoder: nn.Module, memory: MemoryCache, real: Tensor) -> SegmentCal
     Raises:
         ValueError: a token would have a position that the base model does not have.
     """
-    memory.close(memory.timeline.full_rows(), rotation(decoder))
+    rotate = rotation(decoder)
+    memory.close(memory.timeline.full_rows(), rotate)
     call = memory.begin(real)
+    call.rotate = rotate
     config: Any = decoder.config
     most = config.max_position_embeddings
     if not architecture(config).rotary and int(call.positions.max()) >= most:

@@ -137,13 +137,15 @@ class MemoryCache(Cache):
         """Forget the last `-tokens_to_remove` columns; they must all hold tokens of open segments.
 
         Raises:
-            ValueError: a positive number, or tokens that have entered the memory.
+            ValueError: a positive number, tokens that have entered the memory, or a method that cannot forget any.
         """
         removed = -tokens_to_remove
         if removed < 0:
             raise ValueError(f"crop() takes minus the number of tokens to remove, got {tokens_to_remove}.")
         if removed == 0:
             return
+        if not self.state.can_crop:
+            raise ValueError("This method cannot forget tokens. To go back, clone() the memory before they are read.")
         if self.columns and not (self.local or self.state.own_layers or self.state.forward_is_segment):
             raise ValueError("A training step does not keep the keys of a full segment, so it cannot be cropped.")
         held = min(self.columns, self.visible)

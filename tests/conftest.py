@@ -68,8 +68,10 @@ METHODS: dict[str, dict] = {
     "memorizing": {"cache_size": 40, "topk": 4, "attention_layers": [1], "search": "exact"},
     "infini_attention": {},
     "gated_attention": {"window_tokens": 6},
+    "cacheformer": {"window_tokens": 8, "pool_tokens": 4, "pool_vectors": 2, "topk": 2, "neighbors": 2},
 }
 OTHERS = [method for method in METHODS if method != "neurocache"]
+OWN_WINDOW = ("gated_attention", "cacheformer")  # they attend to everything in a way of their own
 
 
 def every_method(bases: Sequence[str], others: Sequence[str] = ("llama_gqa", "mistral", "opt")) -> list:
@@ -83,9 +85,7 @@ def every_method(bases: Sequence[str], others: Sequence[str] = ("llama_gqa", "mi
 def other_cases(bases: Sequence[str] = ("llama_gqa", "mistral", "opt")) -> list[tuple[str, str]]:
     """Every other method on some bases, as they are where it can work."""
     return [
-        (FULL_BASES.get(base, base) if method == "gated_attention" else base, method)
-        for method in OTHERS
-        for base in bases
+        (FULL_BASES.get(base, base) if method in OWN_WINDOW else base, method) for method in OTHERS for base in bases
     ]
 
 

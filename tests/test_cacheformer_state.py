@@ -153,6 +153,7 @@ def test_what_a_step_reads_is_bounded():
     decode(state, parts, inputs, [300])
     assert state.chooser is not None
     twin = state.clone()
+    twin.change(Tensor.clone)  # which a copy does only where it goes on
     held = {p for c in twin.chooser.lists.unique().tolist() for p in range(4 * c, 4 * c + 4)} | set(range(288, 300))
     hidden = torch.tensor([position not in held for position in range(300)])
     twin.shelves["keys"].vectors[:, :, :300][:, :, hidden] = 1e3

@@ -52,13 +52,15 @@ def test_models_page(make_base, config_factory, tokenizer, tmp_path, monkeypatch
     assert names["model"].config.text_config.num_hidden_layers == 8
 
 
-def test_cacheformer_page(tmp_path, monkeypatch, capsys):
+def test_cacheformer_page(make_base, tokenizer, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    make_base("llama_gqa", torch.float32, max_position_embeddings=2048).save_pretrained("data/smollm2-135m-instruct")
+    tokenizer.save_pretrained("data/smollm2-135m-instruct")
     (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
     page = (ROOT / "docs" / "cacheformer.md").read_text()
     names: dict = {}
     blocks = BLOCK.findall(page)
-    assert [language for language, _ in blocks] == ["python", "python", "python", "bash"]
+    assert [language for language, _ in blocks] == ["python", "python", "python", "bash", "python"]
     for language, text in blocks:
         if language == "bash":
             command = text.split()
@@ -70,6 +72,8 @@ def test_cacheformer_page(tmp_path, monkeypatch, capsys):
     assert names["more"].shape[1] == names["ids"].shape[1] + 8
     assert "CacheFormerCache(tokens_read=[259]" in capsys.readouterr().out
     assert torch.allclose(names["output"].logits, names["model"](names["ids"]).logits[:, -1:], atol=1e-4)
+    assert names["memory"].tokens_read == [names["book"].shape[1]] and names["book"].shape[1] > 2 * 128
+    assert names["answer"].shape[1] == names["question"].shape[1] + 8
     assert {path.name for path in Path("runs/segments").iterdir()} == {"segments.json", "segments.png"}
     for name in VARIANTS:
         assert f'`"{name}"`' in page

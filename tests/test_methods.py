@@ -73,6 +73,7 @@ def test_rates_of_parts(make_model):
         "memorizing": {("gate", 3.0, 0.0), ("memory", 2.0, 0.0), ("weights", 1.0, 0.1)},
         "infini_attention": {("beta", 0.01, 0.0), ("weights", 1.0, 0.1)},
         "gated_attention": {("memory", 2.0, 0.1), ("memory", 2.0, 0.0), ("weights", 1.0, 0.1)},
+        "cacheformer": {("memory", 2.0, 0.1), ("weights", 1.0, 0.1)},
     }
     for method, groups in expected.items():
         found = parameter_groups(make_model("llama_gqa", method=method), rates)

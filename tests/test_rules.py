@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from conftest import METHODS, every_method, other_cases
+from conftest import METHODS, OWN_WINDOW, every_method, other_cases
 from torch.nn.functional import cross_entropy
 
 import cacheformers
@@ -125,7 +125,7 @@ def test_rows_that_pause_and_go_on(make_model, ids, base, options):
         for row in range(2):
             logits[row].append(output.logits[row, : lengths[row]])
             seen[row] += lengths[row]
-        assert memory.columns <= 3 * 16 + part.shape[1] or options.get("method") == "gated_attention"
+        assert memory.columns <= 3 * 16 + part.shape[1] or options.get("method") in OWN_WINDOW
     for row in range(2):
         assert difference(torch.cat(logits[row]), expected[row]) < EXACT
 
@@ -268,7 +268,7 @@ def test_bounded(make_model, base):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_memory_that_was_written_down_goes_on(make_model, ids, method):
     window = {"local_window": "sliding", "window_tokens": 10, "sink_tokens": 3}
-    model = make_model("llama_gqa", method=method, **({} if method == "gated_attention" else window))
+    model = make_model("llama_gqa", method=method, **({} if method in OWN_WINDOW else window))
     memory, twin = cacheformers.new_memory(model, 2), cacheformers.new_memory(model, 2)
     model(ids[:, :70], past_key_values=memory)
     twin.load_state_dict(memory.state_dict(), "cpu")

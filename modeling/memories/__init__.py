@@ -1,6 +1,14 @@
 """The methods, one file each."""
 
-from cacheformers.modeling.memories import gated_attention, infini_attention, memorizing, neurocache, windowed
+from cacheformers.modeling.memories import (
+    cacheformer,
+    cacheformer_memory,
+    gated_attention,
+    infini_attention,
+    memorizing,
+    neurocache,
+    windowed,
+)
 from cacheformers.modeling.memories.method import Method
 from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
 
@@ -24,5 +32,11 @@ METHODS: dict[str, Method] = {
         gated_attention.GatedParts,
         gated_attention.make_parts,
         attend=gated_attention.attend_inputs,
+    ),
+    "cacheformer": Method(
+        cacheformer_memory.CacheFormerOnBaseOptions,
+        cacheformer.CacheFormerParts,
+        cacheformer_memory.make_layer_parts,
+        attend=cacheformer_memory.attend_inputs,
     ),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,7 @@ class SegmentCall:
         earlier: hidden states of the pieces before this one; None if another piece follows.
         keep: how many of the last hidden states are wanted; None for all.
         returned: whether the caller gets the memory back (not with use_cache=False, unless it was passed in).
+        rotate: turns keys `[rows, heads, columns, d_head]` by `[rows, columns]` positions; None where keys carry none.
     """
 
     memory: Any
@@ -81,6 +82,7 @@ class SegmentCall:
     earlier: list[Tensor] | None = None
     keep: int | None = None
     returned: bool = True
+    rotate: Callable[[Tensor, Tensor], Tensor] | None = None
     scratch: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -101,9 +103,11 @@ class MemoryState(ABC):
             hold them in pieces, and everything else of a state whole.
         own_layers: layers whose visible keys and values the state itself holds, so that the local cache does not.
         loss: what the method adds to the loss of the last forward; None for nothing.
+        can_crop: the last tokens of open segments can be taken back.
     """
 
     forward_is_segment = False
+    can_crop = True
     own_layers: frozenset[int] = frozenset()
     loss: Tensor | None = None
     rings: dict[int, Ring] = {}

@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cacheformers.modeling.memories.method import first_numbers
+
 NORM_EPS = 1e-5
 
 Rotate = Callable[[Tensor, Tensor], Tensor]  # keys [rows, heads, tokens, head_dim], positions [rows, tokens]
@@ -209,6 +211,11 @@ class CacheFormerParts(NamedTuple):
     local_norm: nn.LayerNorm | None = None
     global_norm: nn.LayerNorm | None = None
     gate: BranchGate | None = None
+
+    @property
+    def fingerprint(self) -> tuple[float, ...]:
+        """A few of its numbers."""
+        return first_numbers(*(p for module in self if module is not None for p in module.parameters()))
 
 
 def make_parts(options: CacheFormerOptions) -> dict[str, nn.Module]:

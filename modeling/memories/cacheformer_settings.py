@@ -53,7 +53,7 @@ class CacheFormerSettings:
         default=False, metadata={"help": "Allow select_rows > window_tokens with 'previous_block'."}
     )
 
-    def resolve(self, heads: int, kv_heads: int, head_dim: int, **others: Any) -> CacheFormerOptions:
+    def attention_of(self, heads: int, kv_heads: int, head_dim: int, **others: Any) -> CacheFormerOptions:
         """The options of layers of one shape.
 
         Args:

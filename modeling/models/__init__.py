@@ -5,6 +5,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from cacheformers.modeling.models.configuration_cacheformer import CacheFormerConfig
 from cacheformers.modeling.models.configuration_neurocache import NeurocacheConfig
 from cacheformers.modeling.models.modeling_cacheformer import CacheFormerForCausalLM, CacheFormerModel
+from cacheformers.modeling.models.modeling_cacheformer_on_base import (
+    CacheFormerOnBaseConfig,
+    CacheFormerOnBaseForCausalLM,
+    CacheFormerOnBaseModel,
+)
 from cacheformers.modeling.models.modeling_gated_attention import (
     GatedAttentionConfig,
     GatedAttentionForCausalLM,
@@ -27,6 +32,7 @@ METHODS: list[tuple[type[ShimConfig], type[PreTrainedModel], type[PreTrainedMode
     (MemorizingConfig, MemorizingModel, MemorizingForCausalLM),
     (InfiniAttentionConfig, InfiniAttentionModel, InfiniAttentionForCausalLM),
     (GatedAttentionConfig, GatedAttentionModel, GatedAttentionForCausalLM),
+    (CacheFormerOnBaseConfig, CacheFormerOnBaseModel, CacheFormerOnBaseForCausalLM),
 ]
 
 for _config, _model, _causal in METHODS:
@@ -53,4 +59,7 @@ __all__ = [
     "CacheFormerConfig",
     "CacheFormerForCausalLM",
     "CacheFormerModel",
+    "CacheFormerOnBaseConfig",
+    "CacheFormerOnBaseForCausalLM",
+    "CacheFormerOnBaseModel",
 ]

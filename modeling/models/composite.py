@@ -50,9 +50,11 @@ class CompositeConfig(ShimConfig):
     Attributes:
         text_config: of the base model, as an object or a dictionary with its `model_type`. Default: Llama's.
         tie_word_embeddings: default: as `text_config` says.
+        memory_method: name of the memory method, where it is not the model type.
     """
 
     sub_configs = {"text_config": AutoConfig}
+    memory_method: ClassVar[str | None] = None
 
     text_config: PretrainedConfig | dict[str, Any] | None = None
     tie_word_embeddings: bool | None = None
@@ -67,10 +69,15 @@ class CompositeConfig(ShimConfig):
         kwargs.setdefault("attn_implementation", self.text_config._attn_implementation)
         super().__post_init__(**kwargs)
 
+    @classmethod
+    def method_name(cls) -> str:
+        """The memory method's, which is also its PEFT type, in capitals."""
+        return cls.memory_method or cls.model_type
+
     @property
     def method(self) -> Method:
-        """The memory method, which is named like the model type."""
-        return METHODS[self.model_type]
+        """The memory method."""
+        return METHODS[self.method_name()]
 
     def options(self) -> Any:
         """The method's options on this base.

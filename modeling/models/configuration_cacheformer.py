@@ -101,7 +101,7 @@ class CacheFormerConfig(CacheFormerSettings, ShimConfig):
         assert self.num_key_value_heads is not None and self.head_dim is not None
         if self.head_dim % 2:
             raise ValueError(f"Rotary positions turn pairs of channels: head_dim must be even, got {self.head_dim}.")
-        return self.resolve(
+        return self.attention_of(
             self.num_attention_heads,
             self.num_key_value_heads,
             self.head_dim,

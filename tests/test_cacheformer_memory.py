@@ -1,0 +1,408 @@
+"""CacheFormer on pretrained layers: its specification with gradients, what a layer really sees, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from attention_core import SHAPE, random_inputs, rotate, run_pieces
+from conftest import adapter_config
+from peft import get_peft_model
+
+import cacheformers
+from cacheformers.hub.card import refresh_card
+from cacheformers.modeling.attach import attention_modules, find_decoder, rotation, unwrap
+from cacheformers.modeling.memories.cacheformer import CacheFormerParts, Projected
+from cacheformers.modeling.memories.cacheformer_memory import CacheFormerOnBaseOptions, attend, make_layer_parts
+from cacheformers.modeling.memories.cacheformer_naive import naive
+
+DEVICES = {0: torch.device("cpu")}
+TIME = 41
+CHUNKS = [[41], [1] * 41, [9, 1, 17, 3, 11]]
+SIZES = {"window_tokens": 8, "pool_tokens": 4, "pool_vectors": 2, "topk": 2, "neighbors": 2, "segment_tokens": 6}
+CHOICES = {
+    "default": {},
+    "each token": {"selection": "token", "overlap": False},
+    "so far": {"selection": "prefix", "select_rows": 5, "aggregation": "separate"},
+    "gated": {"aggregation": "gated", "magnitude": "mean", "sink": True},
+    "normed": {"global_norm": True, "shared_projection": False, "neighbors": 3},
+    "no long": {"long": False, "pool_tokens": 2, "select_rows": 3},
+    "compressed alone": {"cache": False},
+    "window alone": {"cache": False, "overlap": False, "long": False},
+}
+
+
+@pytest.fixture(params=CHOICES)
+def options(request) -> CacheFormerOnBaseOptions:
+    return options_for(**CHOICES[request.param])
+
+
+def options_for(**changes) -> CacheFormerOnBaseOptions:
+    shape = {"heads": SHAPE.heads, "kv_heads": SHAPE.kv_heads, "head_dim": SHAPE.head_dim}
+    return CacheFormerOnBaseOptions(base=SHAPE, layers=(0,), **shape, **{**SIZES, **changes})
+
+
+def parts_for(options) -> CacheFormerParts:
+    """None of them neutral."""
+    torch.manual_seed(3)
+    modules = make_layer_parts(options)
+    for module in modules.values():
+        for parameter in module.double().parameters():
+            parameter.data += 0.5 * torch.randn_like(parameter)
+    return CacheFormerParts(**modules)
+
+
+def project(q, k, v, positions=None) -> Projected:
+    if positions is None:
+        positions = torch.arange(q.shape[2])[None]
+    return Projected(rotate(q, positions), rotate(k, positions), v, q, k)
+
+
+def specified(options, parts, q, k, v):
+    """`[rows, time, heads, d]`, each row a document."""
+    rows = [naive(options, parts, project(*(t[row : row + 1] for t in (q, k, v))), rotate)[0] for row in range(len(q))]
+    return torch.cat(rows).transpose(1, 2)
+
+
+def stream(options, parts, inputs, **more):
+    """Through a memory, piece by piece."""
+
+    def layer(call, q, k, v, _):
+        call.rotate = rotate
+        call.local.update(k, v, 1)  # as a layer without the method does
+        return attend(options, 0, parts, project(q, k, v, call.positions[:, -q.shape[2] :]), call)
+
+    state = options.new_state(len(inputs[0]), DEVICES, inputs[0].dtype)
+    return run_pieces(state, options.window, layer, (*inputs, inputs[0][:, 0]), **more)
+
+
+def some_inputs(rows, time=TIME):
+    return [1.5 * tensor for tensor in random_inputs(rows, time)[:3]]
+
+
+def trained(parts):
+    return [parameter for module in parts if module is not None for parameter in module.parameters()]
+
+
+def gradients(output, wanted):
+    direction = torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(5))
+    found = torch.autograd.grad((output * direction).sum(), wanted, allow_unused=True)
+    return [torch.zeros(()) if gradient is None else gradient for gradient in found]
+
+
+def same(left, right, bound=1e-10):
+    return float((left - right).detach().abs().max()) <= bound * max(float(right.detach().abs().max()), 1.0)
+
+
+# The specification
+
+
+def test_pieces_equal_the_specification(options):
+    """Gradients too: those of one forward reach through every piece of it."""
+    parts, inputs = parts_for(options), [tensor.requires_grad_() for tensor in some_inputs(2)]
+    wanted = [*inputs, *trained(parts)]
+    expected = specified(options, parts, *inputs)
+    slopes = gradients(expected, wanted)
+    for chunks in CHUNKS:
+        found, memory = stream(options, parts, inputs, chunks=chunks)
+        assert same(found, expected, 1e-12)
+        for ours, theirs in zip(gradients(found, wanted), slopes, strict=True):
+            assert same(ours, theirs)
+        with torch.no_grad():
+            assert same(stream(options, parts, inputs, chunks=chunks)[0], expected, 1e-12)
+        assert memory.tokens_read == [TIME] * 2
+
+
+def test_padding_is_as_if_it_were_not_there(options):
+    """Rows of different lengths, so that windows, segments and blocks end elsewhere in each; gradients too."""
+    parts, lengths = parts_for(options), [36, 23, 3]
+    inputs = [tensor.requires_grad_() for tensor in some_inputs(3)]
+    real = torch.zeros(3, TIME, dtype=torch.bool)
+    for row, (start, length) in enumerate(zip((5, 0, 38), lengths, strict=True)):  # padded left, right, and left
+        real[row, start : start + length] = True
+    wanted = [*inputs, *trained(parts)]
+    rows = [[tensor[row : row + 1, :, real[row]] for tensor in inputs] for row in range(3)]
+    expected = torch.cat([specified(options, parts, *row)[0] for row in rows])
+    slopes = gradients(expected, wanted)
+    for chunks in CHUNKS:
+        found, memory = stream(options, parts, inputs, real=real, chunks=chunks)
+        assert same(found[real], expected, 1e-12) and not found[~real].any()
+        for ours, theirs in zip(gradients(found[real], wanted), slopes, strict=True):
+            assert same(ours, theirs)
+        with torch.no_grad():
+            assert same(stream(options, parts, inputs, real=real, chunks=chunks)[0][real], expected, 1e-12)
+        assert memory.tokens_read == lengths
+
+
+def test_parts_are_in_every_graph(options):
+    """Also of a text of one token: processes that train together need it."""
+    parts = parts_for(options)
+    found, _ = stream(options, parts, some_inputs(2, 1))
+    if trained(parts):
+        assert None not in torch.autograd.grad(found.sum(), trained(parts), allow_unused=True)
+
+
+def test_what_is_read_later_does_not_disturb_a_graph():
+    """A backward after the memory went on without gradients, was copied, reset and moved."""
+    options = options_for()
+    parts, inputs = parts_for(options), [tensor.requires_grad_() for tensor in some_inputs(3)]
+    real = torch.arange(TIME) < torch.tensor([[41], [30], [19]])
+    expected = gradients(stream(options, parts, inputs, real=real)[0], inputs)
+    found, memory = stream(options, parts, inputs, real=real)
+    memory.detach()
+    with torch.no_grad():
+        for twin in (memory, memory.clone()):
+            stream(options, parts, some_inputs(3, 13), memory=twin)
+            twin.select([2, 0, 0])
+            twin.reset([1])
+            stream(options, parts, some_inputs(3, 13), memory=twin)
+    for ours, theirs in zip(gradients(found, inputs), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_steps_before_this_one_are_read_and_get_no_gradient():
+    options = options_for()
+    parts, inputs = parts_for(options), [tensor.requires_grad_() for tensor in some_inputs(2)]
+    _, memory = stream(options, parts, [tensor[:, :, :25] for tensor in inputs])
+    memory.detach()
+    found, _ = stream(options, parts, [tensor[:, :, 25:] for tensor in inputs], memory=memory)
+    assert same(found, specified(options, parts, *inputs)[:, 25:], 1e-12)
+    for gradient in gradients(found, inputs):
+        assert not gradient[:, :, :25].any() and bool(gradient[:, :, 25:].any())
+
+
+@torch.no_grad()
+def test_copies_part_when_they_go_on():
+    options = options_for()
+    parts, first = parts_for(options), some_inputs(2)
+    others = [[-tensor for tensor in first], [tensor.flip(2) for tensor in first]]
+    _, memory = stream(options, parts, first)
+    twins = [memory, memory.clone()]
+    found = [[], []]
+    for start in range(0, TIME, 7):
+        for which in range(2):
+            piece = [tensor[:, :, start : start + 7] for tensor in others[which]]
+            found[which].append(stream(options, parts, piece, memory=twins[which])[0])
+    for which in range(2):
+        whole = [torch.cat(pair, 2) for pair in zip(first, others[which], strict=True)]
+        assert same(torch.cat(found[which], 1), specified(options, parts, *whole)[:, TIME:], 1e-12)
+
+
+# Through a model
+
+
+def layer_tensors(model, layer, ids):
+    """What W_q, W_k and W_v of a layer give (after norms of heads), and what W_o is given, `[rows, heads, time, d]`."""
+    attention = attention_modules(find_decoder(unwrap(model)))[layer]
+    seen = {}
+    output = next(getattr(attention, name) for name in ("o_proj", "out_proj", "dense") if hasattr(attention, name))
+    handles = [output.register_forward_pre_hook(lambda module, args: seen.update(o=args[0]))]
+    for name in "qkv":
+        module = getattr(attention, f"{name}_norm", None) or getattr(attention, f"{name}_proj")
+        handles.append(module.register_forward_hook(lambda *call, name=name: seen.update({name: call[-1]})))
+    model(ids)
+    for handle in handles:
+        handle.remove()
+    size = attention.head_dim
+    return [seen[name].reshape(*ids.shape, -1, size).transpose(1, 2) for name in "qkvo"], attention.memory
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", ["llama_gqa", "llama_gqa yarn", "mistral_full", "opt_long", "qwen3", "phi"])
+def test_a_layer_attends_as_specified(make_model, ids, base):
+    """Keys are compressed unrotated, then turned by the model's own rotation, whatever part of a head it turns; OPT's
+    queries come scaled. Only rotary angles are float32."""
+    name, _, scaled = base.partition(" ")
+    changes = {"base": {"rope_parameters": YARN}} if scaled else {}
+    model = make_model(name, method="cacheformer", segment_tokens=128, **changes)
+    decoder = find_decoder(unwrap(model))
+    (q, k, v, mixed), memory = layer_tensors(model, 1, ids)
+    turn = rotation(decoder)
+    positions = torch.arange(75)[None].expand(2, -1)
+    factor = getattr(decoder.rotary_emb, "attention_scaling", 1.0) if turn is not None else 1.0
+    assert (factor > 1.1) == bool(scaled)
+    q, k = q * factor, k * factor
+    turned = (q, k) if turn is None else (turn(q, positions), turn(k, positions))
+    for row in range(2):
+        inputs = Projected(*turned, v, q, k).each(lambda tensor, row=row: tensor[row : row + 1])
+        expected, _ = naive(memory.options, memory.active_parts, inputs, turn)
+        assert same(mixed[row : row + 1], expected, 1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", ["llama_gqa", "opt_long", "qwen3", "phi"])
+def test_short_texts_are_the_base(make_base, ids, base):
+    """Of at most two windows, in batches with padding too, whatever the parts hold; longer ones are not."""
+    mask = torch.ones_like(ids[:, :30])
+    mask[0, :14], mask[1, 9:] = 0, 0
+    plain = make_base(base)
+    expected = plain(ids[:, :30], attention_mask=mask).logits, plain(ids[:, :17]).logits
+    model = get_peft_model(plain, adapter_config("cacheformer")).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_mem_" in name:
+            parameter.normal_()
+    assert same(model(ids[:, :30], attention_mask=mask).logits[mask.bool()], expected[0][mask.bool()], 1e-5)
+    difference = (model(ids[:, :17]).logits - expected[1]).abs().amax((0, 2))
+    assert float(difference[:16].max()) < 1e-9 < 1e-4 < float(difference[16])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", ["llama_gqa", "mistral", "opt_long", "qwen2"])
+def test_some_layers(make_model, ids, base):
+    """The others see what the base's own layers see, and their keys are held once."""
+    model = make_model(base, method="cacheformer", layers=[0, 2])
+    mask = torch.ones_like(ids)
+    mask[1, :13] = 0
+    whole = model(ids, attention_mask=mask).logits[mask.bool()]
+    memory, logits = None, []
+    for start in range(0, 75, 7):
+        output = model(ids[:, start : start + 7], attention_mask=mask[:, start : start + 7], past_key_values=memory)
+        memory = output.past_key_values
+        logits.append(output.logits)
+    assert same(torch.cat(logits, 1)[mask.bool()], whole, 1e-9)
+    assert set(memory.local) == {1} and memory.local[1][0].shape[2] == 75
+    assert set(memory.state.layers) == {0, 2} and memory.tokens_read == [75, 62]
+    names = {name for name, _ in model.named_parameters() if "lora_" in name}
+    assert names and not any("layers.1." in name for name in names)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_how_a_text_is_cut_changes_no_gradient(make_model, ids, checkpointing):
+    found = []
+    for tokens in (16, 75):
+        model = make_model("llama_gqa", method="cacheformer", segment_tokens=tokens).train()
+        if checkpointing:
+            unwrap(model).gradient_checkpointing_enable({"use_reentrant": False})
+            unwrap(model).enable_input_require_grads()
+        output = model(ids, labels=ids)
+        output.loss.backward()
+        found.append((output.logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    assert any("lora_mem_pool" in name and bool(gradient.any()) for name, gradient in found[0][1].items())
+    for logits, grown in found[1:]:
+        assert same(logits, found[0][0], 1e-9) and grown.keys() == found[0][1].keys()
+        assert all(same(gradient, found[0][1][name], 1e-9) for name, gradient in grown.items())
+
+
+@torch.no_grad()
+def test_left_padded_batches_generate_as_rows_alone(make_model, ids):
+    model = make_model("llama_gqa", method="cacheformer")
+    asked = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    alone = [model.generate(row, attention_mask=torch.ones_like(row), **asked) for row in (ids[:1, :45], ids[1:, :33])]
+    batch = torch.zeros(2, 45, dtype=torch.long)
+    batch[0], batch[1, 12:] = ids[0, :45], ids[1, :33]
+    mask = torch.ones_like(batch)
+    mask[1, :12] = 0
+    for chunk in ({}, {"prefill_chunk_size": 10}):
+        together = model.generate(batch, attention_mask=mask, **asked, **chunk)
+        assert torch.equal(together[0], alone[0][0]) and torch.equal(together[1, 12:], alone[1][0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("selection", "aggregation"), [("token", "separate"), ("prefix", "gated")])
+def test_other_choices_decode_as_they_read(make_model, ids, selection, aggregation):
+    model = make_model("llama_gqa", method="cacheformer", selection=selection, aggregation=aggregation)
+    ids, changed = ids[:, :55], ids[:, :55].clone()
+    changed[:, 50] = (changed[:, 50] + 1) % 100 + 3
+    whole = model(ids).logits
+    assert torch.equal(model(changed).logits[:, :50], whole[:, :50])
+    memory, logits = None, []
+    for start in range(55):
+        output = model(ids[:, start : start + 1], past_key_values=memory)
+        memory = output.past_key_values
+        logits.append(output.logits)
+    assert same(torch.cat(logits, 1), whole, 1e-9)
+
+
+# The published rule
+
+
+@torch.no_grad()
+def test_the_papers_rule_takes_whole_documents(make_base, ids):
+    with pytest.warns(UserWarning, match="depend on tokens after it"):
+        model = get_peft_model(make_base("llama_gqa"), adapter_config("cacheformer", selection="paper_block")).eval()
+    (q, k, v, mixed), memory = layer_tensors(model, 1, ids[:1])
+    turn = rotation(find_decoder(unwrap(model)))
+    positions = torch.arange(75)[None]
+    expected, _ = naive(
+        memory.options, memory.active_parts, Projected(turn(q, positions), turn(k, positions), v, q, k), turn
+    )
+    assert same(mixed, expected, 1e-5)
+    with pytest.raises(ValueError, match="cannot generate"):
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4)
+    with pytest.raises(ValueError, match="go on from a memory"):
+        cacheformers.read(model, ids, progress=False)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    with pytest.raises(ValueError, match="no padding"):
+        model(ids, attention_mask=mask)
+
+
+@pytest.mark.filterwarnings("ignore:selection")
+def test_the_papers_rule_can_be_trained(make_model, ids):
+    def gradients(checkpointing):
+        model = make_model("llama_gqa", method="cacheformer", selection="paper_block").train()
+        if checkpointing:
+            unwrap(model).gradient_checkpointing_enable({"use_reentrant": False})
+            unwrap(model).enable_input_require_grads()
+        model(ids, labels=ids).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    plain, checkpointed = gradients(False), gradients(True)
+    assert plain.keys() == checkpointed.keys() and all(same(checkpointed[name], plain[name]) for name in plain)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "message"),
+    [
+        ("mistral", {"window_tokens": 12}, "more than the 9 tokens that this base's layers see"),
+        ("llama_gqa", {"pool_tokens": 6}, "must divide window_tokens"),
+        ("llama_gqa", {"layers": [3]}, "Layers .3. do not exist"),
+        ("llama_gqa", {"segment_tokens": 0}, "segment_tokens must be at least 1"),
+        ("llama_gqa", {"select_rows": 9}, "select_rows 9 is more than window_tokens 8"),
+    ],
+)
+def test_options_that_do_not_fit(make_base, base, changes, message):
+    with pytest.raises(ValueError, match=message):
+        get_peft_model(make_base(base), adapter_config("cacheformer", **changes))
+
+
+def test_what_a_memory_cannot_do(make_model, ids):
+    model = make_model("llama_gqa", method="cacheformer")
+    with pytest.raises(ValueError, match="leave cache_size out"):
+        cacheformers.new_memory(model, 1, cache_size=4)
+    memory = cacheformers.read(model, ids, progress=False)
+    with pytest.raises(ValueError, match="differ in: topk .2 in the memory, 3 here"):
+        make_model("llama_gqa", method="cacheformer", topk=3)(ids, past_key_values=memory)
+    with pytest.raises(ValueError, match="64 positions.*too long"):
+        make_model("opt", method="cacheformer")(ids)
+
+
+def test_a_config_of_defaults(make_base):
+    """As the paper's, but for what a pretrained layer needs."""
+    config = cacheformers.CacheFormerAdapterConfig()
+    options = config.resolve(SHAPE)
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    assert given["layers"] == (0, 1, 2)
+    expected = {"window_tokens": 128, "pool_tokens": 16, "pool_vectors": 4, "topk": 7, "neighbors": 1}
+    expected |= {"select_rows": None, "selection": "previous_block", "aggregation": "joint", "overlap": True}
+    expected |= {"cache": True, "exclude_window": False, "sink": False, "tied": False, "local_norm": False}
+    assert {name: given[name] for name in expected} == expected
+    assert options.block_rows == 128
+
+
+def test_cards_say_how_to_read(make_model, tmp_path):
+    """Of the adapter and of its export; the model without a base takes the text as a prompt."""
+    model = make_model("llama_gqa", method="cacheformer")
+    model.save_pretrained(tmp_path / "adapter")
+    cacheformers.CacheFormerOnBaseForCausalLM.from_base(model.unload()).save_pretrained(tmp_path / "model")
+    for kind in ("adapter", "model"):
+        refresh_card(tmp_path / kind)
+        card = (tmp_path / kind / "README.md").read_text()
+        assert "CacheFormer" in card and "singh2025cacheformer" in card and "cacheformers.read(" in card
