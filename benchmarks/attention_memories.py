@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -94,7 +94,8 @@ def main() -> None:
     ):
         whole = full(tokens)
         print(f"| full | {tokens:,} | {whole:.2f} | 1 |")
-        for name, run in rows.items():
+        runs: Mapping[str, Callable[..., float]] = rows
+        for name, run in runs.items():
             taken = run(tokens)
             print(f"| {name} | {tokens:,} | {taken:.2f} | {taken / whole:.3f} |")
 

@@ -1,4 +1,4 @@
-"""Exact search: a matrix product in tiles with a running top-k."""
+"""Exact search: matrix products in tiles with a running top-k."""
 
 from __future__ import annotations
 
@@ -6,88 +6,120 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cacheformers.modeling.search.base import Search, between, result_dtype
+from cacheformers.modeling.search.nearest import Nearest
 
 if TYPE_CHECKING:
     from cacheformers.modeling.search.store import Entries
 
 # Limits of one tile's buffers; with their temporaries they stay below 64 MiB together.
 ENTRY_BYTES = 8 << 20
-SCORE_BYTES = 16 << 20
+SCORE_BYTES = 17 << 20
 MAX_TILE = 16896
+# Matrix products of fewer queries are slower, and so are those of fewer entries.
+MAX_ROWS = 1024
+# So many queries share what the preparation of a tile costs.
+GROUP = 4 * MAX_ROWS
 # Equal entries must get equal scores wherever they lie, or the oldest would not win a tie. Matrix products round the
 # same way in every column if all tiles have one shape without a remainder: a multiple of common kernels' widths
 # (24, 48, 128), and start at an aligned address.
 TILE_UNIT = 384
 ALIGNMENT = 64
-# Products are summed in pieces of this many dimensions: one long float32 sum, as CUDA kernels do it, errs by more than
-# the 1e-6 (|q|² + |e|²) that tells neighbours in a tight cluster apart (seen at 1,024 dimensions). The product with a
-# single vector is summed in several lanes anyway.
-DEPTH = 64
+# Products are summed in pieces of this many dimensions: one long float32 sum errs by more than the 1e-6 (|q|² + |e|²)
+# that tells neighbours in a tight cluster apart (seen at 256 dimensions on CPUs, at 1,024 on CUDA). "dot" errs by half.
+# The product with a single vector is summed in several lanes anyway.
+DEPTH = {"l2": 64, "dot": 128}
 DEPTH_OF_ONE_QUERY = 256
+# With so many queries it pays to copy each tile with the entries' lengths (`_distances`).
+MANY_QUERIES = 64
 
 
 class ExactSearch(Search):
     """Looks at every entry; extra memory at most 64 MiB, however many queries and entries (see `tile_shape`)."""
 
     def find(self, queries: Tensor, entries: Entries, topk: int, similarity: str) -> tuple[Tensor, Tensor]:
-        shape, device = (len(queries), topk), queries.device
-        dtype = torch.float64 if _rounds_products(device) else result_dtype(queries)
-        scores = torch.full(shape, -torch.inf, dtype=dtype, device=device)
-        hits = torch.full(shape, -1, dtype=torch.int64, device=device)
-        rows, width = tile_shape(len(queries), entries.count, queries.shape[1], topk, dtype)
-        depth = DEPTH if len(queries) > 1 else DEPTH_OF_ONE_QUERY
-        buffer = torch.empty(rows, width, dtype=dtype, device=device)
-        for start, count, tile in _tiles(entries, width, dtype):
-            bias = tile.new_zeros(width) if similarity == "dot" else -torch.linalg.vector_norm(tile, dim=1).square()
-            bias[count:] = -torch.inf
-            for low in range(0, len(queries), rows):
-                part = slice(low, low + rows)
-                some = queries[part].to(dtype)
-                found = buffer[: len(some)].copy_(bias)
-                for left, right in zip(some.split(depth, 1), tile.split(depth, 1), strict=True):
-                    found.addmm_(left, right.T, alpha=1 if similarity == "dot" else 2)
-                values, columns = top_columns(found, topk)
-                # What was found before is older and comes first, so a stable sort keeps ties in order.
-                merged, order = torch.cat([scores[part], values], 1).sort(dim=1, descending=True, stable=True)
-                scores[part] = merged[:, :topk]
-                hits[part] = torch.cat([hits[part], columns + start], 1).gather(1, order[:, :topk])
-        return scores.to(result_dtype(queries)), hits
+        dtype = torch.float64 if _rounds_products(queries.device) else result_dtype(queries)
+        rows, columns = tile_shape(len(queries), entries.count, queries.shape[1], topk, dtype)
+        buffer = torch.empty(rows, columns, dtype=dtype, device=queries.device)
+        found = []
+        for group in queries.split(GROUP):
+            parts = [part.to(dtype) for part in group.split(rows)]
+            nearest = [Nearest(len(part), topk, dtype, queries.device) for part in parts]
+            if similarity == "l2" and len(queries) >= MANY_QUERIES:
+                tiles = _distances(parts, entries, buffer)
+            else:
+                tiles = _products(parts, entries, buffer, similarity)
+            for place, start, scores in tiles:
+                nearest[place].add(scores, start)
+            found += [one.best() for one in nearest]
+        scores = torch.cat([best for best, _ in found])
+        if similarity == "l2" and len(queries) >= MANY_QUERIES:
+            scores += _squares(queries.to(dtype))
+        return scores.to(result_dtype(queries)), torch.cat([hits for _, hits in found])
 
 
 def tile_shape(queries: int, entries: int, width: int, topk: int, dtype: torch.dtype) -> tuple[int, int]:
     """How many queries and how many entries one tile has."""
-    most = min(MAX_TILE, ENTRY_BYTES // (width * dtype.itemsize)) // TILE_UNIT * TILE_UNIT
-    tiles = -(-entries // max(most, TILE_UNIT))
-    columns = -(-entries // (tiles * TILE_UNIT)) * TILE_UNIT
-    # Merging a row takes some 64 bytes a hit.
-    rows = min(SCORE_BYTES // max(columns * dtype.itemsize, 64 * topk), ENTRY_BYTES // (width * dtype.itemsize))
-    return max(min(rows, queries), 1), columns
+    # Blocks that are looked into take 128 bytes a hit, and as much again for the candidates in them.
+    most_rows = min(MAX_ROWS, SCORE_BYTES // (256 * topk), ENTRY_BYTES // (width * dtype.itemsize))
+    rows = max(-(-queries // -(-queries // max(most_rows, 1))), 1)
+    most = min(MAX_TILE, ENTRY_BYTES // (width * dtype.itemsize), SCORE_BYTES // (rows * dtype.itemsize)) // TILE_UNIT
+    units = -(-entries // TILE_UNIT)
+    # The last tile is filled up: the size that wastes least.
+    sizes = range(max(min(most, units), 1), max(min(most, units) // 2, 0), -1)
+    return rows, min(sizes, key=lambda size: -(-units // size) * size) * TILE_UNIT
 
 
-def top_columns(scores: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """The best `topk` columns of each row of `scores` `[rows, width]`: by score, then leftmost first."""
-    topk = min(topk, scores.shape[1])
-    values, columns = scores.topk(min(topk + 1, scores.shape[1]))
-    tied = ((values[:, 1:] == values[:, :-1]) & (values[:, 1:] > -torch.inf)).any(1).nonzero()[:, 0]
-    values, columns = values[:, :topk], columns[:, :topk]
-    for rows in tied.split(max(len(scores) // 4, 1)):
-        columns[rows] = _leftmost(scores[rows], values[rows], columns[rows])
-    return values, columns
+def _products(
+    parts: list[Tensor], entries: Entries, buffer: Tensor, similarity: str
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield (part of the queries, first entry of the tile, scores `[rows, columns]`), tile by tile."""
+    columns = buffer.shape[1]
+    depth = DEPTH[similarity] if len(parts[0]) > 1 else DEPTH_OF_ONE_QUERY
+    for start, count, tile in _tiles(entries, columns, parts[0].dtype):
+        bias = tile.new_zeros(columns) if similarity == "dot" else -_squares(tile)[:, 0]
+        bias[count:] = -torch.inf
+        for place, queries in enumerate(parts):
+            scores = buffer[: len(queries)].copy_(bias)
+            for left, right in zip(queries.split(depth, 1), tile.split(depth, 1), strict=True):
+                scores.addmm_(left, right.T, alpha=1 if similarity == "dot" else 2)
+            yield place, start, scores
 
 
-def _leftmost(scores: Tensor, values: Tensor, columns: Tensor) -> Tensor:
-    """Put `columns` `[rows, k]` of the best `values` in order where some are equal; topk takes any of equal scores."""
-    width, topk = scores.shape[1], columns.shape[1]
-    last = values[:, -1:]
-    place = torch.arange(width, dtype=torch.int32, device=scores.device)
-    equal = torch.where(scores == last, place, width).topk(topk, largest=False).values.clamp(max=width - 1)
-    rank = torch.arange(topk, device=scores.device) - (values > last).sum(1, keepdim=True)
-    columns = torch.where(rank < 0, columns, equal.gather(1, rank.clamp(min=0)).long()).sort(dim=1).values
-    order = scores.gather(1, columns).sort(dim=1, descending=True, stable=True).indices
-    return columns.gather(1, order)
+def _distances(parts: list[Tensor], entries: Entries, buffer: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """As `_products`, but scores are -|q - e|² and come of one matrix product.
+
+    Beside every piece of the dimensions lie the squared lengths of queries and entries in it. So the sum of a near
+    neighbour is close to zero after every piece, and rounds as little as sums of pieces do.
+    """
+    dim = parts[0].shape[1]
+    pieces = -(-dim // DEPTH["l2"])
+    depth = -(-dim // pieces)
+    lefts = []
+    for part in parts:
+        piece = F.pad(part, (0, pieces * depth - dim)).unflatten(1, (pieces, depth))
+        lengths = torch.linalg.vector_norm(piece, dim=2, keepdim=True).square()
+        lefts.append(torch.cat([-lengths, torch.ones_like(lengths), 2 * piece], 2).flatten(1))
+    right = buffer.new_zeros(buffer.shape[1], pieces, depth + 2)
+    right[:, :, 0] = 1
+    for start in range(0, entries.count, len(right)):
+        tile = between(entries, start, min(start + len(right), entries.count)).to(right.dtype)
+        if pieces * depth > dim:
+            tile = F.pad(tile, (0, pieces * depth - dim))
+        piece = tile.unflatten(1, (pieces, depth))
+        right[: len(tile), :, 1] = torch.linalg.vector_norm(piece, dim=2).square().neg()
+        right[: len(tile), :, 2:] = piece
+        right[len(tile) :, :, 1] = -torch.inf
+        for number, left in enumerate(lefts):
+            yield number, start, torch.mm(left, right.flatten(1).T, out=buffer[: len(left)])
+
+
+def _squares(vectors: Tensor) -> Tensor:
+    """Squared lengths `[count, 1]`."""
+    return torch.linalg.vector_norm(vectors, dim=1, keepdim=True).square()
 
 
 def _tiles(entries: Entries, width: int, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:

@@ -1,0 +1,284 @@
+"""How fast nearest-neighbour search is: every back end against one matrix product of the same size.
+
+    python benchmarks/search.py --headline --threads 2   # search and ring update, 2,048 queries, 16K and 128K entries
+    python benchmarks/search.py                           # every size: hours
+    python benchmarks/search.py --quick --out /tmp/search
+    python benchmarks/search.py --ivf states.safetensors  # an index of a million entries against exact search
+
+All calls of a row are timed in one process, in turn; a ratio is the median time of a search over the median time of
+`torch.mm(queries, entries.T, out=scores)` in float32. With --headline each search is followed by writing as many new
+entries as there are queries into the full ring, and both are in its time. The file of --ivf holds a tensor "entries"
+`[N, width]`: its last segment is asked with, and the store is filled and moved on segment by segment. Results:
+search.json and search.png (with --ivf search_ivf.json) in the folder --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from cacheformers.modeling.search import Search, get_search, recall
+from cacheformers.modeling.search.store import Ring
+from cacheformers.training.environment import environment
+
+ROOT = Path(__file__).resolve().parents[1]
+DTYPES = ("float32", "bfloat16")
+# The product that everything is divided by is left out where its result would be larger.
+MOST_SCORES = 1 << 29
+RECALL_QUERIES = 128
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--queries", type=int, nargs="+", default=[1, 64, 2048])
+    parser.add_argument("--entries", type=int, nargs="+", default=[1 << 14, 1 << 16, 1 << 17, 1 << 20])
+    parser.add_argument("--width", type=int, nargs="+", default=[144, 256, 1024])
+    parser.add_argument("--topk", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--back-ends", nargs="+", help="default: exact, and faiss where it is installed")
+    parser.add_argument("--headline", action="store_true", help="only 2,048 queries, width 256, k 16, with ring update")
+    parser.add_argument("--quick", action="store_true", help="small sizes only")
+    parser.add_argument("--ivf", type=Path, metavar="STATES", help="entries to build an index of, safetensors")
+    parser.add_argument("--factory", default="IVF4096,Flat", help="of the index, for --ivf")
+    parser.add_argument("--capacity", type=int, default=1 << 20, help="entries that the ring holds, for --ivf")
+    parser.add_argument("--segment", type=int, default=1024, help="for --ivf")
+    parser.add_argument("--segments", type=int, default=20, help="how many are timed, for --ivf")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+        if find_spec("faiss"):
+            __import__("faiss").omp_set_num_threads(options.threads)
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    report: dict[str, Any] = {"command": " ".join(["python benchmarks/search.py", *sys.argv[1:]])}
+    report |= about(options.device)
+    if options.ivf:
+        report["ratio"] = "time of the index over time of exact search; adding, removing and asking included in both"
+        report["result"] = approximate(options)
+        print(json.dumps(report["result"], indent=1))
+        (options.out / "search_ivf.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        return
+    if options.headline:
+        options.queries, options.entries, options.width, options.topk = [2048], [1 << 14, 1 << 17], [256], [16]
+    elif options.quick:
+        options.queries, options.entries, options.width, options.topk = [1, 64], [2048], [64], [16]
+    report["ratio"] = "median time over that of one float32 torch.mm(queries, entries.T, out=scores)"
+    report["ring_update"] = options.headline
+    report["rows"] = []
+    for sizes in itertools.product(options.dtype, options.width, options.entries, options.queries, options.topk):
+        for row in measure(*sizes, options):
+            report["rows"].append(row)
+            print(json.dumps(row), flush=True)
+        (options.out / "search.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    plot(report, options.out / "search.png")
+
+
+def about(device: str) -> dict[str, Any]:
+    """What a reader needs to repeat the run."""
+    facts = environment(torch.device(device)) | {"threads": torch.get_num_threads(), "cpu": cpu_name()}
+    if find_spec("faiss"):
+        facts["faiss"] = __import__("faiss").__version__
+    return {"environment": facts}
+
+
+def cpu_name() -> str:
+    """As the system calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def back_ends(device: str) -> dict[str, Search]:
+    """Every exact back end that runs here."""
+    names = ["exact"]
+    if find_spec("faiss") and (device == "cpu" or hasattr(__import__("faiss"), "knn_gpu")):
+        names.append("faiss")
+    return {name: get_search(name) for name in names}
+
+
+def made(queries: int, entries: int, width: int, dtype: str, device: str) -> tuple[Tensor, Ring]:
+    """Random queries `[queries, width]`, and a full ring whose seam lies in the middle."""
+    generator = torch.Generator().manual_seed(0)
+    ring = Ring(1, entries, width, dtype=getattr(torch, dtype), device=device)
+    for count in (entries, entries // 2):
+        ring.append(0, torch.randn(count, width, generator=generator))
+    return torch.randn(queries, width, generator=generator).to(device), ring
+
+
+def interleaved(calls: dict[str, Callable[[], object]], repeats: int, device: str) -> dict[str, list[float]]:
+    """Seconds of every call, each run in turn after one that is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats + 1):
+        for name, call in calls.items():
+            synchronise(device)
+            start = time.perf_counter()
+            call()
+            synchronise(device)
+            times[name].append(time.perf_counter() - start)
+    return {name: seconds[1:] for name, seconds in times.items()}
+
+
+def synchronise(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def measure(
+    dtype: str, width: int, entries: int, queries: int, topk: int, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """One row of results for each back end."""
+    asked, ring = made(queries, entries, width, dtype, options.device)
+    names = options.back_ends
+    searches = {name: get_search(name) for name in names} if names else back_ends(options.device)
+    new = torch.randn(queries, width, device=options.device)
+
+    def call(search: Search) -> None:
+        search(asked, ring.entries(0), topk, "l2")
+        if options.headline:
+            ring.append(0, new)
+
+    calls: dict[str, Callable[[], object]] = {name: partial(call, one) for name, one in searches.items()}
+    if queries * entries <= MOST_SCORES:
+        stored, scores = ring.keys[0].float(), asked.new_empty(queries, entries)
+        calls = {"mm": lambda: torch.mm(asked, stored.T, out=scores), **calls}
+    times = interleaved(calls, options.repeats, options.device)
+    product = statistics.median(times.pop("mm")) if "mm" in times else math.nan
+    rows = []
+    for name, seconds in times.items():
+        hits = searches[name](asked[:RECALL_QUERIES], ring.entries(0), topk, "l2")[1]
+        median = statistics.median(seconds)
+        rows.append(
+            {
+                "back_end": name,
+                "dtype": dtype,
+                "width": width,
+                "entries": entries,
+                "queries": queries,
+                "topk": topk,
+                "milliseconds": round(1000 * median, 4),
+                "fastest_slowest": [round(1000 * min(seconds), 4), round(1000 * max(seconds), 4)],
+                "product_milliseconds": None if math.isnan(product) else round(1000 * product, 4),
+                "ratio": None if math.isnan(product) else round(median / product, 3),
+                "recall": recall(hits, asked[:RECALL_QUERIES], ring.entries(0), topk, "l2"),
+                "extra_mib": extra_memory(partial(call, searches[name]), options.device),
+            }
+        )
+    return rows
+
+
+def extra_memory(call: Callable[[], object], device: str) -> float | None:
+    """Most memory (MiB) that a call held beyond what was held before it; None where the system does not tell."""
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        return round((torch.cuda.max_memory_allocated(device) - before) / 2**20, 1)
+    try:
+        # What malloc keeps for reuse would hide what the call takes.
+        __import__("ctypes").CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = status("VmRSS")
+        call()
+        return round((status("VmHWM") - before) / 2**10, 1)
+    except (OSError, AttributeError):
+        return None
+
+
+def status(name: str) -> int:
+    """KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def approximate(options: argparse.Namespace) -> dict[str, Any]:
+    """An index that follows the ring, against exact search of the same ring."""
+    with safe_open(options.ivf, "pt") as file:
+        states = file.get_tensor("entries").float()
+    searches = {"exact": get_search("exact"), "index": get_search(f"faiss:{options.factory}")}
+    # The last segment asks; those before it are written while the clock runs.
+    timed = options.segments * options.segment
+    asked, states = states[-options.segment :], states[: -options.segment]
+    filled = len(states) - timed
+    if filled < options.segment:
+        raise SystemExit(f"{options.ivf} has too few entries for {options.segments} segments of {options.segment}")
+    ring = Ring(1, options.capacity, states.shape[1])
+    ring.append(0, states[:filled])
+    start = time.perf_counter()
+    searches["index"](asked[:1], ring.entries(0), 16, "l2")
+    built = time.perf_counter() - start
+    times: dict[str, list[float]] = {name: [] for name in searches}
+    shares = []
+    for segment in states[filled:].split(options.segment):
+        start = time.perf_counter()
+        ring.append(0, segment)
+        writing = time.perf_counter() - start
+        for name, search in searches.items():
+            start = time.perf_counter()
+            hits = search(asked, ring.entries(0), 16, "l2")[1]
+            times[name].append(writing + time.perf_counter() - start)
+        shares.append(recall(hits[:RECALL_QUERIES], asked[:RECALL_QUERIES], ring.entries(0), 16, "l2"))
+    mean = {name: statistics.mean(seconds) for name, seconds in times.items()}
+    return {
+        "factory": options.factory,
+        "entries": ring.count(0),
+        "width": states.shape[1],
+        "segment": options.segment,
+        "segments": len(shares),
+        "build_seconds": round(built, 2),
+        "milliseconds_a_segment": {name: round(1000 * seconds, 2) for name, seconds in mean.items()},
+        "slowest_milliseconds": {name: round(1000 * max(seconds), 2) for name, seconds in times.items()},
+        "ratio": round(mean["index"] / mean["exact"], 4),
+        "recall": statistics.mean(shares),
+    }
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Ratios over the number of entries."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("matplotlib is not installed: no plot.")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(9, 6))
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in report["rows"]:
+        if row["ratio"] is not None:
+            name = "{back_end}, {dtype}, {queries} queries, width {width}, k {topk}".format(**row)
+            lines.setdefault(name, []).append((row["entries"], row["ratio"]))
+    for name, points in lines.items():
+        axis.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
+    axis.set(xscale="log", yscale="log", xlabel="entries", ylabel="time over that of one matrix product")
+    axis.grid(alpha=0.3)
+    if lines:
+        axis.legend(fontsize=6)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
+if __name__ == "__main__":
+    main()
