@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from cacheformers.benchmarks.search import DTYPES, about, back_ends, interleaved, made
+from cacheformers.benchmarks.measuring import about, interleaved
+from cacheformers.benchmarks.search import DTYPES, back_ends, made
 from cacheformers.modeling.search.choice import OWN_TABLE, table
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import load_dataset
@@ -37,9 +38,9 @@ def main() -> None:
     name = PeftConfig.from_pretrained(options.adapter).base_model_name_or_path
     base = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, options.adapter).eval()
-    memories = active_memories(find_decoder(unwrap(model)))
-    storing = memories[0].options.layers[0]
-    below, memory = base.model.layers[: storing + 1], memories[0]
+    memory: Any = active_memories(find_decoder(unwrap(model)))[0]
+    storing = memory.options.layers[0]
+    below = base.model.layers[: storing + 1]
     base.model.layers = below
     found: list[torch.Tensor] = []
     below[storing].self_attn.register_forward_pre_hook(

@@ -82,7 +82,12 @@ def search(count: int, width: int, rates: dict[str, float], options: argparse.Na
     least = max((stored.nbytes + queries.nbytes) / rates["copy"], 2 * QUERIES * count * width / rates["product"])
     _, hits = exact(queries[:64], entries, TOPK, "l2")
     found = recall(hits.cpu(), queries[:64].cpu(), Entries((stored.cpu(),)), TOPK, "l2")
-    row = {"entries": count, "width": width, **ratio(times, "search", "product"), "floor_seconds": least}
+    row: dict[str, Any] = {
+        "entries": count,
+        "width": width,
+        **ratio(times, "search", "product"),
+        "floor_seconds": least,
+    }
     row |= {"over": "torch.mm, bfloat16 output", "extra_bytes": extra, "recall": found, "times": times}
     print(
         f"search {QUERIES:,} x {count:,} x {width}: {shown(row)} of the product, {row['seconds'] / least:.1f} of the "
@@ -109,7 +114,12 @@ def forward(name: str, cache_size: int, options: argparse.Namespace) -> dict[str
     }
     extra = peak_extra(runs["memory"], options.device)
     times = interleaved(runs, options.rounds, options.device)
-    row = {"model": name, "cache_size": cache_size, **ratio(times, "memory", "base"), "extra_bytes": extra}
+    row: dict[str, Any] = {
+        "model": name,
+        "cache_size": cache_size,
+        **ratio(times, "memory", "base"),
+        "extra_bytes": extra,
+    }
     row |= {"token_seconds": statistics.median(times["token"]), "times": times}
     print(f"{name}, {cache_size:,} entries: {shown(row)} of the base, {1000 * row['token_seconds']:.1f} ms a token")
     return row

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import json
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +58,8 @@ def shown(found: dict[str, float]) -> str:
 def peak_extra(run: Callable[[], Any], device: str = "cpu") -> int:
     """Bytes that a run holds at most beyond what was held before.
 
-    On a CPU this is what the process holds, looked at every millisecond: what an allocator keeps from before is not
-    counted again, so measure in a fresh process, before anything larger has run.
+    On a CPU (Linux) this is what the process holds. What its allocator kept from before is given back first, or it would
+    hide what the run takes.
     """
     if device == "cuda":
         torch.cuda.synchronize()
@@ -66,24 +68,17 @@ def peak_extra(run: Callable[[], Any], device: str = "cpu") -> int:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    before, most, done = resident(), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not done.wait(0.001):
-            most = max(most, resident())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the highest value so far is forgotten
+    before = held("VmRSS")
     run()
-    done.set()
-    watcher.join()
-    return max(most, resident()) - before
+    return held("VmHWM") - before
 
 
-def resident() -> int:
-    """Bytes of memory that this process holds (Linux)."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+def held(name: str) -> int:
+    """Bytes that the system's account of this process names: VmRSS now, VmHWM at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def processor() -> str:
@@ -95,7 +90,8 @@ def processor() -> str:
 def about(device: str = "cpu") -> dict[str, Any]:
     """What a result needs to be repeated: command, commit, versions, machine."""
     facts = environment(torch.device(device))
-    return {"command": " ".join(["python", *sys.argv]), "processor": processor(), **facts}
+    found = {"command": " ".join(["python", *sys.argv]), "processor": processor(), **facts}
+    return found | ({"faiss": importlib.import_module("faiss").__version__} if find_spec("faiss") else {})
 
 
 def write_json(folder: Path, name: str, result: dict[str, Any]) -> Path:

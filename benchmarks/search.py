@@ -9,7 +9,8 @@ All calls of a row are timed in one process, in turn; a ratio is the median time
 `torch.mm(queries, entries.T, out=scores)` in float32. With --headline each search is followed by writing as many new
 entries as there are queries into the full ring, and both are in its time. The file of --ivf holds a tensor "entries"
 `[N, width]`: its last segment is asked with, and the store is filled and moved on segment by segment. Results:
-search.json and search.png (with --ivf search_ivf.json) in the folder --out.
+search.json and search.png (with --ivf search_ivf.json) in the folder --out. Peak memory is what the process holds at
+most during a search, beyond what it held before.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ import argparse
 import itertools
 import json
 import math
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -32,11 +31,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from cacheformers.benchmarks.measuring import RESULTS, about, interleaved, peak_extra
 from cacheformers.modeling.search import Search, get_search, recall
 from cacheformers.modeling.search.store import Ring
-from cacheformers.training.environment import environment
 
-ROOT = Path(__file__).resolve().parents[1]
 DTYPES = ("float32", "bfloat16")
 # The product that everything is divided by is left out where its result would be larger.
 MOST_SCORES = 1 << 29
@@ -62,7 +60,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS / "costs")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -70,8 +68,7 @@ def main() -> None:
             __import__("faiss").omp_set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
 
-    report: dict[str, Any] = {"command": " ".join(["python benchmarks/search.py", *sys.argv[1:]])}
-    report |= about(options.device)
+    report: dict[str, Any] = {"about": about(options.device)}
     if options.ivf:
         report["ratio"] = "time of the index over time of exact search; adding, removing and asking included in both"
         report["result"] = approximate(options)
@@ -93,23 +90,6 @@ def main() -> None:
     plot(report, options.out / "search.png")
 
 
-def about(device: str) -> dict[str, Any]:
-    """What a reader needs to repeat the run."""
-    facts = environment(torch.device(device)) | {"threads": torch.get_num_threads(), "cpu": cpu_name()}
-    if find_spec("faiss"):
-        facts["faiss"] = __import__("faiss").__version__
-    return {"environment": facts}
-
-
-def cpu_name() -> str:
-    """As the system calls it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
 def back_ends(device: str) -> dict[str, Search]:
     """Every exact back end that runs here."""
     names = ["exact"]
@@ -125,24 +105,6 @@ def made(queries: int, entries: int, width: int, dtype: str, device: str) -> tup
     for count in (entries, entries // 2):
         ring.append(0, torch.randn(count, width, generator=generator))
     return torch.randn(queries, width, generator=generator).to(device), ring
-
-
-def interleaved(calls: dict[str, Callable[[], object]], repeats: int, device: str) -> dict[str, list[float]]:
-    """Seconds of every call, each run in turn after one that is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats + 1):
-        for name, call in calls.items():
-            synchronise(device)
-            start = time.perf_counter()
-            call()
-            synchronise(device)
-            times[name].append(time.perf_counter() - start)
-    return {name: seconds[1:] for name, seconds in times.items()}
-
-
-def synchronise(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize(device)
 
 
 def measure(
@@ -182,34 +144,10 @@ def measure(
                 "product_milliseconds": None if math.isnan(product) else round(1000 * product, 4),
                 "ratio": None if math.isnan(product) else round(median / product, 3),
                 "recall": recall(hits, asked[:RECALL_QUERIES], ring.entries(0), topk, "l2"),
-                "extra_mib": extra_memory(partial(call, searches[name]), options.device),
+                "extra_mib": round(peak_extra(partial(call, searches[name]), options.device) / 2**20, 1),
             }
         )
     return rows
-
-
-def extra_memory(call: Callable[[], object], device: str) -> float | None:
-    """Most memory (MiB) that a call held beyond what was held before it; None where the system does not tell."""
-    if device != "cpu":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        call()
-        return round((torch.cuda.max_memory_allocated(device) - before) / 2**20, 1)
-    try:
-        # What malloc keeps for reuse would hide what the call takes.
-        __import__("ctypes").CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-        before = status("VmRSS")
-        call()
-        return round((status("VmHWM") - before) / 2**10, 1)
-    except (OSError, AttributeError):
-        return None
-
-
-def status(name: str) -> int:
-    """KiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def approximate(options: argparse.Namespace) -> dict[str, Any]:

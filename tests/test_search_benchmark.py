@@ -26,7 +26,7 @@ def run(*options: object) -> None:
 def test_reports_have_their_fields(tmp_path: Path) -> None:
     run("--quick", "--repeats", 1, "--dtype", "float32", "--out", tmp_path)
     report = json.loads((tmp_path / "search.json").read_text())
-    assert {"command", "environment", "ratio", "ring_update", "rows"} <= set(report)
+    assert {"about", "ratio", "ring_update", "rows"} <= set(report)
     for row in report["rows"]:
         assert row["recall"] == 1.0 and row["ratio"] > 0 and row["milliseconds"] > 0
     save_file({"entries": torch.randn(3000, 16)}, tmp_path / "states.safetensors")

@@ -300,7 +300,7 @@ def test_a_run_is_a_plain_loop(folder):
     saved = adapter_weights(folder / "adapter")
     assert len(saved) == len(trained)
     for name, parameter in trained.items():
-        torch.testing.assert_close(saved[name.replace(".default", "")], parameter.detach(), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(saved[name.replace(".default", "")], parameter.detach(), atol=5e-6, rtol=1e-5)
 
 
 def test_training_remembers_from_step_to_step(folder):

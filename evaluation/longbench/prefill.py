@@ -24,7 +24,7 @@ class ReservedLayer(DynamicLayer):
     values: Tensor
 
     def __init__(self, like: Tensor, rows: int, length: int, room: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it without types
         self.lazy_initialization(like, like)
         self.space = [like.new_zeros(rows, like.shape[1], length + room, like.shape[3]) for _ in ("keys", "values")]
         self.show(length)
