@@ -58,8 +58,8 @@ def shown(found: dict[str, float]) -> str:
 def peak_extra(run: Callable[[], Any], device: str = "cpu") -> int:
     """Bytes that a run holds at most beyond what was held before.
 
-    On a CPU (Linux) this is what the process holds. What its allocator kept from before is given back first, or it would
-    hide what the run takes.
+    On a CPU (Linux) this is what the process holds. What its allocator kept from before is given back first, or it
+    would hide what the run takes.
     """
     if device == "cuda":
         torch.cuda.synchronize()
