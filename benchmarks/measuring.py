@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 
 from cacheformers.training.environment import environment
 
@@ -111,6 +110,8 @@ def draw_lines(
         across, up: labels of the axes.
         log: both axes are logarithmic.
     """
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for (name, points), marker in zip(lines.items(), "osD^vPX" * len(lines), strict=False):

@@ -14,6 +14,7 @@ from cacheformers.evaluation.perplexity import HeldOut, token_nats
 from cacheformers.evaluation.readers import Damaged, Forgetting, Reader, Remembering
 from cacheformers.evaluation.run import Run, measure
 from cacheformers.modeling.attach import active_options, find_decoder, unwrap
+from cacheformers.modeling.memories.cacheformer_memory import CacheFormerOnBaseOptions
 from cacheformers.modeling.memories.gated_attention import GatedAttentionOptions
 from cacheformers.modeling.memories.infini_attention import InfiniAttentionOptions
 from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
@@ -77,8 +78,9 @@ def context_tokens(memory: Any) -> int:
 
 
 def window_tokens(memory: Any) -> int:
-    """How many tokens before a segment count as within the window; of gated attention, those that closed gates see."""
-    return memory.window_tokens if isinstance(memory, GatedAttentionOptions) else memory.window.kept_tokens
+    """How many tokens before a segment count as within the window; where all stay visible, of the method's own."""
+    own = isinstance(memory, (GatedAttentionOptions, CacheFormerOnBaseOptions))
+    return memory.window_tokens if own else memory.window.kept_tokens
 
 
 def check_evaluation(documents: Sequence[HeldOut], options: EvalOptions, memory: Any) -> None:
@@ -88,7 +90,7 @@ def check_evaluation(documents: Sequence[HeldOut], options: EvalOptions, memory:
         ValueError: one is not; says why.
     """
     controls = options.controls or []
-    without_entries = isinstance(memory, (InfiniAttentionOptions, GatedAttentionOptions))
+    without_entries = isinstance(memory, (InfiniAttentionOptions, GatedAttentionOptions, CacheFormerOnBaseOptions))
     if without_entries and (controls or options.cache_sizes):
         raise ValueError(
             "controls and cache_sizes are about entries, and this memory has none to count or exchange: leave them "

@@ -75,7 +75,7 @@ def test_recipes_of_methods_differ_by_the_method_alone():
         train = replace(read(recipe).train, method="lora", output="", memory_start="copies")
         shared.append((read(recipe).model, read(recipe).data, train))
         assert read(recipe).train.output == f"runs/methods_{recipe.stem}"
-    assert len(METHODS) == 3 and layers == [(list(range(22, 30)), 16, 32)] * 6
+    assert len(METHODS) == 4 and layers == [(list(range(22, 30)), 16, 32)] * 8
     assert all(each == shared[0] for each in shared)
 
 
@@ -86,6 +86,7 @@ def test_a_recipe_of_a_method_runs(folder, recipe):
         "neurocache": ["--retrieval_map=1", "--cache_size=40", "--topk=4", "--start_segments=2"],
         "infini_attention": ["--layers", "1", "2"],
         "gated_attention": ["--layers", "1", "2", "--window_tokens=6"],
+        "cacheformer": ["--layers", "1", "2", "--window_tokens=16", "--topk=2"],
     }[recipe.stem]
     small += [f"--{name}={folder / name}" for name in ("base", "output")]
     small += [f"--{name}={folder / name}.jsonl" for name in ("train", "valid")]

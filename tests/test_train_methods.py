@@ -25,12 +25,14 @@ METHODS: dict[str, tuple[str, ...]] = {
     "memorizing": ("--cache_size=40", "--topk=4", "--attention_layers=1"),
     "infini_attention": ("--layers", "1", "2"),
     "gated_attention": ("--layers", "1", "2", "--window_tokens=6", "--mean_weight=0.1", "--max_tokens=64"),
+    "cacheformer": ("--layers", "1", "2", "--window_tokens=8", "--pool_tokens=4", "--topk=2", "--max_tokens=64"),
     "windowed": ("--local_window=sliding", "--window_tokens=10", "--sink_tokens=2"),
 }
 READERS = {
     "memorizing": {"cache off": Remembering(0), "cache 40": Remembering(40)},
     "infini_attention": {"off": Remembering(0), "memory": Remembering()},
     "gated_attention": {"off": Remembering(0), "memory": Remembering()},
+    "cacheformer": {"off": Remembering(0), "memory": Remembering()},
     "windowed": {"windowed": Remembering()},
     "lora": {"lora": Forgetting()},
 }
@@ -79,7 +81,7 @@ def test_a_run(folder, method):
 
     model = AutoModelForCausalLM.from_pretrained(folder / "adapter").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "adapter")
-    most = 64 if method == "gated_attention" else None
+    most = 64 if method in ("gated_attention", "cacheformer") else None
     valid = held_out(Documents([make_text(70, 70), make_text(50, 50)], tokenizer, max_tokens=most))
     nats = {}
     for name, reader in READERS[method].items():
@@ -92,7 +94,7 @@ def test_a_run(folder, method):
     assert layers == set(config.layers_to_transform)
 
 
-@pytest.mark.parametrize("method", ["infini_attention", "gated_attention"])
+@pytest.mark.parametrize("method", ["infini_attention", "gated_attention", "cacheformer"])
 def test_a_stopped_run_goes_on(documents, method):
     settings = ("--lanes=4", "--accumulation=2", "--steps=8", "--checkpoint_every=2", "--log_every=3")
     train_adapt.main(arguments(documents, method, *settings, output="whole"))

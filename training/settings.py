@@ -28,7 +28,9 @@ class TrainOptions:
     output: str = option(
         help="Folder for the adapter or model, its tokenizer, train_result.json, plots and checkpoints."
     )
-    method: Literal["neurocache", "memorizing", "infini_attention", "gated_attention", "windowed", "lora"] = option(
+    method: Literal[
+        "neurocache", "memorizing", "infini_attention", "gated_attention", "cacheformer", "windowed", "lora"
+    ] = option(
         "neurocache",
         help="What is trained beside LoRA: a memory, whose options this help shows when it is asked for with --method. "
         "'windowed' is a local window without a memory. 'lora' leaves the memory out: the same LoRA on the same "

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -131,13 +131,15 @@ class CacheFormerOnBaseOptions(CacheFormerOptions):
             devices: of each layer with the method.
             dtype: of the model's activations.
             keep_values: nothing is encoded anew in training, so this changes nothing.
+            cache_size: 0 for one that sees the windows alone.
 
         Raises:
-            ValueError: a cache_size was asked for.
+            ValueError: another cache_size was asked for.
         """
-        if cache_size is not None:
-            raise ValueError("CacheFormer keeps every key and value: leave cache_size out.")
-        return CacheFormerMemory(self, rows, devices, dtype)
+        if cache_size:
+            raise ValueError("CacheFormer keeps every key and value: leave cache_size out, or 0 for windows alone.")
+        kept = self if cache_size is None else replace(self, long=False, overlap=False, cache=False)
+        return CacheFormerMemory(kept, rows, devices, dtype)
 
 
 def make_layer_parts(options: CacheFormerOnBaseOptions, *_: Any) -> dict[str, nn.Module]:
