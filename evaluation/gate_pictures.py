@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import html
-import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from cacheformers.evaluation.plots import COLOURS, GREY, beside, new_figure
+from cacheformers.evaluation.plots import COLOURS, GREY, beside, can_draw, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,8 +32,7 @@ shows when pointed at. <span class="near">Grey</span> tokens have nothing beyond
 
 def save_figure(path: Path, draw: Callable[[], Figure]) -> None:
     """Draw into a file; says how to install matplotlib where it is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        print(f'{path.name} is left out, because it needs matplotlib: pip install "cacheformers[eval]"')
+    if not can_draw(path.name):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     draw().savefig(path)

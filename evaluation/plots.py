@@ -28,6 +28,14 @@ HATCHES = ("", "//", "..", "xx", "\\\\", "++", "--")
 GREY = "#555555"
 
 
+def can_draw(what: str) -> bool:
+    """Whether matplotlib is there; says what is left out without it, and how to get it."""
+    found = importlib.util.find_spec("matplotlib") is not None
+    if not found:
+        print(f'{what} is left out, because it needs matplotlib: pip install "cacheformers[eval]"')
+    return found
+
+
 def save_plots(folder: str | Path, runs: dict[str, Run], losses: Sequence[float] = ()) -> list[Path]:
     """Draw what there is to draw, and return the files; says how to install matplotlib where it is missing.
 
@@ -36,8 +44,7 @@ def save_plots(folder: str | Path, runs: dict[str, Run], losses: Sequence[float]
         runs: over the same documents; may be empty.
         losses: of the training steps, in nats.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        print('Plots are left out, because they need matplotlib: pip install "cacheformers[eval]"')
+    if not can_draw("Every plot"):
         return []
     figures: dict[str, Figure] = {}
     if runs:

@@ -8,7 +8,6 @@ The table is that of the paper (Table 5) for one layer and head; the picture (it
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cacheformers.evaluation.plots import can_draw
 from cacheformers.modeling.memories.cacheformer import CacheFormerOptions
 from cacheformers.modeling.models.modeling_cacheformer import CacheFormerForCausalLM
 
@@ -164,9 +164,7 @@ def run(given: argparse.Namespace) -> None:
         ],
     }
     (given.output / "segments.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
-    if importlib.util.find_spec("matplotlib") is None:
-        print('The heat map is left out, because it needs matplotlib: pip install "cacheformers[eval]"')
-    else:
+    if can_draw("The heat map"):
         heat_map(options, layers).savefig(given.output / "segments.png")
     print(f"Written to {given.output}")
 

@@ -7,7 +7,6 @@ python -m cacheformers.evaluation.perplexity --base BASE --adapter ADAPTER --mod
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
@@ -25,7 +24,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from cacheformers.evaluation.perplexity import HeldOut, Losses, token_nats
-from cacheformers.evaluation.plots import by_position
+from cacheformers.evaluation.plots import by_position, can_draw
 from cacheformers.evaluation.processes import make_state
 from cacheformers.evaluation.readers import Remembering
 from cacheformers.evaluation.remembering import memory_config
@@ -249,9 +248,7 @@ def report(result: dict[str, Any], options: PerplexityOptions) -> None:
     print(f"\n{table(['by tokens read before', *parts], [[result['name'], *values]])}")
     folder = Path(options.output)
     write_text(folder / "result.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    if options.plots and importlib.util.find_spec("matplotlib") is None:
-        print('The plot is left out, because it needs matplotlib: pip install "cacheformers[eval]"')
-    elif options.plots:
+    if options.plots and can_draw("The plot"):
         measures = {name: Measure.from_dict(part) for name, part in parts.items()}
         run = Run(result["texts"]["documents"], result["texts"]["characters"], Measure.from_dict(result), measures, {})
         by_position({result["name"]: run}).savefig(folder / "position.png")

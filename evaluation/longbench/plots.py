@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 
 from cacheformers.evaluation.bootstrap import draws, middle
 from cacheformers.evaluation.longbench.scores import common_tasks
-from cacheformers.evaluation.plots import COLOURS, HATCHES, MARKERS, beside, new_figure
+from cacheformers.evaluation.plots import COLOURS, HATCHES, MARKERS, beside, can_draw, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,8 +23,7 @@ EDGE_NAMES = ("< 2K", "2K-4K", "4K-8K", "8K-16K", "> 16K")
 
 def save_plots(folder: Path, results: Sequence[dict[str, Any]]) -> list[Path]:
     """Draw tasks.png and length.png, and return the files; says how to install matplotlib where it is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        print('Plots are left out, because they need matplotlib: pip install "cacheformers[eval]"')
+    if not can_draw("Every plot"):
         return []
     folder.mkdir(parents=True, exist_ok=True)
     files = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -12,7 +11,7 @@ import numpy as np
 
 from cacheformers.evaluation.passkey.prompts import Case
 from cacheformers.evaluation.passkey.wordings import Wording
-from cacheformers.evaluation.plots import new_figure
+from cacheformers.evaluation.plots import can_draw, new_figure
 from cacheformers.evaluation.tokens import short
 from cacheformers.hub.card import cells
 
@@ -88,8 +87,7 @@ def shown(score: float | None) -> str:
 
 def save_heat_map(folder: Path, result: dict[str, Any]) -> None:
     """Draw heatmap.png; says how to install matplotlib where it is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        print('The heat map is left out, because it needs matplotlib: pip install "cacheformers[eval]"')
+    if not can_draw("The heat map"):
         return
     heat_map(result).savefig(folder / "heatmap.png")
 
