@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cacheformers.modeling.search import FaissExact, FaissIndex, get_search, recall
+from cacheformers.modeling.search import ExactSearch, FaissExact, FaissIndex, get_search, recall
 from cacheformers.modeling.search import exact as exact_search
+from cacheformers.modeling.search.base import between
 from cacheformers.modeling.search.store import Entries, Ring
 
 SEEDS = st.integers(0, 2**20)
@@ -291,7 +292,7 @@ def test_approximate_index_follows_the_store(factory: str, similarity: str) -> N
                 assert recall(hits, asked, Entries((kept,)), 8, similarity) >= 0.9
             elif similarity == "l2":
                 assert recall(hits, asked, Entries((kept,)), 8, similarity) >= 0.1
-            for index in ring.index[0].values():
+            for index in (held for name, held in ring.index[0].items() if name != "lengths"):
                 assert index.end == written and index.faiss.ntotal < 2 * capacity
         ring.reset([0])
         assert (search(everything[:3], ring.entries(0), 8, similarity)[1] == -1).all()
@@ -339,7 +340,7 @@ def test_too_few_entries_to_train_are_searched_exactly() -> None:
     entries = Entries((stored,))
     hits = get_search("faiss:IVF64,Flat")(queries, entries, 16, "l2")[1]
     assert torch.equal(hits, get_search("exact")(queries, entries, 16, "l2")[1])
-    assert not entries.index
+    assert set(entries.index) == {"lengths"}  # of exact search
 
 
 def test_recall_counts_what_is_near_enough_once() -> None:
@@ -503,3 +504,36 @@ def test_ring_without_rows() -> None:
     ring.append(0, numbered(1))
     ring.select([])
     assert ring.rows == 0 and len(ring.keys) == 0
+
+
+def test_lengths_are_kept_beside_the_store():
+    """A single query uses them: they follow what comes and goes, and views of the past, other rows and dtypes."""
+    ring, query = Ring(2, 20, 8), torch.randn(1, 8)
+
+    def check(entries: Entries, queries: Tensor = query) -> None:
+        stored = between(entries, 0, entries.count).double()
+        distances = (queries.double() - stored).square().sum(1)
+        scores, hits = ExactSearch()(queries, entries, 5, "l2")
+        assert hits[0].tolist() == distances.sort().indices[:5].tolist()
+        expected = queries.double().square().sum() - distances[hits[0]]
+        assert torch.allclose(scores[0].double(), expected, rtol=0, atol=1e-5)
+
+    views = []
+    for time in (7, 7, 3, 1, 30, 19):
+        for row in (0, 1):
+            ring.append(row, torch.randn(time, 8))
+            check(ring.entries(row))
+        views.append(ring.entries(0).oldest(6))
+        check(views[-1])
+    kept = ring.index[0]["lengths"]
+    check(ring.entries(0))
+    assert ring.index[0]["lengths"] is kept  # nothing was computed again
+    check(ring.entries(0), query.double())
+    check(ring.entries(0))
+    ring.reset([0])
+    ring.append(0, torch.randn(9, 8))
+    check(ring.entries(0))
+    ring.select([1, 1])
+    ring.append(0, torch.randn(4, 8))  # rows that shared one part
+    check(ring.entries(0))
+    check(ring.entries(1))

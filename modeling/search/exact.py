@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cacheformers.modeling.search.base import Search, between, result_dtype
-from cacheformers.modeling.search.nearest import Nearest
+from cacheformers.modeling.search.nearest import Nearest, top_columns
 
 if TYPE_CHECKING:
     from cacheformers.modeling.search.store import Entries
@@ -33,6 +33,8 @@ ALIGNMENT = 64
 # The product with a single vector is summed in several lanes anyway.
 DEPTH = {"l2": 64, "dot": 128}
 DEPTH_OF_ONE_QUERY = 256
+# So few scores are put together and sorted once.
+FEW = 1 << 21
 # With so many queries it pays to copy each tile with the entries' lengths (`_distances`).
 MANY_QUERIES = 64
 
@@ -47,11 +49,14 @@ class ExactSearch(Search):
         found = []
         for group in queries.split(GROUP):
             parts = [part.to(dtype) for part in group.split(rows)]
-            nearest = [Nearest(len(part), topk, dtype, queries.device) for part in parts]
             if similarity == "l2" and len(queries) >= MANY_QUERIES:
                 tiles = _distances(parts, entries, buffer)
             else:
                 tiles = _products(parts, entries, buffer, similarity)
+            if len(parts) == 1 and len(queries) * entries.count <= FEW:
+                found.append(top_columns(torch.cat([scores.clone() for _, _, scores in tiles], 1), topk))
+                continue
+            nearest = [Nearest(len(part), topk, dtype, queries.device) for part in parts]
             for place, start, scores in tiles:
                 nearest[place].add(scores, start)
             found += [one.best() for one in nearest]
@@ -79,8 +84,11 @@ def _products(
     """Yield (part of the queries, first entry of the tile, scores `[rows, columns]`), tile by tile."""
     columns = buffer.shape[1]
     depth = DEPTH[similarity] if len(parts[0]) > 1 else DEPTH_OF_ONE_QUERY
+    lengths = None if similarity == "dot" else _lengths(entries, parts[0].dtype)
     for start, count, tile in _tiles(entries, columns, parts[0].dtype):
-        bias = tile.new_zeros(columns) if similarity == "dot" else -_squares(tile)[:, 0]
+        bias = tile.new_zeros(columns)
+        if lengths is not None:
+            bias[:count] = -lengths[start : start + count]
         bias[count:] = -torch.inf
         for place, queries in enumerate(parts):
             scores = buffer[: len(queries)].copy_(bias)
@@ -115,6 +123,32 @@ def _distances(parts: list[Tensor], entries: Entries, buffer: Tensor) -> Iterato
         right[len(tile) :, :, 1] = -torch.inf
         for number, left in enumerate(lefts):
             yield number, start, torch.mm(left, right.flatten(1).T, out=buffer[: len(left)])
+
+
+def _lengths(entries: Entries, dtype: torch.dtype) -> Tensor:
+    """Squared lengths of the entries `[count]`: a decoding step would take as long for them as for its products.
+
+    They are kept beside the store, by the entries' lifelong numbers, until another dtype or device asks.
+    """
+    first, end = entries.first, entries.first + entries.count
+    start, known = entries.index.get("lengths", (first, None))
+    if known is None or known.dtype != dtype or known.device != entries.spans[0].device:
+        start, known = first, entries.spans[0].new_empty(0, dtype=dtype)
+    if not start <= first <= start + len(known):
+        start, known = first, known[:0]
+    if end > start + len(known):
+        known = known[first - start :]
+        new = [_squares(part.to(dtype))[:, 0] for part in _parts(entries, len(known))]
+        start, known = first, torch.cat([known, *new])
+        entries.index["lengths"] = (start, known)
+    return known[first - start : end - start]
+
+
+def _parts(entries: Entries, start: int) -> Iterator[Tensor]:
+    """Entries from `start` on, so many at a time that a copy of them is small."""
+    size = max(ENTRY_BYTES // (8 * entries.spans[0].shape[1]), 1)
+    for low in range(start, entries.count, size):
+        yield between(entries, low, min(low + size, entries.count))
 
 
 def _squares(vectors: Tensor) -> Tensor:

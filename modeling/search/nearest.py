@@ -96,7 +96,7 @@ def top_columns(scores: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     values, columns = scores.topk(min(topk + 1, scores.shape[1]))
     tied = ((values[:, 1:] == values[:, :-1]) & (values[:, 1:] > -torch.inf)).any(1).nonzero()[:, 0]
     values, columns = values[:, :topk], columns[:, :topk]
-    for rows in tied.split(max(len(scores) // 4, 1)):
+    for rows in tied.split(max(len(scores) // 4, 1)) if len(tied) else ():
         columns[rows] = _leftmost(scores[rows], values[rows], columns[rows])
     return values, columns
 
