@@ -248,7 +248,8 @@ def save(run: TrainingRun, needed: bool) -> None:
     except CheckpointError as error:
         if needed:
             raise
-        run.accelerator.print(f"{error} Training goes on; the next try is at the next checkpoint.")
+        # At once: in a file it would otherwise stand after what goes to stderr later.
+        run.accelerator.print(f"{error} Training goes on; the next try is at the next checkpoint.", flush=True)
 
 
 def log(run: TrainingRun, entry: dict[str, Any]) -> None:
