@@ -269,8 +269,9 @@ def test_activation_checkpointing_of_two_segments_changes_nothing(exact, window)
     assert_equal(weights_of(exact, *options, "--activation_checkpointing"), weights_of(exact, *options))
 
 
-def test_a_run_is_a_plain_loop(folder):
-    """Rates, weight decay, warm-up, clipping and the mean over tokens, written out."""
+def test_a_run_is_a_plain_loop(folder, make_base):
+    """Rates, weight decay, warm-up, clipping and the mean over tokens, written out; in float64, as Adam amplifies."""
+    make_base("llama_gqa").save_pretrained(folder / "base")
     given = arguments(folder, "--lora_rate=2e-2", "--memory_rate=1e-2", "--gate_factor=3", "--warmup=0.4", "--clip=0.5")
     given.append("--weight_decay=0.1")
     train_adapt.main(given)
@@ -300,7 +301,7 @@ def test_a_run_is_a_plain_loop(folder):
     saved = adapter_weights(folder / "adapter")
     assert len(saved) == len(trained)
     for name, parameter in trained.items():
-        torch.testing.assert_close(saved[name.replace(".default", "")], parameter.detach(), atol=5e-6, rtol=1e-5)
+        torch.testing.assert_close(saved[name.replace(".default", "")], parameter.detach(), atol=1e-6, rtol=1e-5)
 
 
 def test_training_remembers_from_step_to_step(folder):
