@@ -122,8 +122,8 @@ def test_exact_search_finds_every_neighbour(
     assert recall(again, queries, Entries((everything[:5][-capacity:],)), topk, similarity) == 1.0
 
 
-@settings(max_examples=10, deadline=None)
-@given(data=DATA, similarity=SIMILARITY, seed=SEEDS, back_end=st.sampled_from(["exact", "faiss"]))
+@settings(max_examples=20, deadline=None)
+@given(data=DATA, similarity=SIMILARITY, seed=SEEDS, back_end=st.sampled_from(["exact", "faiss", "bfloat16"]))
 def test_bfloat16_store(data: Callable[[int, int, float], Tensor], similarity: str, seed: int, back_end: str) -> None:
     queries, everything = made(data, seed, 600, 1500, width=128, noise=1.0)
     entries = fill(Ring(1, 1100, 128, dtype=torch.bfloat16), everything, 300)
@@ -358,7 +358,7 @@ def test_recall_counts_what_is_near_enough_once() -> None:
 
 def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nearest", "", "faiss-gpu"):
-        with pytest.raises(ValueError, match="'auto', 'exact', 'faiss' or 'faiss:'"):
+        with pytest.raises(ValueError, match="'auto', 'exact', 'faiss', 'bfloat16' or 'faiss:'"):
             get_search(name)
     for factory in ("", "IVF", "IVF8,Nonsense"):
         with pytest.raises(ValueError, match="does not understand"):

@@ -50,7 +50,8 @@ class MemorizingSettings(LocalWindowSettings):
         metadata={"help": "The gates' bias at first: 0 mixes both attentions evenly, -4 begins near the base."},
     )
     search: str = field(
-        default="auto", metadata={"help": "'auto', 'exact', 'faiss', or 'faiss:' and a faiss index factory string."}
+        default="auto",
+        metadata={"help": "'auto', 'exact', 'faiss', 'bfloat16', or 'faiss:' and a faiss index factory string."},
     )
     cache_dtype: str | None = field(
         default=None, metadata={"help": "Pairs' dtype. Default: float32 on the CPU, bfloat16 on a GPU."}

@@ -56,7 +56,8 @@ class NeurocacheSettings(LocalWindowSettings):
         },
     )
     search: str = field(
-        default="auto", metadata={"help": "'auto', 'exact', 'faiss', or 'faiss:' and a faiss index factory string."}
+        default="auto",
+        metadata={"help": "'auto', 'exact', 'faiss', 'bfloat16', or 'faiss:' and a faiss index factory string."},
     )
     cache_dtype: str | None = field(
         default=None, metadata={"help": "Entries' dtype. Default: float32 on the CPU, bfloat16 on a GPU."}
