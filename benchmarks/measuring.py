@@ -86,6 +86,14 @@ def processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
+def multiplies_bfloat16(device: str = "cpu") -> bool:
+    """Whether the device has instructions for bfloat16 products; without them they take a hundred times as long."""
+    if device != "cpu":
+        return True
+    flags = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags)
+
+
 def about(device: str = "cpu") -> dict[str, Any]:
     """What a result needs to be repeated: command, commit, versions, machine."""
     facts = environment(torch.device(device))
@@ -122,4 +130,27 @@ def draw_lines(
         axes.set_yscale("log")
     axes.grid(alpha=0.3)
     axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def draw_bars(path: Path, title: str, along: str, bars: dict[str, dict[str, float]], asked: dict[str, float]) -> None:
+    """Draw ratios with the middle half of their rounds into a PNG, by name, and as a line what was asked for.
+
+    Args:
+        bars: what `ratio` returns, by name.
+        asked: the most that a ratio should be, by name; names may be missing.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 1.2 + 0.5 * len(bars)), layout="constrained")
+    axes = figure.add_subplot()
+    for place, (name, found) in enumerate(bars.items()):
+        spread = [[found["ratio"] - found["low"]], [found["high"] - found["ratio"]]]
+        axes.barh(place, found["ratio"], xerr=spread, color="tab:blue", height=0.6, capsize=3)
+        if name in asked:
+            axes.plot([asked[name]] * 2, [place - 0.4, place + 0.4], color="tab:red")
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set(title=title, xlabel=f"{along} (red: what was asked for)" if asked else along)
+    axes.set_yticks(range(len(bars)), list(bars))
+    axes.invert_yaxis()
     figure.savefig(path, dpi=120)

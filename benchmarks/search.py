@@ -9,8 +9,9 @@ All calls of a row are timed in one process, in turn; a ratio is the median time
 `torch.mm(queries, entries.T, out=scores)` in float32. With --headline each search is followed by writing as many new
 entries as there are queries into the full ring, and both are in its time. The file of --ivf holds a tensor "entries"
 `[N, width]`: its last segment is asked with, and the store is filled and moved on segment by segment. Results:
-search.json and search.png (with --ivf search_ivf.json) in the folder --out. Peak memory is what the process holds at
-most during a search, beyond what it held before.
+search.json and search.png (--headline: search_headline.json and .png; --ivf: search_ivf.json) in the folder --out. Peak
+memory is what the process holds at most during a search, beyond what it held before. Recall is by the rule of
+cacheformers.modeling.search.recall, against the stored entries; of a bfloat16 store also against what it was made from.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from cacheformers.benchmarks.measuring import RESULTS, about, interleaved, peak_extra
+from cacheformers.benchmarks.measuring import RESULTS, about, interleaved, multiplies_bfloat16, peak_extra
 from cacheformers.modeling.search import Search, get_search, recall
 from cacheformers.modeling.search.store import Ring
 
@@ -49,7 +50,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, nargs="+", default=[144, 256, 1024])
     parser.add_argument("--topk", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=list(DTYPES))
-    parser.add_argument("--back-ends", nargs="+", help="default: exact, and faiss where it is installed")
+    parser.add_argument(
+        "--back-ends", nargs="+", help="default: exact; faiss where it is installed; bfloat16 for such a store"
+    )
     parser.add_argument("--headline", action="store_true", help="only 2,048 queries, width 256, k 16, with ring update")
     parser.add_argument("--quick", action="store_true", help="small sizes only")
     parser.add_argument("--ivf", type=Path, metavar="STATES", help="entries to build an index of, safetensors")
@@ -79,6 +82,7 @@ def main() -> None:
         options.queries, options.entries, options.width, options.topk = [2048], [1 << 14, 1 << 17], [256], [16]
     elif options.quick:
         options.queries, options.entries, options.width, options.topk = [1, 64], [2048], [64], [16]
+    name = "search_headline" if options.headline else "search"
     report["ratio"] = "median time over that of one float32 torch.mm(queries, entries.T, out=scores)"
     report["ring_update"] = options.headline
     report["rows"] = []
@@ -86,15 +90,17 @@ def main() -> None:
         for row in measure(*sizes, options):
             report["rows"].append(row)
             print(json.dumps(row), flush=True)
-        (options.out / "search.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    plot(report, options.out / "search.png")
+        (options.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    plot(report, options.out / f"{name}.png")
 
 
-def back_ends(device: str) -> dict[str, Search]:
-    """Every exact back end that runs here."""
+def back_ends(device: str, dtype: str = "float32") -> dict[str, Search]:
+    """Every exact back end that runs here, and for a bfloat16 store the nearly exact one where it is not hopeless."""
     names = ["exact"]
     if find_spec("faiss") and (device == "cpu" or hasattr(__import__("faiss"), "knn_gpu")):
         names.append("faiss")
+    if dtype == "bfloat16" and multiplies_bfloat16(device):
+        names.append("bfloat16")
     return {name: get_search(name) for name in names}
 
 
@@ -113,7 +119,9 @@ def measure(
     """One row of results for each back end."""
     asked, ring = made(queries, entries, width, dtype, options.device)
     names = options.back_ends
-    searches = {name: get_search(name) for name in names} if names else back_ends(options.device)
+    searches = {name: get_search(name) for name in names} if names else back_ends(options.device, dtype)
+    if options.headline and not names:
+        searches["auto"] = get_search("auto")
     new = torch.randn(queries, width, device=options.device)
 
     def call(search: Search) -> None:
@@ -128,8 +136,10 @@ def measure(
     times = interleaved(calls, options.repeats, options.device)
     product = statistics.median(times.pop("mm")) if "mm" in times else math.nan
     rows = []
+    some, original = asked[:RECALL_QUERIES], made(queries, entries, width, "float32", options.device)[1]
+    ring = made(queries, entries, width, dtype, options.device)[1]
     for name, seconds in times.items():
-        hits = searches[name](asked[:RECALL_QUERIES], ring.entries(0), topk, "l2")[1]
+        hits = searches[name](some, ring.entries(0), topk, "l2")[1]
         median = statistics.median(seconds)
         rows.append(
             {
@@ -143,7 +153,8 @@ def measure(
                 "fastest_slowest": [round(1000 * min(seconds), 4), round(1000 * max(seconds), 4)],
                 "product_milliseconds": None if math.isnan(product) else round(1000 * product, 4),
                 "ratio": None if math.isnan(product) else round(median / product, 3),
-                "recall": recall(hits, asked[:RECALL_QUERIES], ring.entries(0), topk, "l2"),
+                "recall": recall(hits, some, ring.entries(0), topk, "l2"),
+                "recall_of_float32": recall(hits, some, original.entries(0), topk, "l2"),
                 "extra_mib": round(peak_extra(partial(call, searches[name]), options.device) / 2**20, 1),
             }
         )

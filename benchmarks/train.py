@@ -20,11 +20,21 @@ from typing import Any
 
 import torch
 
-from cacheformers.benchmarks.measuring import RESULTS, about, interleaved, peak_extra, ratio, shown, write_json
+from cacheformers.benchmarks.measuring import (
+    RESULTS,
+    about,
+    draw_bars,
+    interleaved,
+    peak_extra,
+    ratio,
+    shown,
+    write_json,
+)
 from cacheformers.benchmarks.models import full_memory, lora_model, memory_model, shapes
 from cacheformers.training.loss import token_losses
 
 TOKENS = 1024
+ASKED = {"time": 1.4, "peak memory": 1.25}
 
 
 def main() -> None:
@@ -37,7 +47,7 @@ def main() -> None:
     parser.add_argument("--hit_scores", action="store_true", help="with the additions of recipes/smollm2_books.yaml")
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path, default=RESULTS / "costs", help="folder for train.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "costs", help="folder for train.json, train.png")
     parser.add_argument("--peak", choices=["lora", "neurocache"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peak:
@@ -50,6 +60,9 @@ def main() -> None:
     print(f"{options.shape}, {options.dtype}: time {shown(row)} of LoRA alone, peak memory {row['peak_ratio']:.2f}")
     settings = {name: str(value) for name, value in vars(options).items()}
     print(write_json(options.output, "train", {"about": about(), "settings": settings, **row}))
+    held = dict.fromkeys(("ratio", "low", "high"), row["peak_ratio"])
+    title = f"A training step of {TOKENS:,} tokens, {options.shape}, {options.dtype}"
+    draw_bars(options.output / "train.png", title, "over LoRA alone", {"time": row, "peak memory": held}, ASKED)
 
 
 def step(kind: str, options: argparse.Namespace) -> Callable[[], None]:
