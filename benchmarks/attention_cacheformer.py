@@ -99,18 +99,18 @@ def columns(options: CacheFormerOptions, tokens: int) -> float:
 
 def attention(options: CacheFormerOptions | None, tokens: int, training: bool = False) -> Callable[[], None]:
     """A run of CacheFormer's attention, or of full causal attention, over a text; its gradients too in training."""
-    leaves = [torch.randn(1, HEADS, tokens, WIDTH, requires_grad=training) for _ in range(2 if options else 3)]
-    gradient = torch.randn(1, HEADS, tokens, WIDTH)
+    q, k, v, gradient = (torch.randn(1, HEADS, tokens, WIDTH) for _ in range(4))
+    leaves = [tensor.requires_grad_(training) for tensor in (q, k, v)]
     parts = CacheFormerParts() if options is None else make(options)
 
     def run() -> None:
         with torch.set_grad_enabled(training):
             if options is None:
-                output = F.scaled_dot_product_attention(*leaves, is_causal=True)
+                output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             else:
-                output = attend(options, parts, Projected(*leaves))
+                output = attend(options, parts, Projected(q, k))
         if training:
-            output.backward(gradient)  # type: ignore[no-untyped-call]
+            output.backward(gradient)
             for leaf in leaves:
                 leaf.grad = None
 
