@@ -1,7 +1,7 @@
 """What CacheFormer's attention costs beside full causal attention: 12 heads of 64, window 128, one row, float32.
 
-    python benchmarks/attention_cacheformer.py             # lengths to 64K, about an hour on two CPU cores
-    python benchmarks/attention_cacheformer.py --quick     # a minute, to see that it works
+    python benchmarks/attention_cacheformer.py             # lengths to 64K
+    python benchmarks/attention_cacheformer.py --quick     # to see that it works
 
 Attention alone, of rotated queries and keys: norms, pooling and the choice of segments are in it, projections are not;
 keys are values. Runs that are compared take turns in one process; a ratio is of two runs of the same round. A decoding
