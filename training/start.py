@@ -50,7 +50,7 @@ def check_weights(folder: str, config: PretrainedConfig) -> None:
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     wanted = {name: shape for name, shape in wanted.items() if name not in model.all_tied_weights_keys}
     there: dict[str, tuple[int, ...]] = {}
-    for path in Path(folder).glob("*.safetensors"):
+    for path in Path(folder).glob("model*.safetensors"):
         with safe_open(path, "pt") as file:
             there |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     wrong = {
