@@ -11,14 +11,20 @@ from torch import nn
 from cacheformers.evaluation.controls import free_positions, other_document, shuffled, window_of_equal_bytes
 from cacheformers.evaluation.options import EvalOptions
 from cacheformers.evaluation.perplexity import HeldOut, token_nats
-from cacheformers.evaluation.readers import Damaged, Forgetting, Reader, Remembering
+from cacheformers.evaluation.readers import Damaged, Forgetting, Reader, Remembering, has_memory
 from cacheformers.evaluation.run import Run, measure
-from cacheformers.modeling.attach import active_options, find_decoder, unwrap
+from cacheformers.modeling.attach import find_decoder, unwrap
 from cacheformers.modeling.memories.cacheformer_memory import CacheFormerOnBaseOptions
 from cacheformers.modeling.memories.gated_attention import GatedAttentionOptions
 from cacheformers.modeling.memories.infini_attention import InfiniAttentionOptions
 from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
 from cacheformers.modeling.memories.windowed import WindowedOptions
+from cacheformers.modeling.models.modeling_cacheformer import CacheFormerForCausalLM
+
+LEAKS = (
+    "teacher-forced, and selection='paper_block' lets a token depend on tokens after it: no decoder obtains this "
+    "(python -m cacheformers.evaluation.perplexity --stepwise says what one does)"
+)
 
 
 def evaluate_model(model: nn.Module, documents: Sequence[HeldOut], options: EvalOptions, memory: Any) -> dict[str, Run]:
@@ -47,7 +53,7 @@ def evaluate_model(model: nn.Module, documents: Sequence[HeldOut], options: Eval
     if adapter is not None and not options.skip_base:
         with adapter.disable_adapter():
             add("base", Forgetting(shown))
-    remembers = active_options(find_decoder(unwrap(model))) is not None
+    remembers = has_memory(model)
     controls = options.controls or []
     if remembers and hasattr(memory, "cache_size"):
         # From scratch, twice the size as well: the papers train with a small memory and read with a larger one.
@@ -64,8 +70,10 @@ def evaluate_model(model: nn.Module, documents: Sequence[HeldOut], options: Eval
     elif adapter is not None:
         add("windowed" if remembers else "lora", Remembering() if remembers else Forgetting(shown))
     else:
-        name = str(unwrap(model).config.model_type)  # type: ignore[union-attr]
-        add(name, Remembering() if remembers else Forgetting(shown))
+        whole = unwrap(model)
+        leaks = isinstance(whole, CacheFormerForCausalLM) and not whole.model.options.causal
+        name, note = str(whole.config.model_type), LEAKS if leaks else ""  # type: ignore[union-attr]
+        add(name, Remembering() if remembers else Forgetting(shown), note=note)
     if "longer_window" in controls:
         more, note = longer_window(model, memory)
         add("longer window", Forgetting(kept + more), control=True, note=note)

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from cacheformers.modeling.attach import active_options, find_decoder, new_memory, rotation, unwrap
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.memories.base import LocalWindow
+from cacheformers.modeling.models.modeling_cacheformer import CacheFormerForCausalLM
 from cacheformers.training.lanes import IGNORED
 from cacheformers.training.loss import token_losses
 
@@ -97,11 +98,34 @@ class Forgetting:
     together: int = 0
 
     def read(self, model: nn.Module, ids: list[Tensor], segment_tokens: int) -> Iterator[Tensor]:
-        remembers = active_options(find_decoder(unwrap(model))) is not None
+        remembers = has_memory(model)
         for start in range(0, len(ids[0]) - 1, segment_tokens):
             inputs, labels = segment(unfinished(ids, start), start, segment_tokens, self.context_tokens)
             memory = one_segment(model, *inputs.shape) if remembers else None
             yield losses(model, inputs, labels, past_key_values=memory, use_cache=remembers)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Reads on through a document with the decoding state of a CacheFormer model."""
+
+    together: int = 0
+
+    def read(self, model: nn.Module, ids: list[Tensor], segment_tokens: int) -> Iterator[Tensor]:
+        cacheformer = unwrap(model)
+        assert isinstance(cacheformer, CacheFormerForCausalLM)
+        cache = cacheformer.model.new_cache(len(ids))
+        for start in range(0, len(ids[0]) - 1, segment_tokens):
+            going = unfinished(ids, start)
+            cache.select(range(len(going)))
+            inputs, labels = segment(going, start, segment_tokens)
+            yield losses(model, inputs, labels, past_key_values=cache, use_cache=True)
+
+
+def has_memory(model: nn.Module) -> bool:
+    """Whether a memory adapter, or a memory of the model's own, is active; a CacheFormer model is its own attention."""
+    model = unwrap(model)
+    return not isinstance(model, CacheFormerForCausalLM) and active_options(find_decoder(model)) is not None
 
 
 def one_segment(model: nn.Module, rows: int, tokens: int) -> MemoryCache:

@@ -18,7 +18,10 @@ def memory_config(base: PretrainedConfig, adapter: PeftConfig | None) -> Any:
         ValueError: a model that the commands cannot read with.
     """
     if base.model_type == "cacheformer":
-        raise ValueError("CacheFormer models cannot be evaluated by this command yet: see docs/cacheformer.md.")
+        raise ValueError(
+            "A CacheFormer model cannot be evaluated by this command. For its perplexity: python -m "
+            "cacheformers.evaluation.perplexity."
+        )
     if adapter is not None and adapter.peft_type in MEMORY_TYPES:
         return adapter
     return base if isinstance(base, CompositeConfig) else None

@@ -26,7 +26,7 @@ from transformers import PretrainedConfig
 from cacheformers.evaluation.perplexity import HeldOut, Losses, token_nats
 from cacheformers.evaluation.plots import by_position, can_draw
 from cacheformers.evaluation.processes import make_state
-from cacheformers.evaluation.readers import Remembering
+from cacheformers.evaluation.readers import Decoding, Remembering
 from cacheformers.evaluation.remembering import memory_config
 from cacheformers.evaluation.run import Measure, Run
 from cacheformers.evaluation.tables import between, table
@@ -34,13 +34,14 @@ from cacheformers.evaluation.texts import Text, read_texts
 from cacheformers.evaluation.tokens import bucket_name, position_edges
 from cacheformers.evaluation.windows import window_nats
 from cacheformers.modeling.attach import active_options, find_decoder, unwrap
+from cacheformers.modeling.models.configuration_cacheformer import CacheFormerConfig
 from cacheformers.training.base_model import ModelOptions, base_config, base_folder, load_base, load_tokenizer
 from cacheformers.training.checkpoints import write_text
 from cacheformers.training.environment import environment
 from cacheformers.training.gguf_base import is_gguf
 from cacheformers.training.options import RecipeParser, option
 
-FIRST_BUCKET = 1024  # tokens; later buckets of positions double
+FIRST_BUCKET, FIRST_IN_WINDOW = 1024, 128  # tokens; later buckets of positions double
 LONGEST_WORD = 100  # nats; what takes more is no word
 
 
@@ -59,12 +60,19 @@ class PerplexityOptions:
     mode: Literal["sliding", "segment", "memory"] = option(
         help="'segment': windows side by side, each read by itself; the first token of each is not predicted. "
         "'sliding': overlapping windows, a token is scored in the first that holds it. 'memory': with the model's "
-        "memory, from the beginning of a document to its end."
+        "memory (a CacheFormer: its decoding state), from the beginning of a document to its end."
     )
     output: str = option("runs/perplexity", help="Folder for result.json and position.png.")
     adapter: str | None = option(None, help="Adapter folder or Hub id. One with a memory is for the mode 'memory'.")
-    window: int | None = option(None, help="Tokens of a window. Default: the model's positions.")
+    window: int | None = option(
+        None, help="Tokens of a window. Default: the model's positions; for a CacheFormer its segment_tokens."
+    )
     stride: int | None = option(None, help="Sliding: tokens from window to window. Default: half a window.")
+    stepwise: bool = option(
+        False,
+        help="Sliding and segment: give each token a forward of its own that ends just before it. Slow, and the same "
+        "for every model but a CacheFormer with 'paper_block', of which only this is what a decoder would obtain.",
+    )
     text_field: str = option("text", help="The field of a JSON line, or the column, that holds a document's text.")
     documents: int | None = option(None, help="Read only the first so many documents.")
     tokens: int | None = option(None, help="Read only the first so many tokens of each document.")
@@ -86,6 +94,10 @@ class PerplexityOptions:
             raise ValueError("words is for whole texts: leave it out with documents or tokens.")
         if self.mode == "memory" and self.window is not None:
             raise ValueError("window is for sliding and segment: a memory's segments are as long as it was made for.")
+        if self.mode == "memory" and self.stepwise:
+            raise ValueError(
+                "stepwise is for sliding and segment: what is read with a memory sees nothing after itself."
+            )
         if self.mode != "sliding" and self.stride is not None:
             raise ValueError(f"stride is for sliding, not for {self.mode}.")
 
@@ -122,7 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (OSError, ValueError, ImportError) as error:
         parser.error(str(error))
     try:
-        losses = read(loaded, texts, windows, options.rows, options.mode.capitalize())
+        losses = read(loaded, texts, windows, options)
     except FloatingPointError as error:
         sys.exit(f"\n{error}")
     if state.is_main_process:
@@ -138,9 +150,15 @@ def check(
     Raises:
         ValueError: this model cannot read so.
     """
-    remembers = memory_config(config, adapter) is not None
+    whole = config if isinstance(config, CacheFormerConfig) else None  # reads in windows and with its state
+    remembers = whole is None and memory_config(config, adapter) is not None
     if options.mode == "memory":
-        if not remembers:
+        if whole is not None and not whole.attention_options().causal:
+            raise ValueError(
+                "selection='paper_block' chooses with tokens that do not exist while decoding. Use the mode segment, "
+                "and with --stepwise for what a decoder would obtain."
+            )
+        if whole is None and not remembers:
             raise ValueError("The mode memory takes a model with a memory: give an --adapter that has one.")
         return None
     if remembers:
@@ -148,21 +166,28 @@ def check(
             f"The mode {options.mode} reads by self-attention alone, but {options.adapter or base} has a memory: use "
             "the mode memory, or give its base without it."
         )
-    positions = config.get_text_config().max_position_embeddings
-    tokens = options.window or positions
-    if tokens > positions:
-        raise ValueError(f"A window of {tokens:,} tokens exceeds the model's {positions:,} positions.")
+    if whole is not None:
+        tokens = options.window or whole.segment_tokens  # it has no last position
+    else:
+        positions = config.get_text_config().max_position_embeddings
+        tokens = options.window or positions
+        if tokens > positions:
+            raise ValueError(f"A window of {tokens:,} tokens exceeds the model's {positions:,} positions.")
     stride = tokens if options.mode == "segment" else options.stride or tokens // 2
     if stride > tokens:
         raise ValueError(f"A stride of {stride:,} would leave tokens out between windows of {tokens:,}.")
     return Windows(tokens, stride)
 
 
-def read(model: nn.Module, texts: Sequence[Text], windows: Windows | None, rows: int, title: str) -> list[Losses]:
+def read(model: nn.Module, texts: Sequence[Text], windows: Windows | None, options: PerplexityOptions) -> list[Losses]:
     """The losses of each text's tokens from the second on; NaN where one is not predicted."""
+    rows, title, ids = options.rows, options.mode.capitalize(), [text.ids for text in texts]
     if windows is not None:
-        return window_nats(model, [text.ids for text in texts], windows.tokens, windows.stride, rows, title)
+        return window_nats(model, ids, windows.tokens, windows.stride, rows, title, options.stepwise)
     documents = [HeldOut(text.ids, text.characters, text.name) for text in texts]
+    whole = unwrap(model).config
+    if isinstance(whole, CacheFormerConfig):
+        return token_nats(model, documents, Decoding(), whole.segment_tokens, rows, title)
     memory = active_options(find_decoder(unwrap(model)))
     assert memory is not None
     return token_nats(model, documents, Remembering(), memory.window.segment_tokens, rows, title)
@@ -183,14 +208,15 @@ def make_result(
     counts["words"] = options.words or counts["words"]
     total = chosen(losses, [np.isfinite(each) for each in losses])
     return {
-        "name": f"{name}-{options.mode}",
+        "name": f"{name}-{options.mode}{'-stepwise' if options.stepwise else ''}",
         "kind": "perplexity",
         "mode": options.mode,
         "windows": None if windows is None else asdict(windows),
         "texts": {**counts, "documents": [text.name for text in texts]},
         **rates(total, counts),
         **total.as_dict(),
-        "by_position": {part: measure.as_dict() for part, measure in positions(losses).items()},
+        "by_position": as_dicts(positions(losses)),
+        "by_place_in_window": as_dicts(places_in_window(losses, windows)),
         "options": {**asdict(model), **asdict(options)},
         "command": ["python", "-m", "cacheformers.evaluation.perplexity", *arguments],
         "environment": environment(state.device, state.num_processes),
@@ -216,8 +242,24 @@ def rates(total: Measure, counts: dict[str, int]) -> dict[str, float | None]:
 
 def positions(losses: Sequence[Losses]) -> dict[str, Measure]:
     """By how many tokens of the document stand before."""
-    edges = position_edges(max(map(len, losses)), FIRST_BUCKET)
-    places = [np.arange(len(each)) for each in losses]
+    return by_place(losses, [np.arange(len(each)) for each in losses], FIRST_BUCKET)
+
+
+def places_in_window(losses: Sequence[Losses], windows: Windows | None) -> dict[str, Measure]:
+    """By how many tokens of the window stand before, where windows stand side by side; else nothing."""
+    if windows is None or windows.stride < windows.tokens:
+        return {}
+    return by_place(losses, [np.arange(len(each)) % windows.tokens for each in losses], FIRST_IN_WINDOW)
+
+
+def as_dicts(parts: dict[str, Measure]) -> dict[str, dict[str, Any]]:
+    """For JSON."""
+    return {name: measure.as_dict() for name, measure in parts.items()}
+
+
+def by_place(losses: Sequence[Losses], places: Sequence[NDArray[np.int64]], first: int) -> dict[str, Measure]:
+    """By the place that each loss has, in buckets that double from the first one on."""
+    edges = position_edges(max(int(place.max()) + 1 for place in places), first)
     found = {
         bucket_name(start, end): chosen(
             losses,
@@ -243,9 +285,11 @@ def report(result: dict[str, Any], options: PerplexityOptions) -> None:
     row += [f"{result[name]:.4f}" for name in ("bits_per_character", "bits_per_byte")]
     titles = ["", "tokens", "perplexity", "95 %", "per word", "bits/character", "bits/byte"]
     print(f"\n{table(titles, [[result['name'], *row]])}")
+    for title, name in (("by tokens before, document", "by_position"), ("window", "by_place_in_window")):
+        if result[name]:
+            values = [f"{part['perplexity']:.3f}" for part in result[name].values()]
+            print(f"\n{table([title, *result[name]], [[result['name'], *values]])}")
     parts = result["by_position"]
-    values = [f"{part['perplexity']:.3f}" for part in parts.values()]
-    print(f"\n{table(['by tokens read before', *parts], [[result['name'], *values]])}")
     folder = Path(options.output)
     write_text(folder / "result.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     if options.plots and can_draw("The plot"):

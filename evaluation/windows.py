@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,6 +60,7 @@ def window_nats(
     stride: int,
     rows: int = 1,
     title: str = "Reading",
+    stepwise: bool = False,
 ) -> list[Losses]:
     """The losses in nats of each document's tokens from the second on, `[tokens - 1]`; NaN where one is not scored.
 
@@ -67,6 +69,7 @@ def window_nats(
     Args:
         documents: the ids of each, `[tokens]`.
         rows: windows read side by side. They are of one length: nothing is padded.
+        stepwise: see `step_losses`.
 
     Raises:
         FloatingPointError: a loss is not finite; names the document and the position.
@@ -81,13 +84,24 @@ def window_nats(
         for batch in own:
             inputs = torch.stack([documents[window.document][window.start : window.end - 1] for window in batch])
             labels = torch.stack([documents[window.document][window.first : window.end] for window in batch])
-            found += zip(batch, losses(model, inputs, labels, use_cache=False).cpu().numpy(), strict=True)
+            read = step_losses if stepwise else losses
+            found += zip(batch, read(model, inputs, labels, use_cache=False).cpu().numpy(), strict=True)
             bar.update(labels.numel())
     nats = [np.full(len(ids) - 1, np.nan, np.float32) for ids in documents]
     for window, values in gather_object(found):
         check_finite(window, values)
         nats[window.document][window.first - 1 : window.end - 1] = values
     return nats
+
+
+def step_losses(model: nn.Module, inputs: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    """As `losses`, but each token has a forward of its own that ends just before it: it sees nothing after itself."""
+    before = inputs.shape[1] - labels.shape[1]
+    steps = [
+        losses(model, inputs[:, : before + step + 1], labels[:, step : step + 1], **options)
+        for step in range(labels.shape[1])
+    ]
+    return torch.cat(steps, 1)
 
 
 def batches(work: Sequence[Window], rows: int) -> list[list[Window]]:

@@ -299,6 +299,7 @@ def before_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
             raise ValueError("A memory was passed, but no memory adapter is active on this model.")
         return None
     check_arguments(kwargs)
+    check_causal(options, kwargs, keep)
     check_checkpointing(decoder)
     ids = kwargs["input_ids"]
     passed = given if given is not None else cache
@@ -402,6 +403,20 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         raise ValueError(
             "A memory needs a 2D attention_mask (1 for tokens, 0 for padding): it makes the 4D masks itself."
+        )
+
+
+def check_causal(options: MemoryOptions, kwargs: dict[str, Any], keep: int | None) -> None:
+    """Raise ValueError if `generate(use_cache=False)` reads with a rule that looks ahead.
+
+    No cache passes by that could refuse. What `generate` asks for is known by the positions that it gives to a forward
+    of which it wants one logit.
+    """
+    asked = keep == 1 and kwargs.get("use_cache") is False and kwargs.get("position_ids") is not None
+    if asked and not getattr(options, "causal", True):
+        raise ValueError(
+            "selection='paper_block' chooses with tokens that do not exist while decoding: it cannot generate. Use "
+            "selection='previous_block' (or 'token', 'prefix')."
         )
 
 

@@ -331,8 +331,11 @@ def test_the_papers_rule_takes_whole_documents(make_base, ids):
         memory.options, memory.active_parts, Projected(turn(q, positions), turn(k, positions), v, q, k), turn
     )
     assert same(mixed, expected, 1e-5)
-    with pytest.raises(ValueError, match="cannot generate"):
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4)
+    for arguments in ({}, {"use_cache": False}, {"use_cache": False, "num_beams": 2}):
+        with pytest.raises(ValueError, match="cannot generate"):
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, **arguments)
+    one = model(ids[:1], use_cache=False, logits_to_keep=1).logits  # what is not generated may be looked at
+    assert one.shape[1] == 1
     with pytest.raises(ValueError, match="go on from a memory"):
         cacheformers.read(model, ids, progress=False)
     mask = torch.ones_like(ids)

@@ -126,6 +126,16 @@ def test_the_papers_rule_leaks_and_cannot_generate():
     assert leaks(tiny_model(selection="paper_block", cache=False), 42) == []
 
 
+@pytest.mark.filterwarnings("ignore:selection")
+@torch.no_grad()
+def test_the_papers_rule_looks_ahead_in_its_own_document_alone():
+    """Neither at padding nor at a longer document beside it."""
+    model, ids, mask = tiny_model(selection="paper_block"), random_ids(2, 42), torch.ones(2, 42)
+    mask[1, 29:] = 0
+    together = model(ids, attention_mask=mask).logits[1, :29]
+    torch.testing.assert_close(together, model(ids[1:, :29]).logits[0], atol=1e-9, rtol=0)
+
+
 # Decoding
 
 

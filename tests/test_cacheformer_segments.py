@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 from cacheformers import eval_longbench
 from cacheformers.evaluation.passkey.main import main as passkey
 from cacheformers.evaluation.segments import blocks, main, retrieved, shares, table
-from cacheformers.evaluation.text_perplexity import main as perplexity
 
 
 @pytest.mark.parametrize("name", recorded("cf_cache"))
@@ -104,17 +103,16 @@ def test_what_cannot_be_shown(saved, make_base, capsys):
 
 
 def test_commands_that_cannot_read_with_it_say_so(saved, folder, capsys):
-    """Perplexity, passkeys and LongBench read with the memories of adapters; a CacheFormer would be a base to them."""
+    """Passkeys and LongBench read with the memories of adapters; a CacheFormer would be a base to them."""
     model = saved[0] / "model"
     AutoTokenizer.from_pretrained(folder / "base").save_pretrained(model)
     record = {"_id": "1", "input": "Who?", "context": "A miller.", "answers": ["a miller"], "length": 2}
     (folder / "qasper.jsonl").write_text(json.dumps({**record, "dataset": "qasper", "language": "en"}))
     longbench = ["--data", str(folder), "--tasks", "qasper", "--methods", "truncation", "--max_length", "20"]
     for command, given in (
-        (perplexity, ["--texts", str(folder / "valid.jsonl"), "--mode=memory"]),
         (passkey, ["--lengths", "300", "--depths", "50"]),
         (eval_longbench.main, longbench),
     ):
         with pytest.raises(SystemExit):
             command(["--base", str(model), "--output", str(folder / "out"), "--device=cpu", *given])
-        assert "CacheFormer models cannot be evaluated by this command yet" in capsys.readouterr().err
+        assert "A CacheFormer model cannot be evaluated by this command" in capsys.readouterr().err

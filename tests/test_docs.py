@@ -60,9 +60,11 @@ def test_cacheformer_page(make_base, tokenizer, tmp_path, monkeypatch, capsys):
     page = (ROOT / "docs" / "cacheformer.md").read_text()
     names: dict = {}
     blocks = BLOCK.findall(page)
-    assert [language for language, _ in blocks] == ["python", "python", "python", "bash", "python"]
+    assert [language for language, _ in blocks] == ["python", "python", "python", "bash", "bash", "python"]
     for language, text in blocks:
-        if language == "bash":
+        if "train_adapt.py" in text:
+            understood(text)
+        elif language == "bash":
             command = text.split()
             assert command[:3] == ["python", "-m", "cacheformers.evaluation.segments"]
             segments.main(command[3:])
@@ -78,8 +80,20 @@ def test_cacheformer_page(make_base, tokenizer, tmp_path, monkeypatch, capsys):
     for name in VARIANTS:
         assert f'`"{name}"`' in page
     fields = CacheFormerConfig.__dataclass_fields__
-    for name in re.findall(r"^\| (`.*?) \| ", page.partition("## Switches")[2], re.MULTILINE):
+    for name in re.findall(r"^\| (`.*?) \| ", page.partition("## Switches")[2].partition("\n## ")[0], re.MULTILINE):
         assert all(field.strip("`") in fields for field in name.split(", "))
+
+
+def understood(text: str) -> None:
+    """Commands that train and measure have options and files that exist."""
+    for line in text.splitlines():
+        command = [word.replace("recipes/", f"{ROOT}/recipes/") for word in line.partition("#")[0].split()]
+        if "train_adapt.py" in command:
+            options = train_adapt.Options(*train_adapt.make_parser(command[2:]).parse(command[2:]))
+            assert (ROOT / str(options.scratch.model_config)).is_file()
+        else:
+            assert command[:3] == ["python", "-m", "cacheformers.evaluation.perplexity"]
+            RecipeParser([ModelOptions, text_perplexity.PerplexityOptions], "").parse(command[3:])
 
 
 def test_passkey_page(monkeypatch):

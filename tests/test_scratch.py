@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from test_resume import AT_FILES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from cacheformers import train_adapt
+from cacheformers import CacheFormerConfig, train_adapt
 from cacheformers.evaluation.perplexity import held_out, token_nats
 from cacheformers.evaluation.readers import Forgetting, Reader, Remembering
 from cacheformers.training.documents import Documents
 from cacheformers.training.optim import Rates, parameter_groups
 from cacheformers.training.scratch import model_config
-from cacheformers.training.tokenizer import BYTES, open_tokenizer
+from cacheformers.training.tokenizer import BYTES, END, open_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG_FILES = ROOT / "recipes" / "model_configs"
@@ -45,9 +45,21 @@ CONFIGS = {
         "topk": 4,
         "gate": "none",
     },
+    "cacheformer": {
+        "model_type": "cacheformer",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "segment_tokens": 16,
+        "window_tokens": 4,
+        "pool_tokens": 4,
+        "pool_vectors": 2,
+        "topk": 1,
+    },
 }
 READERS: dict[str, dict[str, Reader]] = {
     "llama": {"llama": Forgetting()},
+    "cacheformer": {"cacheformer": Forgetting()},
     "neurocache": {"cache off": Remembering(0), "cache 40": Remembering(40), "cache 80": Remembering(80)},
 }
 
@@ -111,7 +123,9 @@ def assert_same_weights(one: Path, other: Path) -> None:
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
-@pytest.mark.parametrize(("model", "optimizer"), [("neurocache", "adafactor"), ("llama", "adamw")])
+@pytest.mark.parametrize(
+    ("model", "optimizer"), [("neurocache", "adafactor"), ("llama", "adamw"), ("cacheformer", "adamw")]
+)
 def test_a_stopped_run_goes_on_bit_by_bit(documents, model, optimizer):
     settings = (*SETTINGS, f"--optimizer={optimizer}")
     train_adapt.main(arguments(documents, model, *settings, output="whole"))
@@ -182,7 +196,7 @@ def test_a_saved_configuration_is_taken(folder, model):
     assert {"architectures", "transformers_version"} <= saved.keys()
     path.write_text(json.dumps({**saved, "_name_or_path": "elsewhere", "vocab_size": 128}))
     tokenizer = open_tokenizer(str(folder / "base"))
-    if model == "llama":
+    if model in ("llama", "cacheformer"):
         assert model_config(path, tokenizer).segment_tokens == 16
     else:
         saved["text_config"].update(vocab_size=128, _name_or_path="elsewhere")
@@ -223,6 +237,13 @@ def test_rates(folder):
         (["--model_config={folder}/small.json"], "The tokenizer has 128 entries, the model 100"),
         (["--model_config={folder}/kind.json"], "expected int, got str"),
         (["--model_config={folder}/long.json"], "segment_tokens must be from 1 to max_position_embeddings 64, got 65"),
+        (["--model_config={folder}/rows.json"], "segment_tokens must be at least 1, got 0"),
+        (["--model_config={folder}/pool.json"], "pool_tokens 40 is more than two windows of 4"),
+        (["--backprop_segments=2"], "backprop_segments is for memories"),
+        (["--start_from={folder}/nowhere"], "nowhere: there is no model"),
+        (["--start_from={folder}/base", "--model_config={folder}/cacheformer.json"], "base is a llama model, not a"),
+        (["--start_from={folder}/base", "--tokenizer=bytes"], "base was trained with another tokenizer"),
+        (["--start_from={folder}/base"], "base alone has lm_head.weight; has in another shape model.layers.0"),
         (["--rate=-1"], "rate must not be negative"),
         (["--output={folder}/taken"], "already holds a model"),
         (["--valid={folder}/valid.jsonl", "--controls=longer_window"], "this model stores nothing"),
@@ -238,6 +259,9 @@ def test_bad_options(folder, capsys, more, message):
         "small": json.dumps({**DECODER, "vocab_size": 100}),
         "kind": json.dumps({**DECODER, "hidden_size": "32"}),
         "long": json.dumps({**DECODER, "segment_tokens": 65}),
+        "rows": json.dumps({**CONFIGS["cacheformer"], "segment_tokens": 0}),
+        "pool": json.dumps({**CONFIGS["cacheformer"], "pool_tokens": 40}),
+        "cacheformer": json.dumps(CONFIGS["cacheformer"]),
     }
     for name, text in wrong.items():
         (folder / f"{name}.json").write_text(text)
@@ -248,6 +272,45 @@ def test_bad_options(folder, capsys, more, message):
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
     assert not (folder / "model").exists()
+
+
+# Starting from an earlier run
+
+
+def test_the_cache_joins_a_model_that_was_trained_without(folder, monkeypatch, capsys):
+    """Weights are those of the first run, switches those of the second; other weights are refused."""
+    whole = CONFIGS["cacheformer"]
+    monkeypatch.setitem(CONFIGS, "cacheformer", {**whole, "cache": False})
+    train_adapt.main(arguments(folder, "cacheformer", output="first"))
+    first = load_file(folder / "first" / "model.safetensors")
+    monkeypatch.setitem(CONFIGS, "cacheformer", whole)
+    more = (f"--start_from={folder / 'first'}", "--rate=0", "--steps=2")
+    train_adapt.main(arguments(folder, "cacheformer", *more))
+    assert "cache False -> True): " in capsys.readouterr().out
+    then = load_file(folder / "model" / "model.safetensors")
+    assert first.keys() == then.keys() and all(torch.equal(tensor, then[name]) for name, tensor in first.items())
+    assert AutoConfig.from_pretrained(folder / "model").cache
+    for change, message in (
+        ({"num_hidden_layers": 3}, "lacks model.layers.2.input_layernorm.bias"),
+        (
+            {"long": False, "overlap": False, "cache": False},
+            "alone has model.layers.0.self_attn.memory.global_norm",
+        ),
+        ({"pool_vectors": 3}, "has in another shape model.layers.0.self_attn.memory.pool.weight"),
+    ):
+        monkeypatch.setitem(CONFIGS, "cacheformer", {**whole, **change})
+        with pytest.raises(SystemExit):
+            train_adapt.main(arguments(folder, "cacheformer", *more, output="other"))
+        assert message in capsys.readouterr().err
+
+
+def test_the_papers_rule_is_trained_and_its_losses_are_told_apart(folder, monkeypatch, capsys):
+    monkeypatch.setitem(CONFIGS, "cacheformer", {**CONFIGS["cacheformer"], "selection": "paper_block"})
+    with pytest.warns(UserWarning, match="not what a decoder"):
+        train_adapt.main(arguments(folder, "cacheformer", f"--valid={folder / 'valid.jsonl'}"))
+    result = json.loads((folder / "model" / "train_result.json").read_text())
+    assert "no decoder obtains this" in result["scores"]["cacheformer"]["note"]
+    assert "no decoder obtains this" in capsys.readouterr().out
 
 
 def test_scratch_takes_a_configuration_and_a_tokenizer(capsys):
@@ -264,8 +327,25 @@ def test_bytes():
     tokenizer = open_tokenizer("bytes")
     text = "naïve — “Loomings”\n\n  1851 \x00"
     ids = tokenizer(text).input_ids
-    assert len(ids) == len(text.encode()) and len(tokenizer) == BYTES and max(ids) < BYTES
+    assert ids == list(text.encode()) and len(tokenizer) == BYTES
     assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_token_id == tokenizer(END).input_ids[0] == 256
+    without = open_tokenizer("bytes", 256)
+    assert without(END).input_ids == list(END.encode()) and len(without) == 256 and without.eos_token is None
+
+
+def test_a_model_over_256_bytes(folder):
+    """The papers' vocabulary: nothing but bytes, with which the saved model is read again."""
+    config = {**CONFIGS["cacheformer"], "vocab_size": 256}
+    CacheFormerConfig(**config).save_pretrained(folder / "made")
+    more = [f"--model_config={folder / 'made' / 'config.json'}", "--tokenizer=bytes"]
+    train_adapt.main(arguments(folder, "cacheformer", *more, f"--valid={folder / 'valid.jsonl'}"))
+    result = json.loads((folder / "model" / "train_result.json").read_text())
+    scored = result["scores"]["cacheformer"]
+    assert scored["characters"] == scored["tokens"] == len(make_text(70, 70)) + len(make_text(50, 50)) - 2
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert loaded.config.eos_token_id is None and loaded.get_input_embeddings().num_embeddings == 256
+    assert AutoTokenizer.from_pretrained(folder / "model")("A\n").input_ids == [65, 10]
 
 
 def test_a_tokenizer_is_learnt_and_used(folder, monkeypatch, capsys):

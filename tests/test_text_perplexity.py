@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cacheformer_models import tiny_model
 from peft import LoraConfig, get_peft_model
 from recipe import make_text, run
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheformers.adapters.export import export
 from cacheformers.evaluation.run import Measure
-from cacheformers.evaluation.text_perplexity import main, rates
+from cacheformers.evaluation.text_perplexity import Windows, main, places_in_window, rates
 from cacheformers.evaluation.texts import raw_text, read_texts
 from cacheformers.evaluation.windows import window_nats
 
@@ -266,3 +267,62 @@ def test_no_bos(folder, tokenizer, capsys):
     tokenizer.save_pretrained(folder / "base")
     tokenizer.bos_token = "<bos>"
     assert "has no BOS token: leave out --bos" in error_of(arguments(folder, "segment", "--bos=true"), capsys)
+
+
+# CacheFormer
+
+
+@pytest.fixture
+def cacheformer(folder, tokenizer, request) -> Path:
+    """A CacheFormer model whose selection the test chooses, in `folder / "base"`."""
+    selection = getattr(request, "param", "previous_block")
+    model = tiny_model(torch.float32, vocab_size=128, segment_tokens=20, select_rows=None, selection=selection)
+    model.save_pretrained(folder / "base")
+    return folder
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:selection")
+@pytest.mark.parametrize("cacheformer", ["previous_block", "paper_block"], indirect=True)
+def test_a_cacheformer_in_windows(cacheformer, ids):
+    """As trained, and as a decoder would see it: the same for a causal rule alone."""
+    found = {}
+    for stepwise in ("false", "true"):
+        main(arguments(cacheformer, "segment", "--rows=2", f"--stepwise={stepwise}"))
+        found[stepwise] = result(cacheformer)
+        assert found[stepwise]["windows"] == {"tokens": 20, "stride": 20}  # those of its rows
+    assert found["true"]["name"] == "base-segment-stepwise" and found["true"]["tokens"] == 66 + 47
+    model = AutoModelForCausalLM.from_pretrained(cacheformer / "base")
+    change = found["true"]["perplexity"] / found["false"]["perplexity"] - 1
+    assert (abs(change) > 1e-4) is (not model.model.options.causal)
+    [nats] = window_nats(model, [ids[0]], 20, 20, stepwise=True)
+    token = model(ids[:1, 20:33]).logits[0, -1].log_softmax(-1)[ids[0, 33]]
+    assert nats[32] == pytest.approx(-float(token), rel=1e-4)
+
+
+@torch.no_grad()
+def test_a_cacheformer_with_its_state(cacheformer):
+    """Whole documents, side by side: what one forward over each of them gives."""
+    main(arguments(cacheformer, "memory", "--rows=2"))
+    found, model = result(cacheformer), AutoModelForCausalLM.from_pretrained(cacheformer / "base").eval()
+    texts = read_texts([str(cacheformer / "valid.jsonl")], AutoTokenizer.from_pretrained(cacheformer / "base"))
+    nats = [float(model(text.ids[None], labels=text.ids[None]).loss) * (len(text.ids) - 1) for text in texts]
+    assert found["nats_by_document"] == pytest.approx(nats, rel=1e-5) and found["by_place_in_window"] == {}
+
+
+@pytest.mark.filterwarnings("ignore:selection")
+@pytest.mark.parametrize("cacheformer", ["paper_block"], indirect=True)
+def test_the_papers_rule_has_no_state(cacheformer, capsys):
+    assert "Use the mode segment, and with --stepwise" in error_of(arguments(cacheformer, "memory"), capsys)
+
+
+def test_places_in_the_window():
+    """Windows side by side: the first bucket holds the tokens with fewer than 128 before them in their window."""
+    rng = np.random.default_rng(0)
+    losses = [rng.random(700).astype(np.float32)]
+    losses[0][299::300] = np.nan
+    found = places_in_window(losses, Windows(300, 300))
+    assert {name: part.tokens for name, part in found.items()} == {"0-128": 356, "128-256": 256, "256-512": 43 + 43}
+    chosen = np.concatenate([losses[0][:128], losses[0][300:428], losses[0][600:]])
+    assert found["0-128"].nats == pytest.approx(float(chosen.sum(dtype=np.float64)), rel=1e-6)
+    assert places_in_window(losses, Windows(300, 150)) == places_in_window(losses, None) == {}

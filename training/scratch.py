@@ -17,11 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from cacheformers.modeling.attach import architecture, base_shape
 from cacheformers.modeling.memories.base import BaseShape, LocalWindow
+from cacheformers.modeling.models.configuration_cacheformer import CacheFormerConfig
 from cacheformers.training.base_model import StartOptions, base_identity, check_attention, check_vocabulary
 from cacheformers.training.documents import DocumentRow
 from cacheformers.training.optim import Rates
 from cacheformers.training.options import option
 from cacheformers.training.settings import TrainOptions, resumed_settings
+from cacheformers.training.start import check_start, started
 from cacheformers.training.subject import Subject
 from cacheformers.training.tokenizer import open_tokenizer
 
@@ -33,12 +35,19 @@ class ScratchOptions:
     model_config: str | None = option(
         None,
         help="The new model: a config.json with its model_type, sizes and, where it has one, its memory's options. "
-        "This package's models (CacheFormer not yet), or a plain decoder such as llama, which reads segments without a "
-        "memory ('segment_tokens' in the file; default: max_position_embeddings). Token ids, and the vocabulary's size "
-        "if the file does not say, come from the tokenizer.",
+        "This package's models, or a plain decoder such as llama. A cacheformer and a plain decoder read rows of "
+        "'segment_tokens' by themselves (in the file; default: 1024, and max_position_embeddings). Token ids, and the "
+        "vocabulary's size if the file does not say, come from the tokenizer.",
     )
     tokenizer: str | None = option(
-        None, help="A folder or Hub id with a tokenizer (recipes/train_tokenizer.py makes one), or 'bytes'."
+        None,
+        help="A folder or Hub id with a tokenizer (recipes/train_tokenizer.py makes one), or 'bytes': 256 of them and "
+        "an end of text, without the latter where the file says 'vocab_size': 256.",
+    )
+    start_from: str | None = option(
+        None,
+        help="A folder with a model that was trained before: start from its weights instead of random ones, with the "
+        "switches of --model_config. Every weight must be in both and fit. Default: random weights.",
     )
     rate: float = option(1e-3, help="Peak learning rate of all weights; gates have gate_factor times this.")
     precision: Literal["float32", "bf16"] = option(
@@ -114,14 +123,20 @@ class Scratch(Subject):
             raise ValueError(f"rate must not be negative, got {options.rate}.")
         check_attention(model.attn_implementation)
         self.model, self.train, self.options = model, train, options
-        self._tokenizer = open_tokenizer(options.tokenizer)
-        self.config = model_config(Path(options.model_config), self._tokenizer)
+        path = Path(options.model_config)
+        self._tokenizer = open_tokenizer(options.tokenizer, decoder_of(read_config(path)).get("vocab_size"))
+        self.config = model_config(path, self._tokenizer)
         self.remembers = hasattr(self.config, "options")
         try:
             self.memory = self.config.options() if self.remembers else segments(self.config)
         except TypeError as error:
             raise ValueError(f"{options.model_config}: an option is of the wrong type ({error}).") from error
+        if not self.remembers and train.backprop_segments > 1:
+            raise ValueError("backprop_segments is for memories: choose longer rows ('segment_tokens' in the file).")
         self.title = f"{self.config.model_type} from scratch"
+        if options.start_from is not None:
+            changes = check_start(options.start_from, self.config, self._tokenizer)
+            self.title = f"{self.config.model_type} from {options.start_from} ({changes})"
         self.rates = Rates(options.rate, options.rate, options.rate * train.gate_factor, train.weight_decay)
 
     def tokenizer(self, accelerator: Accelerator) -> PreTrainedTokenizerBase:
@@ -133,11 +148,15 @@ class Scratch(Subject):
         return resumed_settings(self.model, self.options, model=base_identity(self.config))
 
     def make(self, accelerator: Accelerator, documents: DocumentRow, resumed: bool) -> PreTrainedModel:
-        """The model with its random weights."""
+        """The model with its random weights, or those that it starts from."""
         torch.manual_seed(self.train.seed)
-        chosen = self.model.attn_implementation
-        arguments = {} if chosen is None else {"attn_implementation": chosen}
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32, **arguments)
+        chosen, start = self.model.attn_implementation, self.options.start_from
+        arguments = {"dtype": torch.float32, **({} if chosen is None else {"attn_implementation": chosen})}
+        model: PreTrainedModel = (
+            AutoModelForCausalLM.from_config(self.config, **arguments)
+            if start is None or resumed
+            else started(start, self.config, arguments)
+        )
         if self.train.activation_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         return model.to(accelerator.device)
@@ -150,16 +169,8 @@ def model_config(path: Path, tokenizer: PreTrainedTokenizerBase) -> PretrainedCo
         OSError: there is no such file.
         ValueError: it is no configuration of a model that is known here, or does not fit the tokenizer.
     """
-    try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(given, dict) or not isinstance(given.get("text_config", {}), dict) or "model_type" not in given:
-        raise ValueError(f'{path} is no model configuration: it must hold {{"model_type": ..., ...}}.')
-    decoder = given
-    if "text_config" in config_class(given["model_type"]).sub_configs:
-        decoder = given.setdefault("text_config", {})
-        config_class(decoder.setdefault("model_type", "llama"))
+    given = read_config(path)
+    decoder = decoder_of(given)
     decoder.setdefault("vocab_size", len(tokenizer))
     for name in ("bos_token_id", "eos_token_id"):
         decoder[name] = getattr(tokenizer, name)
@@ -172,6 +183,35 @@ def model_config(path: Path, tokenizer: PreTrainedTokenizerBase) -> PretrainedCo
         check_fields(path, decoder, config.get_text_config())
     check_vocabulary(config, tokenizer)
     return config
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What a configuration file says.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it is no configuration of a model.
+    """
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(given, dict) or not isinstance(given.get("text_config", {}), dict) or "model_type" not in given:
+        raise ValueError(f'{path} is no model configuration: it must hold {{"model_type": ..., ...}}.')
+    return given
+
+
+def decoder_of(given: dict[str, Any]) -> dict[str, Any]:
+    """The part of a configuration that describes the decoder, with its type; a memory is around it, or it is all.
+
+    Raises:
+        ValueError: there is no such type.
+    """
+    if "text_config" not in config_class(given["model_type"]).sub_configs:
+        return given
+    decoder: dict[str, Any] = given.setdefault("text_config", {})
+    config_class(decoder.setdefault("model_type", "llama"))
+    return decoder
 
 
 def config_class(model_type: str) -> type[PretrainedConfig]:
@@ -199,11 +239,13 @@ def check_fields(path: Path, given: dict[str, Any], config: PretrainedConfig) ->
 
 
 def segments(config: PretrainedConfig) -> Segments:
-    """How a plain decoder reads.
+    """How a model without a memory reads: a CacheFormer, or a plain decoder.
 
     Raises:
-        ValueError: its type is not supported, or its positions do not suffice for a segment.
+        ValueError: its type is not supported, or it cannot read segments of this length.
     """
+    if isinstance(config, CacheFormerConfig):
+        return Segments(cacheformer_shape(config), config.segment_tokens)
     architecture(config)
     base = base_shape(config)
     tokens = getattr(config, "segment_tokens", base.max_positions)
@@ -212,3 +254,25 @@ def segments(config: PretrainedConfig) -> Segments:
             f"segment_tokens must be from 1 to max_position_embeddings {base.max_positions}, got {tokens!r}."
         )
     return Segments(base, tokens)
+
+
+def cacheformer_shape(config: CacheFormerConfig) -> BaseShape:
+    """A CacheFormer as a decoder that is shown no more than a row at a time.
+
+    Raises:
+        ValueError: options that contradict each other.
+    """
+    if config.segment_tokens < 1:
+        raise ValueError(f"segment_tokens must be at least 1, got {config.segment_tokens}.")
+    options = config.attention_options()
+    return BaseShape(
+        model_type=config.model_type,
+        hidden_size=config.hidden_size,
+        heads=options.heads,
+        kv_heads=options.kv_heads,
+        head_dim=options.head_dim,
+        layers=config.num_hidden_layers,
+        vocab_size=config.vocab_size,
+        max_positions=config.segment_tokens,
+        rotary=True,
+    )

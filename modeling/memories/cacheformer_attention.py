@@ -39,7 +39,7 @@ def attend(
         return attend_rows(options, parts, projected, rotate)[0]
     rows, heads, time, width = projected.q.shape
     output = projected.q.new_zeros(rows * time, heads, width)
-    for places, real in document_batches(documents):
+    for places, real in document_batches(documents, alike=not options.causal):
 
         def gather(tensor: Tensor, places: Tensor = places) -> Tensor:
             return tensor.transpose(1, 2).flatten(0, 1)[places.to(tensor.device)].transpose(1, 2)
@@ -101,11 +101,12 @@ def make_stores(
     return Stores(normed, long[0], overlap[0], normalise(parts.local_norm, values).contiguous(), long[1], overlap[1])
 
 
-def document_batches(documents: Tensor) -> list[tuple[Tensor, Tensor]]:
+def document_batches(documents: Tensor, alike: bool = False) -> list[tuple[Tensor, Tensor]]:
     """Documents as rows of their own, together with others of about the same length.
 
     Args:
         documents: `[rows, time]`, -1 for padding.
+        alike: only those of the same length together, for a rule that would look at what follows a shorter one.
 
     Returns:
         For each batch: `places` in the flattened `[rows * time]`, and which of them are real, `[documents, longest]`,
@@ -122,7 +123,7 @@ def document_batches(documents: Tensor) -> list[tuple[Tensor, Tensor]]:
     batches = []
     while len(lengths):
         longest = int(lengths[0])
-        count = int((lengths * 2 >= longest).sum())
+        count = int((lengths * (1 if alike else 2) >= longest).sum())
         column = torch.arange(longest)
         inside = column < lengths[:count, None]
         batches.append((starts[:count, None] + column.minimum(lengths[:count, None] - 1), inside))

@@ -46,6 +46,8 @@ class CacheFormerConfig(CacheFormerSettings, ShimConfig):
         tied: keys, rotated, are values too, as published.
         local_norm, global_norm: LayerNorm on the tokens' and on the compressed keys and values.
         tie_word_embeddings: the head is the embedding (with a bias of its own).
+        segment_tokens: tokens of a row when it is trained from scratch and evaluated in rows (the paper's n). The model
+            reads texts of any length.
     """
 
     model_type = "cacheformer"
@@ -62,6 +64,7 @@ class CacheFormerConfig(CacheFormerSettings, ShimConfig):
     local_norm: bool = True
     global_norm: bool = True
     tie_word_embeddings: bool = False
+    segment_tokens: int = 1024
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None

@@ -271,13 +271,21 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
                 "A cache carries no gradient: decode under torch.no_grad(), or leave use_cache and past_key_values out."
             )
         if passed is None or is_blank(passed):
-            devices = [next(layer.parameters()).device for layer in self.layers]
-            return CacheFormerCache(self.options, rows, self.dtype, devices)
+            return self.new_cache(rows)
         assert isinstance(passed, CacheFormerCache)
         if passed.states[0].options != self.options or len(passed) != len(self.layers):
             raise ValueError("This cache was made by a model with another configuration.")
         passed.match_rows(rows)
         return passed
+
+    def new_cache(self, rows: int) -> CacheFormerCache:
+        """An empty cache for a batch of documents.
+
+        Raises:
+            ValueError: `selection="paper_block"`, which chooses with tokens that do not exist yet.
+        """
+        devices = [next(layer.parameters()).device for layer in self.layers]
+        return CacheFormerCache(self.options, rows, self.dtype, devices)
 
 
 class CacheFormerForCausalLM(CacheFormerPreTrainedModel, GenerationMixin):
