@@ -246,7 +246,8 @@ def write_markdown(report: dict[str, Any], path: Path) -> None:
         f"Commit {about['commit']}, {about['date']}; {about['machine']}, threads: {about['threads']}; "
         f"{about['versions']}. Base {about['base']}, text {about['text']}, {size}"
         f"{about['segment_tokens']} tokens a segment. Process memory counts from segment {SETTLED} while reading, from "
-        "the first step while decoding; the store is what is kept of closed segments, the whole memory has the open one too. "
+        "the first step while decoding; the store is what is kept of closed segments, the whole memory has the "
+        "open one too. "
         "Times are medians of the first and the last tenth of the steps; wall times depend on what else was running.",
         "",
         "| dtype | phase | steps | finite | process MiB: start, highest, end | store KiB | whole memory KiB "
