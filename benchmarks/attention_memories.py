@@ -1,6 +1,6 @@
 """Infini-attention and gated attention beside full causal attention: time, peak memory, pairs of query and key read.
 
-    python benchmarks/attention_memories.py            # 10 minutes on two CPU cores
+    python benchmarks/attention_memories.py
     python benchmarks/attention_memories.py --quick    # short texts and windows, to see that it runs
 
 12 heads of 64, one row, float32, no gradients; full attention is torch's own fused one, and Infini-attention reads four

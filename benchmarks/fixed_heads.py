@@ -1,6 +1,6 @@
 """Memory of gated attention whose heads are fixed: what is held after so many tokens, by how many heads see everything.
 
-    python benchmarks/fixed_heads.py            # 10 minutes on two CPU cores
+    python benchmarks/fixed_heads.py
     python benchmarks/fixed_heads.py --quick    # a short text, to see that it runs
 
 A Llama of 4 layers with 12 heads of 64 and random weights, which make no difference to memory; every layer is gated,
