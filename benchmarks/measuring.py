@@ -49,9 +49,10 @@ def ratio(times: dict[str, list[float]], name: str, over: str) -> dict[str, floa
     return {"ratio": median, "low": low, "high": high, "seconds": statistics.median(times[name])}
 
 
-def shown(found: dict[str, float]) -> str:
+def shown(found: dict[str, float], digits: int = 2) -> str:
     """A ratio and its spread, as tables show it."""
-    return f"{found['ratio']:.2f} ({found['low']:.2f} - {found['high']:.2f})"
+    ratio, low, high = (f"{found[name]:.{digits}f}" for name in ("ratio", "low", "high"))
+    return f"{ratio} ({low} - {high})"
 
 
 def peak_extra(run: Callable[[], Any], device: str = "cpu") -> int:

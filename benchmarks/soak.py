@@ -1,10 +1,11 @@
 """Read a million tokens and decode ten thousand more: do memory and time stay flat, and are all numbers finite?
 
-    python benchmarks/soak.py  # both dtypes, on one core: about ten minutes
+    python benchmarks/soak.py  # Neurocache, both dtypes, on one core: about ten minutes
+    python benchmarks/soak.py --method infini_attention --dtype float32
     python benchmarks/soak.py --tokens 60000 --decode 1000 --dtype float32 --out /tmp/soak
 
-The adapter is untrained, but its gates are open and its LoRA is not zero, so that every part of the branch runs. Each
-of several dtypes runs in a process of its own. Results: soak.json, soak.md and soak.png in the folder `--out`.
+The adapter is untrained, but its gates are open and its LoRA is not zero, so that every part of the method runs. Each
+of several dtypes runs in a process of its own. Results: soak_METHOD.json, .md and .png in the folder `--out`.
 """
 
 from __future__ import annotations
@@ -37,10 +38,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 
 import cacheformers
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.memories.infini_attention import InfiniState
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTLED = 50  # segments after which memory must be flat
 SAMPLES = 80  # points of memory use over a phase
+METHODS = {
+    "neurocache": cacheformers.NeurocacheAdapterConfig,
+    "memorizing": cacheformers.MemorizingAdapterConfig,
+    "infini_attention": cacheformers.InfiniAttentionAdapterConfig,
+}
 STORIES_SHAPE: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -54,12 +61,13 @@ STORIES_SHAPE: dict[str, Any] = {
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--method", default="neurocache", choices=METHODS)
     parser.add_argument("--base", default="../shared/data/models/stories260K-llama", help="random weights where absent")
     parser.add_argument("--text", default="../shared/data/books/valid.jsonl.gz", help="random ids where absent")
     parser.add_argument("--tokens", type=int, default=1_000_000, help="how many to read")
     parser.add_argument("--decode", type=int, default=10_000, help="how many to decode afterwards, one at a time")
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
-    parser.add_argument("--cache-size", type=int, default=4096)
+    parser.add_argument("--cache-size", type=int, default=4096, help="entries, of methods that retrieve")
     parser.add_argument("--segment", type=int, default=256)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
@@ -75,9 +83,10 @@ def load_base(path: str, dtype: torch.dtype) -> PreTrainedModel:
 def open_model(arguments: argparse.Namespace, dtype: str) -> PeftModel:
     """A base with an untrained adapter whose every part shows in the logits; entries have the base's dtype."""
     torch.manual_seed(0)
-    config = cacheformers.NeurocacheAdapterConfig(
-        cache_size=arguments.cache_size, segment_tokens=arguments.segment, cache_dtype=dtype
-    )
+    options: dict[str, Any] = {"segment_tokens": arguments.segment}
+    if arguments.method != "infini_attention":
+        options |= {"cache_size": arguments.cache_size, "cache_dtype": dtype}
+    config = METHODS[arguments.method](**options)
     model = get_peft_model(load_base(arguments.base, getattr(torch, dtype)), config)
     for name, parameter in model.named_parameters():
         if "lora_mem_gate" in name:
@@ -105,6 +114,14 @@ def tokens_of(arguments: argparse.Namespace, vocab_size: int) -> Tensor:
     return torch.tensor(ids * repeats)[None, : arguments.tokens]
 
 
+def stored(memory: MemoryCache) -> list[Tensor]:
+    """What a memory keeps of closed segments: entries, or M and z."""
+    state = memory.state
+    if isinstance(state, InfiniState):
+        return [tensor for held in state.held.values() for tensor in (held.matrix, held.norm)]
+    return [tensor for ring in state.rings.values() for tensor in (ring.keys, ring.values) if tensor is not None]
+
+
 class Record:
     """Time of every step, and memory use now and then."""
 
@@ -127,14 +144,14 @@ class Record:
         self.done += 1
         self.finite = self.finite and bool(torch.isfinite(logits).all())
         if self.done % self.every == 0 or self.done in (1, SETTLED):
-            rings = memory.state.rings.values()
-            self.finite = self.finite and all(bool(torch.isfinite(ring.keys).all()) for ring in rings)
+            store = stored(memory)
+            self.finite = self.finite and all(bool(torch.isfinite(tensor).all()) for tensor in store)
             self.memory.append(
                 {
                     "step": self.done,
                     "tokens": self.first_token + self.done * self.tokens_a_step,
                     "process_mib": round(self.process.memory_info().rss / 2**20, 2),
-                    "store_kib": round(sum(ring.nbytes for ring in rings) / 2**10, 1),
+                    "store_kib": round(sum(tensor.nbytes for tensor in store) / 2**10, 1),
                     "memory_kib": round(memory.nbytes / 2**10, 1),
                 }
             )
@@ -211,7 +228,8 @@ def circumstances(arguments: argparse.Namespace) -> dict[str, Any]:
         "versions": ", ".join(" ".join(pair) for pair in versions.items()),
         "base": Path(arguments.base).name if Path(arguments.base).is_dir() else "random, shape of stories260K",
         "text": Path(arguments.text).name if Path(arguments.text).is_file() else "random ids",
-        "cache_size": arguments.cache_size,
+        "method": arguments.method,
+        **({} if arguments.method == "infini_attention" else {"cache_size": arguments.cache_size}),
         "segment_tokens": arguments.segment,
         "threads": arguments.threads,
     }
@@ -219,15 +237,17 @@ def circumstances(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def write_markdown(report: dict[str, Any], path: Path) -> None:
     about = report["circumstances"]
+    size = f"m = {about['cache_size']:,}, " if "cache_size" in about else ""
     lines = [
-        "# Soak: long reading and decoding",
+        f"# Soak: long reading and decoding, {about['method']}",
         "",
         f"`{about['command']}`",
         "",
         f"Commit {about['commit']}, {about['date']}; {about['machine']}, threads: {about['threads']}; "
-        f"{about['versions']}. Base {about['base']}, text {about['text']}, m = {about['cache_size']:,}, "
+        f"{about['versions']}. Base {about['base']}, text {about['text']}, {size}"
         f"{about['segment_tokens']} tokens a segment. Process memory counts from segment {SETTLED} while reading, from "
-        "the first step while decoding; the store is the ring of entries, the whole memory also the open segment. "
+        "the first step while decoding; the store is what is kept of closed segments, the whole memory has the "
+        "open one too. "
         "Times are medians of the first and the last tenth of the steps; wall times depend on what else was running.",
         "",
         "| dtype | phase | steps | finite | process MiB: start, highest, end | store KiB | whole memory KiB "
@@ -251,7 +271,7 @@ def write_markdown(report: dict[str, Any], path: Path) -> None:
                 f"{cpu[0]:.2f}, {cpu[-1]:.2f}",
             ]
             lines.append(f"| {' | '.join(cells)} |")
-    path.write_text("\n".join([*lines, "", "![Memory and time](soak.png)", ""]), encoding="utf-8")
+    path.write_text("\n".join([*lines, "", f"![Memory and time]({path.stem}.png)", ""]), encoding="utf-8")
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
@@ -284,6 +304,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
 def main() -> None:
     arguments = parse_arguments()
     arguments.out.mkdir(parents=True, exist_ok=True)
+    out = arguments.out / f"soak_{arguments.method}"
     report: dict[str, Any] = {"circumstances": circumstances(arguments), "results": {}}
     for dtype in arguments.dtype:
         if len(arguments.dtype) == 1:
@@ -291,10 +312,10 @@ def main() -> None:
         else:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 report["results"][dtype] = pool.apply(soak, (arguments, dtype))
-        (arguments.out / "soak.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        write_markdown(report, arguments.out / "soak.md")
-        plot(report, arguments.out / "soak.png")
-    print((arguments.out / "soak.md").read_text(encoding="utf-8"))
+        out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_markdown(report, out.with_suffix(".md"))
+        plot(report, out.with_suffix(".png"))
+    print(out.with_suffix(".md").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

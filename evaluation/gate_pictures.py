@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from cacheformers.evaluation.plots import COLOURS, GREY, beside, can_draw, new_figure
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PAGE = """<!DOCTYPE html>
@@ -52,9 +53,41 @@ def share_map(layers: Sequence[int], shares: Tensor) -> Figure:
     return figure
 
 
-def by_layer(means: dict[int, Tensor], gate_per: str) -> Figure:
-    """The mean gate of each layer as a bar, and of each of its heads as a dot."""
-    figure, (axes,) = new_figure("Mean gate by layer", ["0: window alone, 1: everything"])
+def share_history(log: Sequence[Mapping[str, Any]]) -> Figure:
+    """How heads' shares moved in training: mean and range by step, and how many heads were in each tenth.
+
+    Args:
+        log: entries with `step`, `share_mean`, `share_min`, `share_max` and `share_histogram`.
+    """
+    figure, (above, below) = new_figure("Share of the memory in training", ["sigmoid(beta)", "heads"], sharex=False)
+    steps = [entry["step"] for entry in log]
+    lowest, highest = ([entry[f"share_{name}"] for entry in log] for name in ("min", "max"))
+    above.fill_between(steps, lowest, highest, color=COLOURS[5], alpha=0.5, label="all heads")
+    above.plot(steps, [entry["share_mean"] for entry in log], color=COLOURS[0], label="mean")
+    above.set(xlabel="step", ylim=(0, 1))
+    above.legend(frameon=False)
+    histograms_beside(below, {f"step {entry['step']}": entry["share_histogram"] for entry in (log[0], log[-1])})
+    return figure
+
+
+def histograms_beside(axes: Axes, counts: Mapping[str, Sequence[int]]) -> None:
+    """Bars for the tenths from 0 to 1, those of several histograms beside each other."""
+    width = 0.8 / len(counts)  # of a bar, in tenths
+    for number, (name, bars) in enumerate(counts.items()):
+        places = [(tenth + 0.5 + beside(number, len(counts), 0.8 - width)) / len(bars) for tenth in range(len(bars))]
+        axes.bar(places, bars, width=width / len(bars), color=COLOURS[number % 8], label=name)
+    axes.set(xlabel="0: window or local attention, 1: everything or memory", xlim=(0, 1))
+    axes.legend(frameon=False)
+
+
+def by_layer(means: Mapping[int, Tensor], gate_per: str, histogram: Sequence[int]) -> Figure:
+    """The mean gate of each layer as a bar, of each of its heads as a dot; and how many gates are in each tenth.
+
+    Args:
+        means: by layer, `[channels]`.
+        histogram: gates of all layers in each tenth from 0 to 1.
+    """
+    figure, (axes, below) = new_figure("Gates", ["mean by layer", "gates of tokens"], sharex=False)
     for place, mean in enumerate(means.values()):
         axes.bar(place, float(mean.mean()), color=COLOURS[5])
         if len(mean) > 1:
@@ -64,6 +97,7 @@ def by_layer(means: dict[int, Tensor], gate_per: str) -> Figure:
     axes.set_ylim(0, 1)
     axes.set_xticks(range(len(means)), [str(layer) for layer in means])
     axes.set_xlabel("layer" if gate_per == "layer" else f"layer (dots: one a {gate_per.replace('_', ' ')})")
+    histograms_beside(below, {"all layers": histogram})
     return figure
 
 

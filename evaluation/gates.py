@@ -3,9 +3,10 @@
     python -m cacheformers.evaluation.gates runs/infini_attention --output runs/gates
     python -m cacheformers.evaluation.gates runs/gated_attention --text book.txt --output runs/gates
 
-Infini-attention: sigmoid(beta) of every layer and head (the paper's figure 3). Gated attention: the mean gate of each
-layer over texts, and the texts as pages in which every token has the colour of its gate; with --fix_heads the means
-decide for good which heads see everything (as in DuoAttention), and --save writes the model that comes of it.
+Infini-attention: sigmoid(beta) of every layer and head (the paper's figure 3), and how they moved where the folder has
+the log of its training. Gated attention: the mean gate of each layer over texts, how many gates are in each tenth from
+0 to 1, and the texts as pages in which every token has the colour of its gate; with --fix_heads the means decide for
+good which heads see everything (as in DuoAttention), and --save writes the model that comes of it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from cacheformers.adapters.folders import new_folder
-from cacheformers.evaluation.gate_pictures import by_layer, page, save_figure, share_map
+from cacheformers.evaluation.gate_pictures import by_layer, page, save_figure, share_history, share_map
 from cacheformers.evaluation.remembering import own_tokenizer
 from cacheformers.evaluation.texts import raw_text
 from cacheformers.modeling.attach import active_memories, active_options, find_decoder, new_memory, unwrap
@@ -114,12 +115,16 @@ def shares(model: nn.Module) -> Tensor:
 
 
 def draw_shares(given: argparse.Namespace, model: nn.Module, options: InfiniAttentionOptions) -> None:
-    """Write shares.json and shares.png."""
+    """Write shares.json and shares.png; and shares_history.png, where training left its log."""
     found = shares(model)
     print(f"Share of the memory: mean {found.mean():.3f}, {found.min():.3f} to {found.max():.3f}")
     result = {"model": given.model, "layers": list(options.layers), "shares": found.tolist()}
     write_json(given.output / "shares.json", result)
     save_figure(given.output / "shares.png", lambda: share_map(options.layers, found))
+    training = Path(given.model) / "train_result.json"
+    if training.is_file():
+        log = [entry for entry in json.loads(training.read_text(encoding="utf-8"))["log"] if "share_histogram" in entry]
+        save_figure(given.output / "shares_history.png", lambda: share_history(log))
 
 
 # Gated attention
@@ -140,7 +145,9 @@ def draw_gates(given: argparse.Namespace, model: nn.Module, options: GatedAttent
     texts = [read_text(model, options, tokenizer, path, given.tokens or most) for path in given.text]
     means = mean_gates(texts)
     threshold = options.threshold or 0.5
-    closed = closed_share(texts, threshold)
+    every = counted_gates(texts)
+    closed = float((every < threshold).double().mean())
+    histogram = torch.histc(every.float(), 10, 0.0, 1.0).int().tolist()
     for layer, mean in means.items():
         print(f"layer {layer}: mean gate {', '.join(f'{value:.3f}' for value in mean.tolist())}")
     print(f"{closed:.1%} of the gates are below {threshold:g}.")
@@ -151,6 +158,7 @@ def draw_gates(given: argparse.Namespace, model: nn.Module, options: GatedAttent
         "means": {layer: mean.tolist() for layer, mean in means.items()},
         "threshold": threshold,
         "below_threshold": closed,
+        "histogram": histogram,
         "texts": [as_dict(text) for text in texts],
     }
     if given.save is not None:
@@ -160,7 +168,7 @@ def draw_gates(given: argparse.Namespace, model: nn.Module, options: GatedAttent
         heads = sum(map(len, far_heads.values()))
         print(f"{heads} of {len(far_heads) * options.base.kv_heads} kv heads see everything: {given.save}")
     write_json(given.output / "gates.json", result)
-    save_figure(given.output / "gates.png", lambda: by_layer(means, options.gate_per))
+    save_figure(given.output / "gates.png", lambda: by_layer(means, options.gate_per, histogram))
     for number, text in enumerate(texts):
         values = token_means(text)
         file = given.output / f"text_{number}.html"
@@ -206,10 +214,9 @@ def mean_gates(texts: list[ReadText]) -> dict[int, Tensor]:
     }
 
 
-def closed_share(texts: list[ReadText], threshold: float) -> float:
-    """The share of the counted tokens' gates that are below a threshold."""
-    gates = torch.cat([layer[:, text.counted].flatten() for text in texts for layer in text.gates.values()])
-    return float((gates < threshold).double().mean())
+def counted_gates(texts: list[ReadText]) -> Tensor:
+    """The gates of all counted tokens, heads and layers in one row."""
+    return torch.cat([layer[:, text.counted].flatten() for text in texts for layer in text.gates.values()])
 
 
 def token_means(text: ReadText) -> Tensor:

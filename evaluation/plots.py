@@ -163,12 +163,12 @@ def panels_for(runs: dict[str, Run], title: str) -> tuple[Figure, list[Axes]]:
     return figure, panels
 
 
-def new_figure(title: str, labels: Sequence[str]) -> tuple[Figure, list[Axes]]:
+def new_figure(title: str, labels: Sequence[str], sharex: bool = True) -> tuple[Figure, list[Axes]]:
     """A figure with a panel a label, without pyplot: no window and no global setting is touched."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 2 + 2.5 * len(labels)), dpi=150, layout="constrained")
-    panels = list(figure.subplots(len(labels), sharex=True, squeeze=False)[:, 0])
+    panels = list(figure.subplots(len(labels), sharex=sharex, squeeze=False)[:, 0])
     panels[0].set_title(title)
     for axes, label in zip(panels, labels, strict=True):
         axes.set_ylabel(label)

@@ -54,6 +54,13 @@ def test_shares_of_infini_attention(save, capsys):
     assert result["layers"] == [0, 2] and len(result["shares"][0]) == 4
     assert "Share of the memory: mean" in capsys.readouterr().out
 
+    log = [
+        {"step": step, "share_mean": 0.5, "share_min": 0.4, "share_max": 0.6, "share_histogram": [0, 8] + [0] * 8}
+        for step in (1, 2)
+    ]
+    (adapter / "train_result.json").write_text(json.dumps({"log": log}))
+    assert (draw(adapter) / "shares_history.png").is_file()
+
 
 @pytest.mark.parametrize("gate_per", ["layer", "head"])
 def test_gates_of_a_text(save, gate_per):
@@ -77,6 +84,8 @@ def test_gates_of_a_text(save, gate_per):
         expected = gates[layer][0, :, 6:].mean(1)
         torch.testing.assert_close(torch.tensor(result["means"][str(layer)]), expected, atol=1e-5, rtol=1e-5)
     every = torch.cat([layer[0, :, 6:].flatten() for layer in gates.values()])
+    assert sum(result["histogram"]) == 2 * len(every)
+    assert sum(result["histogram"][:5]) == 2 * int((every < 0.5).sum())
     assert result["below_threshold"] == pytest.approx(float((every < 0.5).double().mean()))
 
     shown = (out / "text_0.html").read_text().partition("<main>")[2].partition("</main>")[0]

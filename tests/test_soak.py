@@ -14,14 +14,17 @@ TOLERANCE_MIB = 8.0
 
 
 @pytest.mark.slow
-def test_memory_is_flat_and_all_is_finite(tmp_path: Path) -> None:
-    options = ["--tokens", "40000", "--decode", "600", "--dtype", "bfloat16", "--out", str(tmp_path)]
+@pytest.mark.parametrize(
+    ("method", "dtype", "entries"), [("neurocache", "bfloat16", [4096]), ("infini_attention", "float32", [])]
+)
+def test_memory_is_flat_and_all_is_finite(tmp_path, method, dtype, entries):
+    options = ["--tokens", "40000", "--decode", "600", "--dtype", dtype, "--method", method, "--out", str(tmp_path)]
     subprocess.run([sys.executable, "benchmarks/soak.py", *options], cwd=ROOT, check=True)
-    result = json.loads((tmp_path / "soak.json").read_text(encoding="utf-8"))["results"]["bfloat16"]
+    result = json.loads((tmp_path / f"soak_{method}.json").read_text(encoding="utf-8"))["results"][dtype]
     assert result["tokens_read"] == 40_600
-    assert result["entries"] == [4096]
+    assert result["entries"] == entries
     for phase in ("reading", "decoding"):
         start, highest, _ = result[phase]["process_mib_start_highest_end"]
         assert highest - start < TOLERANCE_MIB, phase
         assert result[phase]["finite"], phase
-    assert (tmp_path / "soak.md").is_file()
+    assert (tmp_path / f"soak_{method}.md").is_file()

@@ -14,6 +14,7 @@ from peft import PeftConfig
 from recipe import adapter_weights, make_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import cacheformers
 from cacheformers import train_adapt
 from cacheformers.evaluation.perplexity import held_out, token_nats
 from cacheformers.evaluation.readers import Forgetting, Remembering
@@ -114,6 +115,25 @@ def test_a_checkpoint_knows_the_methods_options(folder, capsys):
     with pytest.raises(SystemExit):
         train_adapt.main(arguments(folder, "infini_attention", "--rule=delta", "--resume"))
     assert "rule ('linear' in the checkpoint, 'delta' here)" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_where_the_sparsity_term_ends_in_training(folder):
+    """A short run from gates of 0.62: with the plus they go to 0 or 1, with the report's sign to 0.5."""
+    distance = {}
+    for sign in ("+", "paper"):
+        more = ("--gate_bias=0.5", "--mean_weight=0", "--sparsity_weight=5", f"--sparsity_sign={sign}", "--steps=60")
+        rate = ("--memory_rate=0.1", "--lora_rate=1e-3", "--no_plots")
+        train_adapt.main(arguments(folder, "gated_attention", *more, *rate, output=f"sign_{sign}"))
+        model = AutoModelForCausalLM.from_pretrained(folder / f"sign_{sign}").eval()
+        ids = AutoTokenizer.from_pretrained(folder / "base")(make_text(64, 3), return_tensors="pt").input_ids
+        memory = cacheformers.new_memory(model, 1)
+        with torch.no_grad():
+            model(ids, past_key_values=memory)
+        gates = torch.cat([layer[0, :, 6:].flatten() for layer in memory.state.last.gates.values()])
+        distance[sign] = (gates - 0.5).abs()
+    assert float(distance["+"].mean()) > 0.4
+    assert float(distance["paper"].mean()) < 0.1
 
 
 def test_shares_and_gates_move_at_their_own_rates(folder):

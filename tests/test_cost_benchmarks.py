@@ -1,0 +1,42 @@
+"""The commands that measure attention with memories, on texts so short that only counts and bytes say anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def measured(name: str, folder: Path) -> list[dict[str, Any]]:
+    command = [sys.executable, f"benchmarks/{name}.py", "--quick", "--output", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    assert {path.name for path in folder.iterdir()} == {f"{name}.json", f"{name}.md", f"{name}.png"}
+    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+
+
+@pytest.mark.slow
+def test_nothing_far_is_read_where_gates_are_closed(tmp_path):
+    rows = {(row["attention"], row["tokens"]): row for row in measured("attention_memories", tmp_path)}
+    for tokens in (512, 1024):
+        assert {name for name, length in rows if length == tokens} > {"full", "Infini"}
+        every, some, none = (rows[f"gated, {closed}% closed", tokens] for closed in (0, 80, 100))
+        assert every["skipped_share"] == 0 and none["skipped_share"] == 1 and none["far_pairs"] == 0
+        assert some["skipped_share"] == pytest.approx(0.8, abs=0.1)
+        assert some["far_pairs"] < 0.3 * every["far_pairs"]
+        assert every["near_pairs"] == some["near_pairs"] == none["near_pairs"]
+
+
+@pytest.mark.slow
+def test_heads_with_a_window_hold_no_more_than_it(tmp_path):
+    whole, half, quarter, none = measured("fixed_heads", tmp_path)
+    sizes = [row["samples"][-1]["state_bytes"] for row in (whole, half, quarter, none)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] < 0.2 * sizes[0]
+    assert len({sample["state_bytes"] for sample in none["samples"][1:]}) == 1
+    assert whole["far_pairs"] == 2 * half["far_pairs"] == 4 * quarter["far_pairs"] and none["far_pairs"] == 0
