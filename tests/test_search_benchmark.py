@@ -36,6 +36,16 @@ def test_reports_have_their_fields(tmp_path: Path) -> None:
     assert result["entries"] == 2000 and result["recall"] > 0.5 and result["ratio"] > 0
 
 
+def test_another_search_must_be_worth_it() -> None:
+    assert calibrate.fastest({"exact": 1.0, "faiss": 0.95}) == "exact"
+    assert calibrate.fastest({"exact": 1.0, "faiss": 0.8}) == "faiss"
+
+
+def test_shipped_table_names_what_there_is() -> None:
+    rows = json.loads(choice.SHIPPED_TABLE.read_text(encoding="utf-8"))["rows"]
+    assert rows and {row["fastest"] for row in rows} <= {"exact", "faiss"}
+
+
 def test_calibration_decides_what_auto_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "cache" / "fastest.json"
     sizes = ["--queries", "1", "20", "--entries", "300", "--width", "16", "--repeats", "1"]
