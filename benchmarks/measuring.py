@@ -98,7 +98,8 @@ def multiplies_bfloat16(device: str = "cpu") -> bool:
 def about(device: str = "cpu") -> dict[str, Any]:
     """What a result needs to be repeated: command, commit, versions, machine."""
     facts = environment(torch.device(device))
-    found = {"command": " ".join(["python", *sys.argv]), "processor": processor(), **facts}
+    script = f"benchmarks/{Path(sys.argv[0]).name}"
+    found = {"command": " ".join(["python", script, *sys.argv[1:]]), "processor": processor(), **facts}
     return found | ({"faiss": importlib.import_module("faiss").__version__} if find_spec("faiss") else {})
 
 
