@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 32 << 20
 # faiss asks for this many training points a centroid.
 POINTS_PER_CENTROID = 39
-# How many lists of an inverted file are searched: the root of their number, but at least so many.
+# How many lists of an inverted file are searched: half the root of their number, but at least so many.
 MIN_LISTS = 8
 # How many nodes of a graph index are kept while it is walked; faiss's own default of 16 loses a tenth of the hits.
 GRAPH_CANDIDATES = 128
@@ -240,7 +240,7 @@ def _parameters(faiss: Any, index: Any, selector: Any) -> Any:
         inner = _parameters(faiss, index.base_index, selector)
         return faiss.IndexRefineSearchParameters(base_index_params=inner, k_factor=4)
     if isinstance(index, faiss.IndexIVF):
-        lists = min(max(math.ceil(math.sqrt(index.nlist)), MIN_LISTS), index.nlist)
+        lists = min(max(math.ceil(math.sqrt(index.nlist) / 2), MIN_LISTS), index.nlist)
         return faiss.SearchParametersIVF(sel=selector, nprobe=lists)
     if isinstance(index, faiss.IndexHNSW):
         return faiss.SearchParametersHNSW(sel=selector, efSearch=GRAPH_CANDIDATES)
