@@ -216,28 +216,36 @@ def approximate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Ratios over the number of entries."""
+    """Ratios over the number of entries: a column for each number of queries, a row for each store and k."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         print("matplotlib is not installed: no plot.")
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(9, 6))
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for row in report["rows"]:
-        if row["ratio"] is not None:
-            name = "{back_end}, {dtype}, {queries} queries, width {width}, k {topk}".format(**row)
-            lines.setdefault(name, []).append((row["entries"], row["ratio"]))
-    for name, points in lines.items():
-        axis.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
-    axis.set(xscale="log", yscale="log", xlabel="entries", ylabel="time over that of one matrix product")
-    axis.grid(alpha=0.3)
-    if lines:
-        axis.legend(fontsize=6)
-    figure.tight_layout()
+    rows = [row for row in report["rows"] if row["ratio"] is not None]
+    down = sorted({(row["dtype"], row["topk"]) for row in rows}, reverse=True)
+    across = sorted({row["queries"] for row in rows})
+    names = sorted({row["back_end"] for row in rows})
+    if not rows:
+        return
+    figure = Figure(figsize=(4 * len(across) + 2, 3 * len(down)), layout="constrained")
+    panels = figure.subplots(len(down), len(across), squeeze=False, sharex=True, sharey=True)
+    for (dtype, topk), line in zip(down, panels, strict=True):
+        for queries, axes in zip(across, line, strict=True):
+            chosen = [row for row in rows if (row["dtype"], row["topk"], row["queries"]) == (dtype, topk, queries)]
+            for color, width in enumerate(sorted({row["width"] for row in rows})):
+                for name, style in zip(names, ("-", "--", ":", "-."), strict=False):
+                    found = [row for row in chosen if (row["width"], row["back_end"]) == (width, name)]
+                    points = sorted((row["entries"], row["ratio"]) for row in found)
+                    if points:
+                        label = f"{name}, width {width:,}"
+                        axes.plot(*zip(*points, strict=True), style, marker="o", color=f"C{color}", label=label)
+            axes.axhline(1, color="black", linewidth=0.8)
+            axes.set(xscale="log", yscale="log", title=f"{queries:,} queries, {dtype}, k {topk}")
+            axes.grid(alpha=0.3)
+    figure.supxlabel("entries")
+    figure.supylabel("time over that of one matrix product")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     figure.savefig(path, dpi=100)
 
 
