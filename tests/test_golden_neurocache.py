@@ -15,7 +15,9 @@ from cacheformers.modeling.attach import unwrap
 sys.path.append(str(Path(__file__).parent))
 from golden import Fixture, Seen, adapted, cases, load, trained, watch
 
-ENTRIES = 1e-6
+# Entries reach 3.5. Recorded ones are 3e-6 from float64, and so are ours: which way depends on the processor.
+# The advised 1e-6 holds on some; 2.2e-6 was seen on one with AVX2.
+ENTRIES = 5e-6
 GRADIENTS = 1e-5
 REAL_SCORE = -5e7  # empty slots score about -1e8
 
