@@ -15,9 +15,9 @@ from cacheformers.modeling.attach import unwrap
 sys.path.append(str(Path(__file__).parent))
 from golden import Fixture, Seen, adapted, cases, load, trained, watch
 
-# Entries reach 3.5. Recorded ones are 3e-6 from float64, and so are ours: which way depends on the processor.
-# The advised 1e-6 holds on some; 2.2e-6 was seen on one with AVX2.
-ENTRIES = 5e-6
+# Of the greatest recorded entry (3 to 4.4). Recorded entries and ours are both 3e-6 from float64's; which way depends on
+# the processor: between two of them 2.2e-6 was seen.
+ENTRIES = 1e-6
 GRADIENTS = 1e-5
 REAL_SCORE = -5e7  # empty slots score about -1e8
 
@@ -27,6 +27,10 @@ def close(name: str, ours: Tensor, golden: Tensor, bound: float) -> None:
     assert ours.shape == golden.shape, name
     difference = float((ours.float() - golden.float()).abs().max())
     assert difference <= bound, f"{name} differs by {difference}"
+
+
+def close_entries(name: str, ours: Tensor, golden: Tensor) -> None:
+    close(name, ours, golden, ENTRIES * max(1.0, float(golden.abs().max())))
 
 
 @torch.no_grad()
@@ -63,7 +67,7 @@ def check_entries(fixture: Fixture, segment: int, when: str, state) -> None:
     for number, layer in enumerate(fixture.storing_layers):
         label = f"seg{segment}.cache{number}."
         if label + "key_db_" + when in fixture.tensors:
-            close(label + when, state.keys[layer], fixture.tensors[label + "key_db_" + when], ENTRIES)
+            close_entries(label + when, state.keys[layer], fixture.tensors[label + "key_db_" + when])
             assert state.written.tolist() == fixture.tensors[label + "db_index_" + when].tolist()
 
 
@@ -83,11 +87,11 @@ def check_probe(fixture: Fixture, segment: int, seen: Seen) -> None:
     tensors, context = fixture.tensors, fixture.config["context_size"]
     for number, layer in enumerate(fixture.retrieval_map):
         label = f"seg{segment}.retrieval{number}.query"
-        close(label, seen.reading.encoder.encode(seen.hidden[layer]), tensors[label], ENTRIES)
+        close_entries(label, seen.reading.encoder.encode(seen.hidden[layer]), tensors[label])
         label = f"seg{segment}.retrieved"
         if label not in tensors:
             label += f".layer{layer}"
-        close(label, seen.reading.states[layer][:, context - 1 :], tensors[label], ENTRIES)
+        close_entries(label, seen.reading.states[layer][:, context - 1 :], tensors[label])
     for layer in fixture.config["attention_layers"]:
         added = seen.together[layer] - seen.alone[layer]
         for what, ours in (
@@ -180,7 +184,7 @@ def test_generate(base, name, kind):
     assert output.sequences.tolist() == tensors[f"{kind}.sequences"].tolist()
     close("step_logits", torch.stack(output.logits, 1), tensors[f"{kind}.step_logits"], fixture.tolerance)
     (keys,) = output.past_key_values.state.keys.values()
-    close("key_db_after", keys, tensors[f"{kind}.key_db_after"], ENTRIES)
+    close_entries("key_db_after", keys, tensors[f"{kind}.key_db_after"])
     assert output.past_key_values.state.written.tolist() == tensors[f"{kind}.db_index_after"].tolist()
     assert memory.state.written.tolist() == [32, 32]
 
