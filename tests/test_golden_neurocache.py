@@ -15,8 +15,8 @@ from cacheformers.modeling.attach import unwrap
 sys.path.append(str(Path(__file__).parent))
 from golden import Fixture, Seen, adapted, cases, load, trained, watch
 
-# Of the greatest recorded entry (3 to 4.4). Recorded entries and ours are both 3e-6 from float64's; which way depends on
-# the processor: between two of them 2.2e-6 was seen.
+# Of the greatest recorded entry (3 to 4.4). Recorded entries and ours are both 3e-6 from float64's, which way depends
+# on the processor: between two of them 2.2e-6 was seen.
 ENTRIES = 1e-6
 GRADIENTS = 1e-5
 REAL_SCORE = -5e7  # empty slots score about -1e8
