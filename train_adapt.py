@@ -39,7 +39,7 @@ from cacheformers.training.groups import make_groups
 from cacheformers.training.history import History
 from cacheformers.training.loop import ProcessLost, Stopped, TrainingRun, train
 from cacheformers.training.methods import MethodOptions, chosen_options, names, of_other_methods
-from cacheformers.training.optim import make_optimizer, make_schedule, trained_parameters
+from cacheformers.training.optim import freeze_idle_gates, make_optimizer, make_schedule, trained_parameters
 from cacheformers.training.options import RecipeParser
 from cacheformers.training.processes import check_division, check_processes, make_accelerator, prepare, uses_deepspeed
 from cacheformers.training.publishing import HubOptions, check_hub, publish
@@ -221,6 +221,8 @@ def estimated(options: Options) -> Estimate:
 def load_model(plan: Plan) -> Trained:
     """The model as it starts, in training mode; the same in every process."""
     model = plan.subject.make(plan.accelerator, plan.documents, resumed=plan.resumed is not None)
+    if plan.subject.remembers:
+        freeze_idle_gates(model, plan.subject.memory)
     model.train()  # memories that begin now keep what training needs
     return model
 

@@ -11,7 +11,7 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 from peft import PeftConfig
-from recipe import adapter_weights, make_text
+from recipe import adapter_weights, largest_difference, make_text, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cacheformers
@@ -256,3 +256,15 @@ def test_training_with_fixed_heads_goes_on(documents):
     assert PeftConfig.from_pretrained(str(documents / "adapter")).far_heads == {"1": [0]}
     log = [entry for entry in result_of(documents)["log"] if "token_gate_layers" in entry]
     assert log and all(len(entry["token_gate_layers"]) == 1 for entry in log)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+@pytest.mark.parametrize("method", [*METHODS, "fixed heads"])
+def test_two_processes_equal_one_with_twice_the_lanes(documents, method, sharding):
+    fixed = ("--far_heads", "1:0", "2:") if method == "fixed heads" else ()
+    method = "gated_attention" if fixed else method
+    train_adapt.main(arguments(documents, method, "--lanes=4", *fixed, output="alone"))
+    two = arguments(documents, method, "--lanes=4", f"--sharding={sharding}", *fixed)
+    run(two, documents / "two.log", processes=2)
+    assert largest_difference(documents / "adapter", documents / "alone") <= 1e-5

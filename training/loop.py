@@ -149,14 +149,17 @@ def step(run: TrainingRun, stopping: Stopping) -> tuple[float, bool]:
     """
     accelerator = run.accelerator
     batches, targets = next_batches(run)
+    own = [own_targets(group, batch) for group, batch in zip(run.groups, batches, strict=True)]
+    [all_own] = total(accelerator, sum(own))
     nats, suspects = 0.0, []
-    for group, batch in zip(run.groups, batches, strict=True):
+    for group, batch, tokens in zip(run.groups, batches, own, strict=True):
         last = group is run.groups[-1]
         with contextlib.nullcontext() if last else accelerator.no_sync(run.model):
             losses = read_segment(run.model, group, batch, accelerator.device)
             # Gradients are averaged over processes; the loss is a mean over the tokens of all.
             objective = losses.sum() * (accelerator.num_processes / targets)
-            accelerator.backward(objective + own_loss(group) / len(run.groups))
+            share = tokens * accelerator.num_processes / max(all_own, 1)
+            accelerator.backward(objective + own_loss(group) * share)
         rows = losses.detach().sum(1).tolist()
         nats += sum(rows)
         suspects += [document for document, row in zip(batch.documents, rows, strict=True) if not math.isfinite(row)]
@@ -175,15 +178,26 @@ def step(run: TrainingRun, stopping: Stopping) -> tuple[float, bool]:
 
 
 def own_loss(group: Group) -> torch.Tensor | float:
-    """What a method adds to the loss (the gates of gated attention), with its weights in it."""
+    """What a method adds to the loss (the gates of gated attention), weighted: a mean over `own_targets`."""
     loss: torch.Tensor | None = None if group.memory is None else getattr(group.memory.state, "loss", None)
     return 0.0 if loss is None else loss
+
+
+def own_targets(group: Group, batch: Step) -> int:
+    """Over how many tokens of a batch a method's own loss is a mean."""
+    memory = group.memory
+    if memory is None or not hasattr(memory.state, "loss_targets"):
+        return 0
+    return int(memory.state.loss_targets(memory.tokens_read, batch.attention_mask.sum(1).tolist()))
 
 
 def next_batches(run: TrainingRun) -> tuple[list[Step], float]:
     """The next segments that have labels, and how many these are in all processes; those before are only read."""
     while True:
         batches = [group.lanes.step() for group in run.groups]
+        for group, batch in zip(run.groups, batches, strict=True):
+            if group.memory is not None:
+                group.memory.reset(batch.reset.nonzero()[:, 0].tolist())
         targets, tokens = total(
             run.accelerator, sum(batch.targets for batch in batches), sum(batch.tokens for batch in batches)
         )
@@ -198,8 +212,6 @@ def next_batches(run: TrainingRun) -> tuple[list[Step], float]:
 def read_segment(model: nn.Module, group: Group, batch: Step, device: torch.device) -> torch.Tensor:
     """The losses `[rows, tokens]` of a batch of segments; the group's memory has read them afterwards."""
     memory = group.memory
-    if memory is not None:
-        memory.reset(batch.reset.nonzero()[:, 0].tolist())
     longest = int(batch.attention_mask.sum(1).max())  # where all documents end, nothing but padding would follow
     ids, labels, mask = (part[:, :longest] for part in (batch.input_ids, batch.labels, batch.attention_mask))
     output = model(

@@ -9,6 +9,9 @@ from torch.optim import Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_cosine_schedule_with_warmup
 
+from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
+from cacheformers.modeling.memories.gated_attention import GatedAttentionOptions
+
 OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "adafactor": Adafactor}
 
 
@@ -72,6 +75,18 @@ def make_schedule(optimizer: Optimizer, steps: int, warmup_steps: int, done: int
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
     return get_cosine_schedule_with_warmup(optimizer, warmup_steps, steps, last_epoch=done - 1)
+
+
+def freeze_idle_gates(model: nn.Module, memory: object) -> None:
+    """Leave gates of layers with fixed heads untrained: nobody asks them, and DDP would wait for their gradients.
+
+    Args:
+        memory: the options of the model's memory.
+    """
+    if isinstance(memory, GatedAttentionOptions):
+        attentions = attention_modules(find_decoder(unwrap(model)))
+        for layer, _ in memory.far_heads:
+            attentions[layer].get_submodule("memory").requires_grad_(False)
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,11 +50,11 @@ class LocalWindow:
         return self.segment_tokens + self.kept_tokens + self.sink_tokens
 
 
-@dataclass
 class SegmentCall:
     """One forward over new columns in which no row's segment closes: what layers read, and their scratch.
 
-    It reaches the attention modules as the keyword `memory_state`.
+    It reaches the attention modules as the keyword `memory_state`, all of them the same one: no dataclass, because FSDP
+    hands each layer a copy of those.
 
     Attributes:
         memory: the cache that takes up what this forward leaves behind.
@@ -71,19 +71,25 @@ class SegmentCall:
         rotate: turns keys `[rows, heads, columns, d_head]` by `[rows, columns]` positions; None where keys carry none.
     """
 
-    memory: Any
-    reading: Any
-    local: Any
-    real: Tensor
-    open: Tensor
-    visible: Tensor
-    positions: Tensor
-    window_tokens: list[int]
-    earlier: list[Tensor] | None = None
-    keep: int | None = None
-    returned: bool = True
-    rotate: Callable[[Tensor, Tensor], Tensor] | None = None
-    scratch: dict[str, Any] = field(default_factory=dict)
+    def __init__(
+        self,
+        memory: Any,
+        reading: Any,
+        local: Any,
+        real: Tensor,
+        open: Tensor,
+        visible: Tensor,
+        positions: Tensor,
+        window_tokens: list[int],
+    ) -> None:
+        self.memory, self.reading, self.local = memory, reading, local
+        self.real, self.open, self.visible, self.positions = real, open, visible, positions
+        self.window_tokens = window_tokens
+        self.rotate: Callable[[Tensor, Tensor], Tensor] | None = None
+        self.earlier: list[Tensor] | None = None
+        self.keep: int | None = None
+        self.returned = True
+        self.scratch: dict[str, Any] = {}
 
     @property
     def padded(self) -> bool:

@@ -159,6 +159,14 @@ class GatedState(MemoryState):
         """Mean gate of each layer, `[channels]`, over tokens that have something far from them."""
         return {layer: total / max(self.tokens_counted, 1) for layer, total in self.gate_sums.items()}
 
+    def loss_targets(self, read: Sequence[int], new: Sequence[int]) -> int:
+        """How many tokens of the next forward `loss` is a mean over: those with something far.
+
+        Args:
+            read, new: tokens of each row, read before and in that forward.
+        """
+        return sum(max(old + more - max(self.window_tokens, old), 0) for old, more in zip(read, new, strict=True))
+
     def check(self, row: int, columns: Tensor) -> None:
         """Nothing is stored that is not visible already."""
 
