@@ -405,6 +405,7 @@ def test_bad_options(folder, capsys, more, message):
         ("a.yaml", "cachesize: 3", "unknown option 'cachesize': did you mean 'cache_size'?"),
         ("a.yaml", "steps: many", "invalid int value: 'many'"),
         ("a.yaml", "steps: [", "is not valid YAML"),
+        ("a.yaml", "controls: []", "controls has no values: give some, or leave the line out."),
         ("a.yaml", "- steps", "must hold lines"),
         ("a.json", "{}", "is no recipe"),
         ("a.yaml", None, "does not exist"),

@@ -104,12 +104,14 @@ class RecipeParser(HfArgumentParser):
         """A recipe file as command-line arguments, so that both are checked alike.
 
         Raises:
-            FileNotFoundError, ValueError: no such file; not a YAML mapping; a key that is no option.
+            FileNotFoundError, ValueError: no such file; not a YAML mapping; a key that is no option; an empty list.
         """
         arguments: list[str] = []
         for key, value in read_recipe(path).items():
             if key not in self.known():
                 raise ValueError(f"{path}: {self.unknown(str(key))}")
+            if value == []:
+                raise ValueError(f"{path}: {key} has no values: give some, or leave the line out.")
             if isinstance(value, list):
                 arguments += [f"--{key}", *(str(item) for item in value)]
             elif value is not None:
