@@ -2,6 +2,7 @@
 
 python recipes/make_passkeys.py data/passkeys/train.jsonl --tokens 1024 2048 5120
 python recipes/make_passkeys.py data/passkeys/books.jsonl --books ../shared/data/books/train.jsonl.gz
+python recipes/make_passkeys.py data/passkeys/own.jsonl --needle passkey       # the evaluation's words, other keys
 python train_adapt.py recipes/passkey.yaml
 
 Each document hides several codes, each of something else, and asks for all of them at its end. Before the questions
@@ -10,7 +11,8 @@ within a word.) With multiples of the segment, the questions begin a segment of 
 field `answers` says where the answers are, for `train_adapt.py --label_field answers`.
 
 Held out, that is in no document: the introduction, the needles, the questions and the filler of the evaluation, and the
-words "pass key", "magic number" and "secret word".
+words "pass key", "magic number" and "secret word". With --needle nothing is held out but the keys and their places:
+documents are then the evaluation's prompts and their answers, for a model from scratch, which knows no other words.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from cacheformers.evaluation.passkey.filler import Filler, joined
+from cacheformers.evaluation.passkey.filler import REPEAT, Filler, joined, load_filler
+from cacheformers.evaluation.passkey.prompts import Case, PromptMaker
+from cacheformers.evaluation.passkey.wordings import NEEDLES
 from cacheformers.training.base_model import load_tokenizer
 from cacheformers.training.checkpoints import write_text
 from cacheformers.training.sources import load_texts
@@ -35,7 +39,7 @@ INTROS = (
     "What follows is mostly chatter, but it tells codes that will be wanted afterwards.",
 )
 # What is said, and how it is asked for.
-NEEDLES = (
+CODES = (
     ("The code of {name} is {key}. Do not lose it: {key} opens {name}.", "Which code opens {name}? It is"),
     ("Write this down: {name} has the code {key}.", "What code does {name} have? The code is"),
     ("To open {name}, enter {key}.", "What must be entered to open {name}? Enter"),
@@ -64,16 +68,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--tokens", type=int, nargs="+", default=[5120], help="tokens before the questions (default: %(default)s)"
     )
     parser.add_argument("--keys", type=int, default=4, help="codes in each document (default: %(default)s)")
+    parser.add_argument("--needle", choices=sorted(NEEDLES), help="write the evaluation's own prompts with this needle")
+    parser.add_argument(
+        "--asked",
+        type=int,
+        default=1,
+        help="with --needle: ask so often, from the needle to the end",
+    )
+    parser.add_argument(
+        "--deepest",
+        type=float,
+        default=100,
+        help="with --needle: per cent of the filler before it (default: %(default)s)",
+    )
     parser.add_argument("--books", nargs="+", default=[], help="every other document has text of these files as filler")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     options = parser.parse_args(arguments)
     if options.out.exists():
         parser.error(f"{options.out} is there already: remove it, or write another file.")
+    if options.asked < 1 or (options.asked > 1 and not options.needle):
+        parser.error("--asked is how often the question of --needle stands in a document: 1 or more.")
+    if options.needle and options.books:
+        parser.error("--needle takes the evaluation's own filler: leave --books out.")
     if not 1 <= options.keys <= len(NAMES):
         parser.error(f"--keys must be 1 to {len(NAMES)}.")
     try:
         tokenizer = load_tokenizer(options.base)
-        rows = list(documents(tokenizer, options))
+        rows = list((own_prompts if options.needle else documents)(tokenizer, options))
     except (OSError, ValueError) as error:
         parser.error(str(error))
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -93,6 +114,30 @@ def documents(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -
             text = " ".join(random.choice(SENTENCES, 5, replace=False).tolist() * tokens)[: 8 * tokens]
         filler = joined([text], tokenizer, tokens, varied=False)
         yield document(filler, tokenizer, tokens, options.keys, random)
+
+
+def own_prompts(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Prompts of the evaluation, each with its answer; asked and answered before as well, where --asked says so."""
+    filler = load_filler(REPEAT, "text", tokenizer, max(options.tokens))
+    wording = NEEDLES[options.needle]
+    maker = PromptMaker(wording, filler, tokenizer, options.seed)
+    random = np.random.default_rng(options.seed)
+    special = len(tokenizer("").input_ids)  # whoever reads the text puts them there again
+    for number in range(options.documents):
+        case = Case(
+            int(random.choice(options.tokens)), random.uniform(0, options.deepest), number, wording.draw(random)
+        )
+        intro, needle, question = maker.parts(case)
+        room, answer = maker.room(case), f" {case.key}."
+        place = filler.split(0, room, case.depth / 100)
+        answered = [*question, *maker.encode(f"{answer}\n")]
+        ids = [*intro[special:], *filler.ids[:place].tolist(), *needle]
+        for later in sorted(filler.split(place, room, share) for share in random.random(options.asked - 1)):
+            ids += [*filler.ids[place:later].tolist(), *answered]
+            place = later
+        ids += [*filler.ids[place:room].tolist(), *question]
+        text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        yield {"text": text + answer, "answers": [[len(text), len(text) + len(answer)]]}
 
 
 def book_text(text: str, characters: int, random: np.random.Generator) -> str:
@@ -116,7 +161,7 @@ def document(
 
     names = random.choice(NAMES, keys, replace=False).tolist()
     codes = [str(code) for code in random.choice(90_000, keys, replace=False) + 10_000]
-    wordings = [NEEDLES[place] for place in random.integers(len(NEEDLES), size=keys)]
+    wordings = [CODES[place] for place in random.integers(len(CODES), size=keys)]
     intro = encode(f"{random.choice(INTROS)}\n")
     needles = [
         encode("\n" + needle.format(name=name, key=code) + "\n")
