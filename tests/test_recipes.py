@@ -32,7 +32,7 @@ METHODS = sorted((RECIPES / "methods").glob("*.yaml"))
 GIB = 2**30
 # Recipe -> the configuration of its base that ships, the processes and the GPU (GiB) that its header speaks of.
 ESTIMATED = {
-    "demo": ("smollm2-135m", 1, 2),
+    "demo": ("smollm2-135m", 1, 3),
     "llama2_7b_longpile": ("llama-2-7b", 8, 80),
     "mistral_7b_longpile": ("mistral-7b", 8, 80),
     "opt_1.3b_pg19": ("opt-1.3b", 8, 80),
@@ -60,6 +60,7 @@ def test_recipes_name_existing_options(recipe):
 
 def test_recipes_of_methods_differ_by_the_method_alone():
     """All read the same text with the same optimiser, and change the top 8 layers; so does LoRA alone."""
+    above = tuple(f"{layer}.mlp.{name}_proj" for layer in range(22, 30) for name in ("gate", "up", "down"))
     shared, layers = [], []
     base = base_config(str(RECIPES / "base_configs" / "smollm2-135m"))
     for recipe in METHODS:
@@ -67,15 +68,23 @@ def test_recipes_of_methods_differ_by_the_method_alone():
             options = read(recipe, *more)
             check_train_options(options.train, options.run)
             adapter, memory = adapter_config(base, options.train, options.memory)
-            assert options.memory.method == recipe.stem and memory.segment_tokens == 1024
+            assert options.memory.method == recipe.stem and memory.segment_tokens == 512
             check_lengths(options.data, memory)
             ids = torch.zeros(2, dtype=torch.long)
             check_evaluation([HeldOut(ids, 1, "one"), HeldOut(ids, 1, "two")], options.evaluation, memory)
-            layers.append((adapter.layers_to_transform, adapter.r, adapter.lora_alpha))
-        train = replace(read(recipe).train, method="lora", output="", memory_start="copies")
+            if recipe.stem == "windowed":  # a method of all layers, whose LoRA is named layer by layer
+                assert tuple(options.train.lora_targets) == above
+            else:
+                assert options.train.lora_targets is None
+                layers.append((adapter.layers_to_transform, adapter.r, adapter.lora_alpha))
+            if hasattr(memory, "sink_tokens"):
+                window = memory.local_window, memory.window.kept_tokens, memory.window.sink_tokens
+                assert window == ("sliding", 512, 4)
+        train = replace(read(recipe).train, method="lora", output="", memory_start="copies", lora_targets=None)
+        train = replace(train, **dict.fromkeys(("memory_rate", "gate_factor"), 0.0))
         shared.append((read(recipe).model, read(recipe).data, train))
         assert read(recipe).train.output == f"runs/methods_{recipe.stem}"
-    assert len(METHODS) == 4 and layers == [(list(range(22, 30)), 16, 32)] * 8
+    assert len(METHODS) == 5 and layers == [(list(range(22, 30)), 16, 32)] * 8
     assert all(each == shared[0] for each in shared)
 
 
@@ -87,6 +96,7 @@ def test_a_recipe_of_a_method_runs(folder, recipe):
         "infini_attention": ["--layers", "1", "2"],
         "gated_attention": ["--layers", "1", "2", "--window_tokens=6"],
         "cacheformer": ["--layers", "1", "2", "--window_tokens=16", "--topk=2"],
+        "windowed": ["--lora_targets", "down_proj"],
     }[recipe.stem]
     small += [f"--{name}={folder / name}" for name in ("base", "output")]
     small += [f"--{name}={folder / name}.jsonl" for name in ("train", "valid")]
