@@ -133,6 +133,16 @@ def test_bfloat16_store(data: Callable[[int, int, float], Tensor], similarity: s
     assert recall(hits, queries, Entries((everything[-1100:],)), 16, similarity) >= 0.99
 
 
+def test_bfloat16_products_see_distances_far_from_the_origin() -> None:
+    # Lengths are 256 and squared distances 2.5: rounded to 8 bits, the lengths alone would decide who is near.
+    torch.manual_seed(0)
+    centre = 16 * torch.nn.functional.normalize(torch.randn(128), dim=0)
+    queries, stored = (centre + 0.1 * torch.randn(count, 128) for count in (200, 1100))
+    entries = Entries((stored.bfloat16(),))
+    _, hits = get_search("bfloat16")(queries, entries, 16, "l2")
+    assert recall(hits, queries, entries, 16, "l2") >= 0.9
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     similarity=SIMILARITY,
@@ -232,11 +242,14 @@ for asked, count, width, topk, dtype in [
     stored = torch.randn(1000, width).to(dtype).repeat(count // 1000, 1)
     queries, third = torch.randn(asked, width), count // 3
     search(queries[:2], Entries((stored[:500],)), topk, "l2")
-    ctypes.CDLL(None).malloc_trim(0)
-    open("/proc/self/clear_refs", "w").write("5")
-    before = status("VmRSS")
-    search(queries, Entries((stored[third:], stored[:third])), topk, "l2")
-    print((status("VmHWM") - before) / 1024 - asked * topk * 12 / 2**20)
+    extra = []
+    for _ in range(3):  # pages that the system brings in by itself (libraries, swap) come once
+        ctypes.CDLL(None).malloc_trim(0)
+        open("/proc/self/clear_refs", "w").write("5")
+        before = status("VmRSS")
+        search(queries, Entries((stored[third:], stored[:third])), topk, "l2")
+        extra.append((status("VmHWM") - before) / 1024 - asked * topk * 12 / 2**20)
+    print(min(extra))
 """
 
 
