@@ -23,14 +23,14 @@ REAL_SCORE = -5e7  # empty slots score about -1e8
 
 
 @torch.no_grad()
-def close(name: str, ours: Tensor, golden: Tensor, bound: float) -> None:
+def assert_close(name: str, ours: Tensor, golden: Tensor, bound: float) -> None:
     assert ours.shape == golden.shape, name
     difference = float((ours.float() - golden.float()).abs().max())
     assert difference <= bound, f"{name} differs by {difference}"
 
 
-def close_entries(name: str, ours: Tensor, golden: Tensor) -> None:
-    close(name, ours, golden, ENTRIES * max(1.0, float(golden.abs().max())))
+def assert_entries_close(name: str, ours: Tensor, golden: Tensor) -> None:
+    assert_close(name, ours, golden, ENTRIES * max(1.0, float(golden.abs().max())))
 
 
 @torch.no_grad()
@@ -52,14 +52,14 @@ def test_every_segment(base, name):
                 output_hidden_states=segment == probe,
             )
         if f"seg{segment}.logits" in tensors:
-            close(f"seg{segment}.logits", output.logits, tensors[f"seg{segment}.logits"], fixture.tolerance)
+            assert_close(f"seg{segment}.logits", output.logits, tensors[f"seg{segment}.logits"], fixture.tolerance)
         check_entries(fixture, segment, "after", memory.state)
         check_slots(fixture, segment, seen)
         if segment == probe:
             check_probe(fixture, segment, seen)
             for layer, hidden in enumerate(output.hidden_states):
                 label = f"seg{segment}.hidden_states.{layer}"
-                close(label, hidden, tensors[label], fixture.tolerance)
+                assert_close(label, hidden, tensors[label], fixture.tolerance)
 
 
 def check_entries(fixture: Fixture, segment: int, when: str, state) -> None:
@@ -67,7 +67,7 @@ def check_entries(fixture: Fixture, segment: int, when: str, state) -> None:
     for number, layer in enumerate(fixture.storing_layers):
         label = f"seg{segment}.cache{number}."
         if label + "key_db_" + when in fixture.tensors:
-            close_entries(label + when, state.keys[layer], fixture.tensors[label + "key_db_" + when])
+            assert_entries_close(label + when, state.keys[layer], fixture.tensors[label + "key_db_" + when])
             assert state.written.tolist() == fixture.tensors[label + "db_index_" + when].tolist()
 
 
@@ -87,11 +87,11 @@ def check_probe(fixture: Fixture, segment: int, seen: Seen) -> None:
     tensors, context = fixture.tensors, fixture.config["context_size"]
     for number, layer in enumerate(fixture.retrieval_map):
         label = f"seg{segment}.retrieval{number}.query"
-        close_entries(label, seen.reading.encoder.encode(seen.hidden[layer]), tensors[label])
+        assert_entries_close(label, seen.reading.encoder.encode(seen.hidden[layer]), tensors[label])
         label = f"seg{segment}.retrieved"
         if label not in tensors:
             label += f".layer{layer}"
-        close_entries(label, seen.reading.states[layer][:, context - 1 :], tensors[label])
+        assert_entries_close(label, seen.reading.states[layer][:, context - 1 :], tensors[label])
     for layer in fixture.config["attention_layers"]:
         added = seen.together[layer] - seen.alone[layer]
         for what, ours in (
@@ -100,7 +100,7 @@ def check_probe(fixture: Fixture, segment: int, seen: Seen) -> None:
             ("cache_attn_out", added),
         ):
             label = f"seg{segment}.{what}.layer{layer}"
-            close(label, ours, tensors[label], fixture.tolerance)
+            assert_close(label, ours, tensors[label], fixture.tolerance)
 
 
 @torch.no_grad()
@@ -110,7 +110,7 @@ def test_base_without_memory(base, name):
     model = adapted(fixture)
     with model.disable_adapter():
         logits = model(fixture.inputs(len(fixture.meta["segment_lengths"]))).logits
-    close("base_logits_last_seg", logits, fixture.tensors["base_logits_last_seg"], fixture.tolerance)
+    assert_close("base_logits_last_seg", logits, fixture.tensors["base_logits_last_seg"], fixture.tolerance)
 
 
 @pytest.mark.parametrize(("base", "name"), cases("segments"))
@@ -128,8 +128,8 @@ def test_training_step(base, name):
             output = model(ids, past_key_values=memory, use_cache=False, labels=ids)
     output.loss.backward()
 
-    close("train.loss", output.loss, tensors["train.loss"], fixture.tolerance)
-    close("train.logits_last_seg", output.logits, tensors["train.logits_last_seg"], fixture.tolerance)
+    assert_close("train.loss", output.loss, tensors["train.loss"], fixture.tolerance)
+    assert_close("train.logits_last_seg", output.logits, tensors["train.logits_last_seg"], fixture.tolerance)
     for label, parameter in trained(model, fixture).items():
         golden = tensors[f"train.grad.{label}"]
         assert float((parameter.grad - golden).norm() / golden.norm()) <= GRADIENTS, label
@@ -159,7 +159,7 @@ def test_sixteen_bit_entries(base, name):
                 torch.nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
                 for scores in (logits, tensors[f"seg{segment}.logits"])
             ]
-            close(f"loss of segment {segment}", *losses, 1e-2 * float(losses[1]))
+            assert_close(f"loss of segment {segment}", *losses, 1e-2 * float(losses[1]))
     assert float(torch.stack(same).mean()) >= 0.9
 
 
@@ -182,9 +182,9 @@ def test_generate(base, name, kind):
         return_dict_in_generate=True,
     )
     assert output.sequences.tolist() == tensors[f"{kind}.sequences"].tolist()
-    close("step_logits", torch.stack(output.logits, 1), tensors[f"{kind}.step_logits"], fixture.tolerance)
+    assert_close("step_logits", torch.stack(output.logits, 1), tensors[f"{kind}.step_logits"], fixture.tolerance)
     (keys,) = output.past_key_values.state.keys.values()
-    close_entries("key_db_after", keys, tensors[f"{kind}.key_db_after"])
+    assert_entries_close("key_db_after", keys, tensors[f"{kind}.key_db_after"])
     assert output.past_key_values.state.written.tolist() == tensors[f"{kind}.db_index_after"].tolist()
     assert memory.state.written.tolist() == [32, 32]
 
@@ -197,4 +197,4 @@ def test_generated_text_in_one_pass(base, name):
     document = torch.cat([fixture.inputs(1), fixture.inputs(2)], 1)
     memory = cacheformers.read(model, document, progress=False)
     logits = model(tensors["update.sequences"][:, :-1], past_key_values=memory, use_cache=False).logits
-    close("onepass.logits", logits, tensors["onepass.logits"], fixture.tolerance)
+    assert_close("onepass.logits", logits, tensors["onepass.logits"], fixture.tolerance)
