@@ -16,12 +16,13 @@ def rows() -> list[list[int]]:
     return [torch.randint(3, 128, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
+@pytest.mark.parametrize("spare", [0, 1])
 @pytest.mark.parametrize("name", ["llama_gqa", "opt"])
-def test_answers_are_those_of_plain_generate(make_base, name):
-    model, prompts, longest = make_base(name, torch.float64).eval(), rows(), max(LENGTHS)
+def test_answers_are_those_of_plain_generate(make_base, name, spare):
+    model, prompts, longest = make_base(name, torch.float64).eval(), rows(), spare + max(LENGTHS)
     model.generation_config.eos_token_id = None
     options = {"max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    cache = prefill(model, prompts, room=12)
+    cache = prefill(model, prompts, room=12, spare=spare)
     space = [layer.space[0].data_ptr() for layer in cache.layers]
     ids = torch.tensor([[1] * (longest - len(row)) + row for row in prompts])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts])

@@ -34,16 +34,18 @@ def answer(
         cache_size: another number of entries than the memory's configured one.
     """
     memory: Cache | None
+    device, spare = next(model.parameters()).device, 0
     rows = [prompt.ids for prompt in prompts]
     if remembers:
         contexts = [prompt.ids[: prompt.question] for prompt in prompts]
         memory = read(model, contexts, progress=False, cache_size=cache_size)
         rows = [prompt.ids[prompt.question :] for prompt in prompts]
     else:
-        memory = prefill(model, rows, room=task.new_tokens)
+        # On a CPU and in half precision, SDPA serves new tokens much faster with a mask: a column of padding makes one.
+        spare = int(device.type == "cpu" and unwrap(model).dtype.itemsize == 2)
+        memory = prefill(model, rows, room=task.new_tokens, spare=spare)
     config = generation_config(model, tokenizer, task)
-    ids, mask = left_padded(rows, config.pad_token_id)
-    device = next(model.parameters()).device
+    ids, mask = left_padded(rows, config.pad_token_id, 0 if memory is None else spare)
     output = model.generate(
         input_ids=ids.to(device), attention_mask=mask.to(device), past_key_values=memory, generation_config=config
     )
@@ -73,9 +75,9 @@ def generation_config(model: nn.Module, tokenizer: PreTrainedTokenizerBase, task
     return config
 
 
-def left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Ids and attention mask, `[rows, longest]`."""
-    longest = max(map(len, rows))
+def left_padded(rows: Sequence[Sequence[int]], pad: int, spare: int = 0) -> tuple[Tensor, Tensor]:
+    """Ids and attention mask, `[rows, spare + longest]`."""
+    longest = spare + max(map(len, rows))
     ids = torch.full((len(rows), longest), pad)
     mask = torch.zeros(len(rows), longest, dtype=torch.long)
     for place, row in enumerate(rows):

@@ -40,7 +40,7 @@ class ReservedLayer(DynamicLayer):
         return self.keys, self.values
 
 
-def prefill(model: Any, rows: Sequence[Sequence[int]], room: int) -> DynamicCache | None:
+def prefill(model: Any, rows: Sequence[Sequence[int]], room: int, spare: int = 0) -> DynamicCache | None:
     """What a base model makes of prompts, but for their last tokens, as if they stood padded on the left in a batch.
 
     A padded batch has a mask, which keeps attention from its fastest kernels and from skipping the future. On a CPU,
@@ -49,6 +49,7 @@ def prefill(model: Any, rows: Sequence[Sequence[int]], room: int) -> DynamicCach
     Args:
         rows: ids of each prompt.
         room: tokens that each answer may take.
+        spare: columns of padding before the longest prompt.
 
     Returns:
         The cache of the batch; None where a layer does not keep all tokens (sliding windows, state spaces), or a prompt
@@ -56,7 +57,7 @@ def prefill(model: Any, rows: Sequence[Sequence[int]], room: int) -> DynamicCach
     """
     if min(map(len, rows)) < 2:
         return None
-    device, longest = next(model.parameters()).device, max(map(len, rows)) - 1
+    device, longest = next(model.parameters()).device, spare + max(map(len, rows)) - 1
     layers: list[ReservedLayer] = []
     for place, row in enumerate(rows):
         ids = torch.tensor([row[:-1]], device=device)
