@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,8 +137,9 @@ def own_prompts(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace)
             ids += [*filler.ids[place:later].tolist(), *answered]
             place = later
         ids += [*filler.ids[place:room].tolist(), *question]
-        text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-        yield {"text": text + answer, "answers": [[len(text), len(text) + len(answer)]]}
+        text = str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)) + answer
+        ends = [found.end() for found in re.finditer(re.escape(wording.question), text)]
+        yield {"text": text, "answers": [[end, end + len(answer)] for end in ends]}
 
 
 def book_text(text: str, characters: int, random: np.random.Generator) -> str:

@@ -394,8 +394,10 @@ def test_training_documents_in_the_words_of_the_evaluation(data, byte_tokenizer,
     assert len(places) > 3 and len({row["text"][-6:] for row in rows}) == 6
     makes.main([str(data / "often.jsonl"), *given[1:], "--asked=4"])
     for line in (data / "often.jsonl").read_text().splitlines():
-        text = json.loads(line)["text"]
-        asked = text.split(wording.question)
+        row = json.loads(line)
+        text, asked = row["text"], row["text"].split(wording.question)
+        [said] = {text[start:end] for start, end in row["answers"]}
+        assert len(row["answers"]) == 4 and wording.score(said, asked[1][1:6]) == 1
         assert len(asked) == 5 and len({part[:7] for part in asked[1:]}) == 1
         assert asked[0].count(asked[1][1:6]) == 2  # the needle stands before the first question
     with pytest.raises(SystemExit):
