@@ -34,7 +34,7 @@ from cacheformers.evaluation.longbench.options import LongBenchOptions
 from cacheformers.evaluation.longbench.prompts import Encoded
 from cacheformers.evaluation.longbench.records import Record, load_records
 from cacheformers.evaluation.longbench.retrieval import UNIT, chunks, make_retriever, retrieved
-from cacheformers.evaluation.longbench.run import batches
+from cacheformers.evaluation.longbench.run import batches, characters_read
 from cacheformers.evaluation.longbench.scores import paired_difference
 from cacheformers.evaluation.longbench.tasks import TASKS
 from cacheformers.evaluation.longbench.templates import load_templates
@@ -227,6 +227,12 @@ def test_batches_depend_on_the_records_alone(data):
     sizes = [[record.characters for record in batch] for batch in found]
     assert all(batch == sorted(batch, reverse=True) for batch in sizes)
     assert [sum(batch) for batch in sizes] == sorted((sum(batch) for batch in sizes), reverse=True)
+
+
+def test_the_bar_counts_what_is_read():
+    """Else the time that remains would be that of whole texts, of which most are cut."""
+    batch = [Record("trec", str(size), "", "x" * size, ["x"], 1, None) for size in (9000, 500)]
+    assert characters_read(batch, None) == 9500 and characters_read(batch, 1000) == 4500
 
 
 @pytest.mark.parametrize("method", ["truncation", "memory"])

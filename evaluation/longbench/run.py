@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from cacheformers.evaluation.longbench.tasks import TASKS
 from cacheformers.evaluation.processes import peak_bytes
 
 Batch = list[Record]
+CHARACTERS_PER_TOKEN = 4  # of English
 
 
 def batches(records: dict[str, list[Record]], rows: int) -> list[Batch]:
@@ -37,6 +39,12 @@ def batches(records: dict[str, list[Record]], rows: int) -> list[Batch]:
 
 def characters(batch: Batch) -> int:
     return sum(record.characters for record in batch)
+
+
+def characters_read(batch: Batch, max_length: int | None) -> int:
+    """About how much of a batch is read, for the bar: where prompts are cut, the rest of them takes no time."""
+    limit = math.inf if max_length is None else CHARACTERS_PER_TOKEN * max_length
+    return int(sum(min(record.characters, limit) for record in batch))
 
 
 def check_prompts(maker: PromptMaker, records: dict[str, list[Record]]) -> None:
@@ -72,7 +80,7 @@ def predict(model: nn.Module, maker: PromptMaker, work: Sequence[Batch], predict
     left = [batch for batch in work if any(record.id not in predictions.done[record.task] for record in batch)]
     own = left[state.process_index :: state.num_processes]
     bar = tqdm(
-        total=sum(map(characters, own)),
+        total=sum(characters_read(batch, maker.method.max_length) for batch in own),
         unit=" characters",
         unit_scale=True,
         desc=maker.method.title,
@@ -83,7 +91,7 @@ def predict(model: nn.Module, maker: PromptMaker, work: Sequence[Batch], predict
             new = [place for place, record in enumerate(batch) if record.id not in predictions.done[record.task]]
             lines = [prediction_line(batch[place], answers[place]) for place in new]
             predictions.append(batch[0].task, lines, [times[place] for place in new])
-            bar.update(characters(batch))
+            bar.update(characters_read(batch, maker.method.max_length))
 
 
 def answered(
