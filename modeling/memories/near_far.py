@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cacheformers.modeling.memories.heads import by_head, by_kv_head
 
-TILE = 256  # queries
+TILE = 192  # queries
 
 
 @dataclass
