@@ -9,19 +9,19 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 
 from cacheformers.adapters import METHODS as MEMORY_TYPES
 from cacheformers.modeling.models.composite import CompositeConfig
+from cacheformers.modeling.models.configuration_cacheformer import CacheFormerConfig
 
 
 def memory_config(base: PretrainedConfig, adapter: PeftConfig | None) -> Any:
     """The configuration that has the memory's options; None if there is no memory.
 
     Raises:
-        ValueError: a model that the commands cannot read with.
+        ValueError: a CacheFormer whose selection looks ahead: it cannot answer.
     """
-    if base.model_type == "cacheformer":
-        raise ValueError(
-            "A CacheFormer model cannot be evaluated by this command. For its perplexity: python -m "
-            "cacheformers.evaluation.perplexity."
-        )
+    if isinstance(base, CacheFormerConfig):
+        if not base.attention_options().causal:
+            raise ValueError("A model with selection='paper_block' cannot generate: its tokens depend on later ones.")
+        return base
     if adapter is not None and adapter.peft_type in MEMORY_TYPES:
         return adapter
     return base if isinstance(base, CompositeConfig) else None

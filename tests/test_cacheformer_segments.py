@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from cacheformers import eval_longbench
+from cacheformers.evaluation.longbench.answers import answer
+from cacheformers.evaluation.longbench.prompts import Encoded
+from cacheformers.evaluation.longbench.tasks import TASKS
 from cacheformers.evaluation.passkey.main import main as passkey
 from cacheformers.evaluation.segments import blocks, main, retrieved, shares, table
 
@@ -102,17 +106,49 @@ def test_what_cannot_be_shown(saved, make_base, capsys):
         assert not (folder / "out").exists()
 
 
-def test_commands_that_cannot_read_with_it_say_so(saved, folder, capsys):
-    """Passkeys and LongBench read with the memories of adapters; a CacheFormer would be a base to them."""
+@pytest.fixture
+def commands(saved, folder):
+    """Passkey and LongBench, as they are called with the saved model."""
     model = saved[0] / "model"
     AutoTokenizer.from_pretrained(folder / "base").save_pretrained(model)
     record = {"_id": "1", "input": "Who?", "context": "A miller.", "answers": ["a miller"], "length": 2}
     (folder / "qasper.jsonl").write_text(json.dumps({**record, "dataset": "qasper", "language": "en"}))
-    longbench = ["--data", str(folder), "--tasks", "qasper", "--methods", "truncation", "--max_length", "20"]
-    for command, given in (
-        (passkey, ["--lengths", "300", "--depths", "50"]),
-        (eval_longbench.main, longbench),
-    ):
-        with pytest.raises(SystemExit):
-            command(["--base", str(model), "--output", str(folder / "out"), "--device=cpu", *given])
-        assert "A CacheFormer model cannot be evaluated by this command" in capsys.readouterr().err
+    given = ["--base", str(model), "--output", str(folder / "out"), "--device=cpu"]
+    longbench = ["--data", str(folder), "--tasks", "qasper", "--no_plots", "--methods"]
+    return {
+        "passkey": lambda: passkey([*given, "--lengths", "300", "--depths", "50"]),
+        "longbench": lambda: eval_longbench.main([*given, *longbench, "memory"]),
+        "truncation": lambda: eval_longbench.main([*given, *longbench, "truncation"]),
+    }
+
+
+@pytest.mark.parametrize("name", ["passkey", "longbench"])
+def test_commands_that_answer_with_it(commands, folder, name):
+    commands[name]()
+    (lines,) = (folder / "out").glob("**/*.jsonl")
+    assert len(lines.read_text().splitlines()) == 1 and list((folder / "out").glob("**/result.json"))
+
+
+def test_answers_are_those_of_generate(tokenizer):
+    """The whole prompt goes in, since the memory is its attention; rows of a batch are padded on the left."""
+    model, task = tiny_model(vocab_size=128), replace(TASKS["qasper"], new_tokens=9)
+    rows = [torch.randint(3, 128, (length,), generator=torch.Generator().manual_seed(length)) for length in (70, 33)]
+    found = answer(model, tokenizer, [Encoded(row.tolist(), 20) for row in rows], task, remembers=True)
+    for row, ids in zip(rows, found, strict=True):
+        plain = model.generate(row[None], max_new_tokens=9, do_sample=False, pad_token_id=0)
+        assert ids == plain[0, len(row) :].tolist()
+
+
+def test_its_memory_cannot_be_taken_off(commands, capsys):
+    with pytest.raises(SystemExit):
+        commands["truncation"]()
+    assert "has a memory that cannot be taken off" in capsys.readouterr().err
+
+
+def test_a_rule_that_looks_ahead_cannot_answer(commands, saved, capsys):
+    config = saved[0] / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "selection": "paper_block"}))
+    for name in ("passkey", "longbench"):
+        with pytest.raises(SystemExit), pytest.warns(UserWarning, match="paper_block"):
+            commands[name]()
+        assert "selection='paper_block' cannot generate" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from cacheformers.evaluation.longbench.prefill import prefill
 from cacheformers.evaluation.longbench.prompts import Encoded
 from cacheformers.evaluation.longbench.tasks import Task
 from cacheformers.modeling.attach import unwrap
+from cacheformers.modeling.models.modeling_cacheformer import CacheFormerForCausalLM
 from cacheformers.modeling.reading import read
 
 
@@ -30,17 +31,18 @@ def answer(
 
     Args:
         remembers: read what stands before the questions into a memory, close its last segment, then answer from the
-            questions. Else everything is one prompt.
+            questions. Else everything is one prompt, and to a CacheFormer in any case: its memory is its attention.
         cache_size: another number of entries than the memory's configured one.
     """
-    memory: Cache | None
+    memory: Cache | None = None
     device, spare = next(model.parameters()).device, 0
     rows = [prompt.ids for prompt in prompts]
-    if remembers:
+    reads_itself = isinstance(unwrap(model), CacheFormerForCausalLM)
+    if remembers and not reads_itself:
         contexts = [prompt.ids[: prompt.question] for prompt in prompts]
         memory = read(model, contexts, progress=False, cache_size=cache_size)
         rows = [prompt.ids[prompt.question :] for prompt in prompts]
-    else:
+    elif not reads_itself:
         # On a CPU and in half precision, SDPA serves new tokens much faster with a mask: a column of padding makes one.
         spare = int(device.type == "cpu" and unwrap(model).dtype.itemsize == 2)
         memory = prefill(model, rows, room=task.new_tokens, spare=spare)

@@ -31,11 +31,12 @@ def check_cases(
     size = getattr(memory, "cache_size", None)
     if size is None and (options.cache_size is not None or options.forget):
         raise ValueError("--cache_size and --forget are for a memory of limited size, which this model has not.")
-    size, positions = options.cache_size or size, base.get_text_config().max_position_embeddings
+    size = options.cache_size or size
+    positions = None if memory is not None else base.get_text_config().max_position_embeddings
     for case in cases:
         maker.room(case)
         context, needed = case.length - len(maker.parts(case)[2]), case.length + maker.new_tokens(case)
-        if memory is None and needed > positions:
+        if positions is not None and needed > positions:
             raise ValueError(
                 f"A prompt of {case.length:,} tokens and its answer take {needed:,} positions, but the model has "
                 f"{positions:,} and no memory. Give shorter --lengths, or an --adapter with a memory."
