@@ -4,8 +4,9 @@
     python benchmarks/attention_cacheformer.py --quick     # to see that it works
 
 Attention alone, of rotated queries and keys: norms, pooling and the choice of segments are in it, projections are not;
-keys are values. Runs that are compared take turns in one process; a ratio is of two runs of the same round. A decoding
-step is the mean of a window of steps, so that what happens once a window or block has its share.
+keys are values, but on a pretrained layer. Runs that are compared take turns in one process; a ratio is of two runs of
+the same round. A decoding step is the mean of a window of steps, so that what happens once a window or block has its
+share.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ PIECE = 4096  # tokens that a decoding state is filled with at a time
 PAPER = CacheFormerOptions(HEADS, HEADS, WIDTH, WINDOW, overlap=False)  # s 16, r_s 4, k 7
 OVERLAP = replace(PAPER, overlap=True)
 CONSTANT = replace(PAPER, pool_tokens=WINDOW, pool_vectors=1, topk=2)
+PRETRAINED = replace(PAPER, pretrained=True, tied=False, local_norm=False, global_norm=False)
 SHAPES = {"s 128, r 1, k 2": CONSTANT, "s 16, r 4, k 7": PAPER, "s 16, r 4, k 7, overlap": OVERLAP}
 BRANCHES = {
     "short": replace(PAPER, long=False, cache=False),
@@ -108,7 +110,7 @@ def attention(options: CacheFormerOptions | None, tokens: int, training: bool = 
             if options is None:
                 output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             else:
-                output = attend(options, parts, Projected(q, k))
+                output = attend(options, parts, Projected(q, k, None if options.tied else v))
         if training:
             output.backward(gradient)
             for leaf in leaves:
@@ -144,15 +146,20 @@ def growth(tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def memory(tokens: int, training: bool) -> list[dict[str, Any]]:
-    """Bytes that a run takes at most, beyond its inputs, over those of full attention."""
-    peaks = {}
-    for name, options in {"sdpa": None, **SHAPES}.items():
+    """Bytes that a run takes at most, over those of full attention: beyond its inputs, and with them."""
+    shapes = {**SHAPES, "the same on a pretrained layer": PRETRAINED}
+    peaks, inputs = {}, {}
+    for name, options in {"sdpa": None, **shapes}.items():
         run = attention(options, tokens, training)
         run()
-        peaks[name] = peak_extra(run)
+        peaks[name] = max(peak_extra(run), 1)
+        given = 2 if options is not None and options.tied else 3  # queries, keys, values; in training the gradient too
+        inputs[name] = (given + training) * tokens * HEADS * WIDTH * NUMBER
+    whole = {name: peaks[name] + inputs[name] for name in peaks}
     return [
-        {"shape": name, "training": training, "bytes": peaks[name], "ratio": peaks[name] / max(peaks["sdpa"], 1)}
-        for name in SHAPES
+        {"shape": name, "training": training, "bytes": peaks[name], "ratio": peaks[name] / peaks["sdpa"]}
+        | {"bytes_with_inputs": whole[name], "ratio_with_inputs": whole[name] / whole["sdpa"]}
+        for name in shapes
     ]
 
 
@@ -241,10 +248,11 @@ def markdown(result: dict[str, Any]) -> str:
     parts.append(f"## Twice the text\n\n{twice}")
     rows = [
         [row["shape"], "forward and backward" if row["training"] else "forward", f"{row['bytes'] / 2**20:.0f}"]
-        + [f"{row['ratio']:.2f}"]
+        + [f"{row['ratio']:.2f}", f"{row['ratio_with_inputs']:.2f}"]
         for row in result["memory"]
     ]
-    parts.append(section(f"Peak memory, {at:,} tokens", ["shape", "", "MiB", "of SDPA"], rows))
+    titles = ["shape", "", "MiB beyond the inputs", "of SDPA's", "with the inputs"]
+    parts.append(section(f"Peak memory, {at:,} tokens", titles, rows))
     rows = [[row["branches"], shown(row["forward"]), shown(row["training"])] for row in result["branches"]]
     titles = ["branches (s 16, r 4, k 7)", "forward, of the window alone", "and backward"]
     parts.append(section(f"The price of each branch, {at:,} tokens", titles, rows))

@@ -82,7 +82,7 @@ def evaluate(options: argparse.Namespace, name: str, processes: int = 1, kill_af
     """Run the recipe; whether it was killed."""
     command = [sys.executable]
     if processes > 1:
-        command += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port=29517"]
+        command += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
     command += ["eval_longbench.py", f"--base={options.base}", f"--data={options.data}", "--chat", "--batch=4"]
     command += [f"--limit={options.limit}", f"--max_length={options.max_length}", "--dtype=bfloat16", "--no_plots"]
     command += ["--methods", "truncation", f"--output={options.scratch / name}"]

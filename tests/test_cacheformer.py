@@ -163,6 +163,13 @@ def test_small_tiles_of_single_heads_make_no_difference(choice, monkeypatch):
     assert_equals_the_specification(choice)
 
 
+@pytest.mark.parametrize("choice", [case for case in CASES if case.values[0]["selection"] in ("token", "prefix")])
+def test_lists_of_each_token_are_gathered_or_hidden(choice, monkeypatch):
+    """Short texts hide what a token has not chosen; here all is gathered, as in long ones and while decoding."""
+    monkeypatch.setattr(cacheformer_tiles, "ALL_AT_ONCE", 0)
+    assert_equals_the_specification(choice)
+
+
 @pytest.mark.parametrize("choice", CASES[::5])
 def test_half_precision_follows(choice):
     """Sums are in float32, so bfloat16 inputs give what their float64 copies give, but for the output's rounding."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import DynamicCache
 
+from cacheformers.evaluation.longbench.answers import answer
 from cacheformers.evaluation.longbench.prefill import prefill
+from cacheformers.evaluation.longbench.prompts import Encoded
+from cacheformers.evaluation.longbench.tasks import TASKS
 
 LENGTHS = (2, 40, 17)
 
@@ -49,3 +54,15 @@ def test_windows_and_single_tokens_are_left_to_generate(make_base):
     """A layer that keeps a window only has no columns to put side by side."""
     assert prefill(make_base("mistral", torch.float32).eval(), rows(), room=5) is None
     assert prefill(make_base("llama_gqa", torch.float32).eval(), [[5], [5, 6]], room=5) is None
+
+
+@pytest.mark.parametrize(("dtype", "hidden"), [(torch.bfloat16, 1), (torch.float32, 0)])
+def test_half_precision_decodes_with_a_mask(make_base, tokenizer, monkeypatch, dtype, hidden):
+    """Prompts of one length would have none, and SDPA is several times slower then on a CPU."""
+    model, asked = make_base("llama_gqa", dtype).eval(), {}
+    generate = model.generate
+    monkeypatch.setattr(model, "generate", lambda **given: asked.update(given) or generate(**given))
+    prompts = [Encoded(row, 0) for row in ([5, 6, 7, 8], [9, 10, 11, 12])]
+    found = answer(model, tokenizer, prompts, replace(TASKS["qasper"], new_tokens=3), remembers=False)
+    assert asked["attention_mask"].tolist() == [[0] * hidden + [1] * 4] * 2
+    assert asked["past_key_values"].get_seq_length() == hidden + 3 + max(map(len, found))

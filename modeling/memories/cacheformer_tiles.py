@@ -21,7 +21,10 @@ from cacheformers.modeling.memories.cacheformer_selection import Chooser
 TILE_TOKENS = 128
 # Scores that are held at once, unless those of one key-value head are more: what stays in a processor's cache, or keeps
 # a GPU busy.
-SCORES_AT_ONCE = {"cpu": 2**20, "cuda": 2**26}
+SCORES_AT_ONCE = {"cpu": 2**19, "cuda": 2**26}
+# Where each token has a list of its own, this many times a list's columns are better all multiplied, and most of them
+# hidden, than gathered for each token.
+ALL_AT_ONCE = 32
 
 
 class Stores(NamedTuple):
@@ -49,12 +52,14 @@ class Columns(NamedTuple):
         where: columns of the store: from where to where, the same for all; or their numbers `[rows, kv_heads,
             columns]`; or those of each token `[rows, kv_heads, time, columns]`.
         limit: how many of the columns each token sees, `[rows or 1, time]`, on the host.
+        seen: which segments of the columns it sees at all, `[rows, kv_heads, time, segments]`; None for all.
     """
 
     keys: str
     values: str
     where: tuple[int, int] | Tensor
     limit: Tensor
+    seen: Tensor | None = None
 
     @property
     def each_its_own(self) -> bool:
@@ -87,9 +92,13 @@ class Columns(NamedTuple):
         """Of queries `[rows, heads, time, head_dim]`, in the layout of `fold`."""
         return fold(queries, keys.shape[1], self.each_its_own) @ keys.transpose(-1, -2)
 
-    def hide(self, scores: Tensor, value: float) -> None:
-        """Overwrite the scores of columns that a token does not see."""
+    def hide(self, scores: Tensor, heads: slice, value: float) -> None:
+        """Overwrite some heads' scores of columns that a token does not see."""
         full, most = int(self.limit.min()), scores.shape[-1]
+        if self.seen is not None:
+            by_segment = unfold(scores, self.limit.shape[1], False).unflatten(-1, (self.seen.shape[-1], -1))
+            by_segment.masked_fill_(~self.seen[:, heads, None, ..., None], value)
+            return
         if full < most:
             hidden = (torch.arange(full, most) >= self.limit[..., None]).to(scores.device)
             by_head = unfold(scores, self.limit.shape[1], self.each_its_own)
@@ -173,12 +182,12 @@ def attend(
     for heads, tile in by_kv_head(queries, columns.pieces(queries, kv_heads), kv_heads):
         keys, values = columns.fetch(stores, heads, queries.dtype)
         scores = columns.scores(tile, keys)
-        columns.hide(scores, lowest)
+        columns.hide(scores, heads, lowest)
         top = scores.amax(-1)
         probabilities = torch.softmax(scores, -1)
         totals.append(unfold(top - probabilities.amax(-1).log(), time, own).flatten(1, 2))
         if none_visible:
-            columns.hide(probabilities, 0.0)
+            columns.hide(probabilities, heads, 0.0)
         if read:
             reads.append(unfold(probabilities @ values, time, own).flatten(1, 2))
         if weigh is not None:
@@ -244,11 +253,21 @@ class Run:
                 limit = complete[name] * options.pool_vectors
                 shown[name] = Columns(f"{name}_keys", f"{name}_values", (0, int(limit.max())), limit)
         if lists is not None:
-            filled = options.filled(positions)
-            chosen = lists[..., : int(filled.max()), None].clamp(min=0) * size
-            tokens = (chosen + torch.arange(size, device=lists.device)).flatten(-2)
-            shown["cache"] = Columns("keys", "values", tokens, filled * size)
+            shown["cache"] = self.retrieved(positions, lists)
         return {name: columns for name, columns in shown.items() if int(columns.limit.max()) > 0}
+
+    def retrieved(self, positions: Tensor, lists: Tensor) -> Columns:
+        """The tokens of the listed segments."""
+        options, size = self.options, self.options.pool_tokens
+        filled = options.filled(positions)
+        segments = int(options.admissible(options.block_start(positions)).max())
+        if lists.dim() == 4 and segments <= min(lists.shape[2], ALL_AT_ONCE) * options.retrieved:
+            nowhere = torch.where(lists < 0, segments, lists)
+            seen = lists.new_zeros(*lists.shape[:3], segments + 1, dtype=torch.bool).scatter_(-1, nowhere, True)
+            return Columns("keys", "values", (0, segments * size), filled * size, seen[..., :segments])
+        chosen = lists[..., : int(filled.max()), None].clamp(min=0) * size
+        tokens = (chosen + torch.arange(size, device=lists.device)).flatten(-2)
+        return Columns("keys", "values", tokens, filled * size)
 
     def shares(self, shown: dict[str, Columns], gates: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
         """Each branch's part of the sum where a softmax does not decide it, and what was divided by.
@@ -407,7 +426,7 @@ class Run:
             tile, incoming = by_column(queries), by_column(upstream)
             weights = tile @ keys.transpose(-1, -2)
             weights.sub_(by_column(shift)[..., None]).exp_()
-            columns.hide(weights, 0.0)
+            columns.hide(weights, heads, 0.0)
             to_weights = incoming @ values.transpose(-1, -2)
             to_values = weights.transpose(-1, -2) @ incoming
             mean = by_column(kept)
