@@ -1,25 +1,28 @@
-"""What CacheFormer's attention costs beside full causal attention: 12 heads of 64, window 128, one row, float32.
+"""What CacheFormer's attention costs beside full causal attention: 12 heads of 64, window 128, one row.
 
-    python benchmarks/attention_cacheformer.py             # lengths to 64K
-    python benchmarks/attention_cacheformer.py --quick     # to see that it works
+    python benchmarks/attention_cacheformer.py                    # lengths to 64K, float32
+    python benchmarks/attention_cacheformer.py --device cuda      # bfloat16 beside flash attention, in minutes
+    python benchmarks/attention_cacheformer.py --quick            # to see that it works
 
 Attention alone, of rotated queries and keys: norms, pooling and the choice of segments are in it, projections are not;
 keys are values, but on a pretrained layer. Runs that are compared take turns in one process; a ratio is of two runs of
 the same round. A decoding step is the mean of a window of steps, so that what happens once a window or block has its
-share.
+share. On a GPU its results are compared with the CPU's first.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from cacheformers.benchmarks.measuring import (
     RESULTS,
@@ -36,7 +39,6 @@ from cacheformers.modeling.memories.cacheformer_attention import attend
 from cacheformers.modeling.memories.cacheformer_state import CacheFormerState
 
 HEADS, WIDTH, WINDOW = 12, 64, 128
-NUMBER = 4  # bytes
 PIECE = 4096  # tokens that a decoding state is filled with at a time
 PAPER = CacheFormerOptions(HEADS, HEADS, WIDTH, WINDOW, overlap=False)  # s 16, r_s 4, k 7
 OVERLAP = replace(PAPER, overlap=True)
@@ -55,6 +57,28 @@ BRANCHES = {
 Times = dict[str, list[float]]
 
 
+@dataclass(frozen=True)
+class Setting:
+    """Where, in what precision and how often everything is measured."""
+
+    rounds: int
+    device: str
+    dtype: torch.dtype
+
+    def random(self, *shape: int) -> Tensor:
+        """Random numbers."""
+        return torch.randn(shape, device=self.device, dtype=self.dtype)
+
+    def times(self, runs: dict[str, Callable[[], None]]) -> Times:
+        """Seconds of each run, round after round."""
+        return interleaved(runs, self.rounds, self.device)
+
+    def make(self, options: CacheFormerOptions) -> CacheFormerParts:
+        """What a layer trains."""
+        modules = {name: module.to(self.device) for name, module in make_parts(options).items()}
+        return CacheFormerParts(**modules)  # type: ignore[arg-type]
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -63,28 +87,35 @@ def main() -> None:
     parser.add_argument("--decode", type=int, nargs="+", default=[4096, 16384, 65536], help="tokens read before a step")
     parser.add_argument("--at", type=int, default=16384, help="length of the branches' prices and of peak memory")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="a GPU measures in bfloat16")
     parser.add_argument("--quick", action="store_true", help="short texts, a round")
     parser.add_argument("--output", type=Path, default=RESULTS / "costs", help="folder for attention_cacheformer.*")
     options = parser.parse_args()
     if options.quick:
         options.lengths, options.training_lengths, options.decode = [512, 1024, 2048], [1024], [512, 2048]
         options.at, options.rounds = 1024, 1
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("There is no CUDA device here; --device cpu measures on the processor.")
     torch.manual_seed(0)
+    setting = Setting(options.rounds, options.device, torch.float32 if options.device == "cpu" else torch.bfloat16)
     settings = {name: str(value) for name, value in vars(options).items()}
     result = {
-        "about": about(),
+        "about": about(options.device),
         "options": settings,
+        "dtype": str(setting.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
-        "forward": [row for tokens in options.lengths for row in beside_sdpa(tokens, options.rounds)],
-        "training": [row for n in options.training_lengths for row in beside_sdpa(n, options.rounds, training=True)],
-        "growth": growth(options.at // 2, options.rounds),
-        "memory": [row for training in (False, True) for row in memory(options.at, training)],
-        "branches": branches(options.at, options.rounds),
-        "decode": decode(options.decode, options.rounds),
+        "agreement": {name: agreement(shape, setting) for name, shape in SHAPES.items()},
+        "forward": [row for tokens in options.lengths for row in beside_sdpa(tokens, setting)],
+        "training": [row for n in options.training_lengths for row in beside_sdpa(n, setting, training=True)],
+        "growth": growth(options.at // 2, setting),
+        "memory": [row for training in (False, True) for row in memory(options.at, setting, training)],
+        "branches": branches(options.at, setting),
+        "decode": decode(options.decode, setting),
     }
     report = markdown(result)
     print(report)
-    path = write_json(options.output, "attention_cacheformer", result)
+    name = "attention_cacheformer" if options.device == "cpu" else "attention_cacheformer_gpu"
+    path = write_json(options.output, name, result)
     path.with_suffix(".md").write_text(report, encoding="utf-8")
     draw(path.with_suffix(".png"), result)
     print(f"Written to {path.with_suffix('')}.json, .md and .png")
@@ -99,11 +130,26 @@ def columns(options: CacheFormerOptions, tokens: int) -> float:
     return 1.5 * options.window_tokens + compressed + options.cache * options.retrieved * options.pool_tokens
 
 
-def attention(options: CacheFormerOptions | None, tokens: int, training: bool = False) -> Callable[[], None]:
+@torch.no_grad()
+def agreement(options: CacheFormerOptions, setting: Setting) -> float | None:
+    """Largest difference from what the CPU makes of the same numbers, in float32; None on the CPU itself."""
+    if setting.device == "cpu":
+        return None
+    host = Setting(1, "cpu", torch.float32)
+    parts, given = host.make(options), Projected(*torch.randn(2, 1, HEADS, 2048, WIDTH))
+    expected = attend(options, parts, given)
+    moved = CacheFormerParts(*(None if part is None else copy.deepcopy(part).to(setting.device) for part in parts))
+    found = attend(options, moved, given.each(lambda tensor: tensor.to(setting.device)))
+    return float((found.cpu() - expected).abs().max())
+
+
+def attention(
+    options: CacheFormerOptions | None, tokens: int, setting: Setting, training: bool = False
+) -> Callable[[], None]:
     """A run of CacheFormer's attention, or of full causal attention, over a text; its gradients too in training."""
-    q, k, v, gradient = (torch.randn(1, HEADS, tokens, WIDTH) for _ in range(4))
+    q, k, v, gradient = (setting.random(1, HEADS, tokens, WIDTH) for _ in range(4))
     leaves = [tensor.requires_grad_(training) for tensor in (q, k, v)]
-    parts = CacheFormerParts() if options is None else make(options)
+    parts = CacheFormerParts() if options is None else setting.make(options)
 
     def run() -> None:
         with torch.set_grad_enabled(training):
@@ -119,16 +165,11 @@ def attention(options: CacheFormerOptions | None, tokens: int, training: bool = 
     return run
 
 
-def make(options: CacheFormerOptions) -> CacheFormerParts:
-    """What a layer trains."""
-    return CacheFormerParts(**make_parts(options))  # type: ignore[arg-type]
-
-
-def beside_sdpa(tokens: int, rounds: int, training: bool = False) -> list[dict[str, Any]]:
+def beside_sdpa(tokens: int, setting: Setting, training: bool = False) -> list[dict[str, Any]]:
     """Each shape's time over that of full attention, and what the columns that they see would say."""
-    runs = {"sdpa": attention(None, tokens, training)}
-    runs |= {name: attention(options, tokens, training) for name, options in SHAPES.items()}
-    times = interleaved(runs, rounds)
+    runs = {"sdpa": attention(None, tokens, setting, training)}
+    runs |= {name: attention(options, tokens, setting, training) for name, options in SHAPES.items()}
+    times = setting.times(runs)
     rows = []
     for name, options in SHAPES.items():
         model = columns(options, tokens) / (tokens / 2)
@@ -139,22 +180,22 @@ def beside_sdpa(tokens: int, rounds: int, training: bool = False) -> list[dict[s
     return rows
 
 
-def growth(tokens: int, rounds: int) -> dict[str, Any]:
+def growth(tokens: int, setting: Setting) -> dict[str, Any]:
     """The time of twice the tokens over that of so many, where reads hardly grow."""
-    runs = {"once": attention(CONSTANT, tokens), "twice": attention(CONSTANT, 2 * tokens)}
-    return {"tokens": tokens, **ratio(interleaved(runs, rounds), "twice", "once")}
+    runs = {"once": attention(CONSTANT, tokens, setting), "twice": attention(CONSTANT, 2 * tokens, setting)}
+    return {"tokens": tokens, **ratio(setting.times(runs), "twice", "once")}
 
 
-def memory(tokens: int, training: bool) -> list[dict[str, Any]]:
+def memory(tokens: int, setting: Setting, training: bool) -> list[dict[str, Any]]:
     """Bytes that a run takes at most, over those of full attention: beyond its inputs, and with them."""
     shapes = {**SHAPES, "the same on a pretrained layer": PRETRAINED}
     peaks, inputs = {}, {}
     for name, options in {"sdpa": None, **shapes}.items():
-        run = attention(options, tokens, training)
+        run = attention(options, tokens, setting, training)
         run()
-        peaks[name] = max(peak_extra(run), 1)
+        peaks[name] = max(peak_extra(run, setting.device), 1)
         given = 2 if options is not None and options.tied else 3  # queries, keys, values; in training the gradient too
-        inputs[name] = (given + training) * tokens * HEADS * WIDTH * NUMBER
+        inputs[name] = (given + training) * tokens * HEADS * WIDTH * setting.dtype.itemsize
     whole = {name: peaks[name] + inputs[name] for name in peaks}
     return [
         {"shape": name, "training": training, "bytes": peaks[name], "ratio": peaks[name] / peaks["sdpa"]}
@@ -163,45 +204,52 @@ def memory(tokens: int, training: bool) -> list[dict[str, Any]]:
     ]
 
 
-def branches(tokens: int, rounds: int) -> list[dict[str, Any]]:
+def branches(tokens: int, setting: Setting) -> list[dict[str, Any]]:
     """What each branch adds, as a share of the window's own time, forward and with gradients."""
     found: dict[str, Times] = {}
     for kind in ("forward", "training"):
-        runs = {name: attention(options, tokens, kind == "training") for name, options in BRANCHES.items()}
-        found[kind] = interleaved(runs, rounds)
+        runs = {name: attention(options, tokens, setting, kind == "training") for name, options in BRANCHES.items()}
+        found[kind] = setting.times(runs)
     return [
         {"branches": name, **{kind: ratio(times, name, "short") for kind, times in found.items()}} for name in BRANCHES
     ]
 
 
 @torch.no_grad()
-def decode(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
+def decode(lengths: list[int], setting: Setting) -> list[dict[str, Any]]:
     """The time of a new token by what was read before, and the bytes of keys that it reads."""
-    runs = {f"{name}|{read}": steps(options, read) for name, options in SHAPES.items() for read in lengths}
-    runs |= {f"sdpa|{read}": full_step(read) for read in lengths}
-    times = interleaved(runs, rounds)
+    runs = {f"{name}|{read}": steps(options, read, setting) for name, options in SHAPES.items() for read in lengths}
+    runs |= {f"sdpa|{read}": full_step(read, setting) for read in lengths}
+    times = setting.times(runs)
     rows = []
     for name in (*SHAPES, "sdpa"):
         for read in lengths:
             found = ratio(times, f"{name}|{read}", f"{name}|{lengths[0]}")
             found["seconds"] /= WINDOW
-            rows.append({"shape": name, "read": read, "bytes": bytes_read(SHAPES.get(name), read), **found})
+            rows.append(
+                {
+                    "shape": name,
+                    "read": read,
+                    "bytes": bytes_read(SHAPES.get(name), read, setting.dtype.itemsize),
+                    **found,
+                }
+            )
     return rows
 
 
-def bytes_read(options: CacheFormerOptions | None, read: int) -> float:
+def bytes_read(options: CacheFormerOptions | None, read: int, number: int) -> float:
     """Keys (and values, where they are others) that a step looks at after so many tokens."""
     if options is None:
-        return 2.0 * read * HEADS * WIDTH * NUMBER
-    return (2 * columns(options, read) - columns(options, 0)) * HEADS * WIDTH * NUMBER  # compressed: all, not half
+        return 2.0 * read * HEADS * WIDTH * number
+    return (2 * columns(options, read) - columns(options, 0)) * HEADS * WIDTH * number  # compressed: all, not half
 
 
-def steps(options: CacheFormerOptions, read: int) -> Callable[[], None]:
+def steps(options: CacheFormerOptions, read: int, setting: Setting) -> Callable[[], None]:
     """A window of new tokens, one by one, after a text of so many."""
-    state, parts = CacheFormerState(options, 1, torch.float32), make(options)
+    state, parts = CacheFormerState(options, 1, setting.dtype, setting.device), setting.make(options)
     for start in range(0, read, PIECE):
-        state.attend(parts, Projected(*torch.randn(2, 1, HEADS, min(PIECE, read - start), WIDTH)))
-    new = Projected(*torch.randn(2, 1, HEADS, 1, WIDTH))
+        state.attend(parts, Projected(*setting.random(2, 1, HEADS, min(PIECE, read - start), WIDTH)))
+    new = Projected(*setting.random(2, 1, HEADS, 1, WIDTH))
 
     @torch.no_grad()
     def run() -> None:
@@ -211,9 +259,9 @@ def steps(options: CacheFormerOptions, read: int) -> Callable[[], None]:
     return run
 
 
-def full_step(read: int) -> Callable[[], None]:
+def full_step(read: int, setting: Setting) -> Callable[[], None]:
     """The same with full attention."""
-    q, k, v = torch.randn(1, HEADS, 1, WIDTH), *torch.randn(2, 1, HEADS, read, WIDTH)
+    q, k, v = setting.random(1, HEADS, 1, WIDTH), *setting.random(2, 1, HEADS, read, WIDTH)
 
     def run() -> None:
         for _ in range(WINDOW):
@@ -230,9 +278,14 @@ def markdown(result: dict[str, Any]) -> str:
     facts, at = result["about"], int(result["options"]["at"])
     parts = [
         "# CacheFormer's attention beside full attention\n",
-        f"12 heads x 64, window 128, one row, float32, {result['threads']} thread(s); medians of "
+        f"12 heads x 64, window 128, one row, {result['dtype']}, {result['threads']} thread(s); medians of "
         f"{result['options']['rounds']} rounds, the middle half in brackets. SDPA is torch's causal attention.\n",
         f"```\n{facts['command']}\n```\n",
+        *(
+            f"Largest difference from the CPU, {name}: {found}.\n"
+            for name, found in result["agreement"].items()
+            if found
+        ),
         f"{facts['date']}, commit {facts['commit']}, {facts['processor']}, torch {facts['torch']}.\n",
     ]
     for kind, title in (("forward", "Forward"), ("training", "Forward and backward")):
