@@ -13,7 +13,6 @@ share. On a GPU its results are compared with the CPU's first.
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -135,12 +134,12 @@ def agreement(options: CacheFormerOptions, setting: Setting) -> float | None:
     """Largest difference from what the CPU makes of the same numbers, in float32; None on the CPU itself."""
     if setting.device == "cpu":
         return None
-    host = Setting(1, "cpu", torch.float32)
-    parts, given = host.make(options), Projected(*torch.randn(2, 1, HEADS, 2048, WIDTH))
-    expected = attend(options, parts, given)
-    moved = CacheFormerParts(*(None if part is None else copy.deepcopy(part).to(setting.device) for part in parts))
-    found = attend(options, moved, given.each(lambda tensor: tensor.to(setting.device)))
-    return float((found.cpu() - expected).abs().max())
+    given, read = Projected(*torch.randn(2, 1, HEADS, 2048, WIDTH)), []
+    for where in (Setting(1, "cpu", torch.float32), setting):
+        torch.manual_seed(0)  # the same parts
+        there = given.each(lambda tensor, where=where: tensor.to(where.device))  # type: ignore[misc]
+        read.append(attend(options, where.make(options), there).cpu())
+    return float((read[1] - read[0]).abs().max())
 
 
 def attention(
