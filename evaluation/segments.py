@@ -54,19 +54,21 @@ def retrieved(model: CacheFormerForCausalLM, ids: Tensor) -> list[Tensor]:
     return found
 
 
-def blocks(lists: Tensor) -> list[Block]:
-    """Consecutive rows of `[time, topk * neighbors]` that retrieve the same."""
-    changes = (lists[1:] != lists[:-1]).any(1).nonzero()[:, 0] + 1
-    starts = [0, *changes.tolist()]
-    ends = [*changes.tolist(), len(lists)]
+def blocks(options: CacheFormerOptions, lists: Tensor) -> list[Block]:
+    """Rows of `[time, topk * neighbors]` that follow each other in a block and retrieve the same."""
+    changes = set(((lists[1:] != lists[:-1]).any(1).nonzero()[:, 0] + 1).tolist())
+    if options.selection != "token":
+        changes |= set(range(options.block_rows, len(lists), options.block_rows))
+    starts = [0, *sorted(changes)]
+    ends = [*starts[1:], len(lists)]
     return [((start, end - 1), lists[start].tolist()) for start, end in zip(starts, ends, strict=True)]
 
 
 def table(options: CacheFormerOptions, lists: Tensor) -> str:
     """Rows, what they retrieve, and the last segment that they may: `lists` is `[time, topk * neighbors]`."""
     lines = [f"{'rows':>13}  {'last allowed':>12}  segments"]
-    for (start, end), chosen in blocks(lists):
-        allowed = int(options.admissible(options.block_start(torch.tensor(start))))
+    for (start, end), chosen in blocks(options, lists):
+        allowed = int(options.admissible(options.block_start(torch.tensor(end))))
         last = str(allowed - 1) if allowed else "none"
         lines.append(f"{f'{start}-{end}':>13}  {last:>12}  {chosen}")
     return "\n".join(lines)
@@ -159,7 +161,7 @@ def run(given: argparse.Namespace) -> None:
         "tokens": ids.shape[1],
         "options": asdict(options),
         "layers": [
-            [[{"rows": rows, "segments": chosen} for rows, chosen in blocks(head)] for head in lists]
+            [[{"rows": rows, "segments": chosen} for rows, chosen in blocks(options, head)] for head in lists]
             for lists in layers
         ],
     }

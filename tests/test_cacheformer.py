@@ -59,8 +59,9 @@ def test_published_long_short_runs(name):
     real = recording.get("mask", torch.ones(logits.shape[:2], dtype=torch.bool))
     assert float((read - recording["logits"])[real].abs().max()) < 2e-6
     for layer, attended in enumerate(model.attended):
-        expected = recording.get(f"inter.layer{layer}.attn_out", attended)
-        assert float((attended - expected).detach().abs().max()) < 2e-6
+        if any(name.startswith("inter.") for name in recording):
+            expected = recording[f"inter.layer{layer}.attn_out"]
+            assert float((attended - expected).detach().abs().max()) < 2e-6
     if "loss" in recording and "grad.token_emb.weight" in recording:
         loss = F.cross_entropy(logits.flatten(0, 1), recording["targets"].flatten())
         assert loss.item() == pytest.approx(float(recording["loss"]), abs=1e-6)

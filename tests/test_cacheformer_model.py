@@ -441,6 +441,36 @@ def test_training_with_activation_checkpointing(selection):
         assert gap(gradients[1][name], expected) < 1e-12, name
 
 
+@pytest.mark.parametrize("selection", CAUSAL)
+def test_backward_inside_autocast(selection):
+    """As some training loops call it: the same gradients as outside."""
+    model, ids = tiny_model(torch.float32, selection=selection), random_ids(2, 40)
+
+    def gradients(inside: bool) -> list[torch.Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(ids, labels=ids).loss
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return [weight.grad.clone() for name, weight in model.named_parameters() if "memory" in name]
+
+    for left, right in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_a_cache_of_inference_mode_goes_on():
+    model, ids = tiny_model(), random_ids(1, 40)
+    with torch.inference_mode():
+        memory = None
+        for piece in ids[:, :30].split(10, dim=1):
+            memory = model(piece, past_key_values=memory, use_cache=True).past_key_values
+    with torch.no_grad():
+        logits = model(ids[:, 30:], past_key_values=memory, use_cache=True).logits
+        assert gap(logits, model(ids).logits[:, 30:]) < 1e-9
+
+
 def test_model_card(tmp_path):
     """Its code takes the text as a prompt: there is no memory to read it into."""
     tiny_model(torch.float32).save_pretrained(tmp_path)
@@ -510,6 +540,13 @@ def test_lora():
         ({"pool_tokens": 20}, "pool_tokens <= 2"),
         ({"selection": "best"}, "selection must be one of"),
         ({"select_rows": 64}, "wide_blocks=True"),
+        ({"cache": "no"}, "cache must be bool, got 'no'"),
+        ({"topk": 1.5}, "topk must be int, got 1.5"),
+        ({"select_rows": 8.0}, "select_rows must be int . None"),
+        ({"hidden_size": 18}, "does not divide hidden_size 18"),
+        ({"num_attention_heads": 0}, "does not divide hidden_size"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1"),
+        ({"segment_tokens": 10.5}, "segment_tokens must be a whole number of at least 1"),
     ],
 )
 def test_configurations_that_contradict_themselves(changes, message):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cacheformer_golden import MODES, needs_golden, recorded
-from cacheformer_models import recorded_model, tiny_model
+from cacheformer_models import recorded_model, tiny_config, tiny_model
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -46,8 +46,12 @@ def test_the_rows_of_table_5():
 
 def test_blocks_and_shares():
     lists = torch.tensor([[[-1, -1], [-1, -1], [0, 2], [0, 2]], [[-1, -1], [1, -1], [2, -1], [0, 2]]])
-    assert blocks(lists[0]) == [((0, 1), [-1, -1]), ((2, 3), [0, 2])]
-    assert blocks(lists[1])[-1] == ((3, 3), [0, 2])
+    options = tiny_config(window_tokens=4, pool_tokens=2).attention_options()
+    assert blocks(options, lists[0]) == [((0, 1), [-1, -1]), ((2, 3), [0, 2])]
+    assert blocks(options, lists[1])[-1] == ((3, 3), [0, 2])
+    alike = lists[0, 2:].repeat(3, 1)  # a block ends where another begins, also where both retrieve the same
+    assert [rows for rows, _ in blocks(options, alike)] == [(0, 3), (4, 5)]
+    assert [rows for rows, _ in blocks(replace(options, selection="token"), alike)] == [(0, 5)]
     assert shares(lists, 3).tolist() == [[0, 0, 0], [0, 0.5, 0], [0.5, 0, 1], [1, 0, 1]]
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 import torch
@@ -90,6 +90,11 @@ class CacheFormerOptions:
     pretrained: bool = False
 
     def __post_init__(self) -> None:
+        kinds = {"int": (int,), "int | None": (int, type(None)), "bool": (bool,)}
+        for entry in fields(self):
+            value, allowed_kinds = getattr(self, entry.name), kinds.get(str(entry.type))
+            if allowed_kinds and type(value) not in allowed_kinds:
+                raise ValueError(f"{entry.name} must be {entry.type}, got {value!r}.")
         for name in ("heads", "kv_heads", "head_dim", "window_tokens", "pool_tokens", "pool_vectors", "topk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")

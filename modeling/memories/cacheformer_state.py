@@ -48,7 +48,8 @@ class Shelf:
             room = needed if graph else max(needed, 2 * allocated)
             vectors = torch.cat([self.vectors, self.vectors.new_zeros(rows, kv_heads, room - allocated, width)], 2)
         else:
-            vectors = self.vectors if self.private and not graph else self.vectors.clone()
+            alone = self.private and not graph and self.vectors.is_inference() == torch.is_inference_mode_enabled()
+            vectors = self.vectors if alone else self.vectors.clone()
         if alike:
             vectors[:, :, starts[0] : starts[0] + count] = new
         else:

@@ -461,5 +461,7 @@ class TiledAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         queries, gates, output, shifts, *stores = ctx.saved_tensors
-        to_queries, to_gates, to_stores = ctx.run.backward(queries, Stores(*stores), gates, output, shifts, gradient)
+        with torch.autocast(queries.device.type, enabled=False):  # a loop may call backward inside its autocast
+            grown = ctx.run.backward(queries, Stores(*stores), gates, output, shifts, gradient)
+        to_queries, to_gates, to_stores = grown
         return None, to_queries, to_gates, *to_stores

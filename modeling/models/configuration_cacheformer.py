@@ -73,6 +73,11 @@ class CacheFormerConfig(CacheFormerSettings, ShimConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
+            if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}: "
+                    "choose one that does, or give head_dim."
+                )
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
@@ -102,6 +107,10 @@ class CacheFormerConfig(CacheFormerSettings, ShimConfig):
             ValueError: options that contradict each other.
         """
         assert self.num_key_value_heads is not None and self.head_dim is not None
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "segment_tokens"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
         if self.head_dim % 2:
             raise ValueError(f"Rotary positions turn pairs of channels: head_dim must be even, got {self.head_dim}.")
         return self.attention_of(
