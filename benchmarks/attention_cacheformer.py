@@ -281,7 +281,8 @@ def markdown(result: dict[str, Any]) -> str:
     parts = [
         "# CacheFormer's attention beside full attention\n",
         f"12 heads x 64, window 128, one row, {result['dtype']}, {result['threads']} thread(s); medians of "
-        f"{result['options']['rounds']} rounds (one above 32K tokens), the middle half in brackets. SDPA is torch's causal attention.\n",
+        f"{result['options']['rounds']} rounds (one above 32K tokens), the middle half in brackets. SDPA is torch's "
+        "causal attention.\n",
         f"```\n{facts['command']}\n```\n",
         *(
             f"Largest difference from the CPU, {name}: {found}.\n"
