@@ -51,7 +51,9 @@ def test_blocks_and_shares():
     assert blocks(options, lists[1])[-1] == ((3, 3), [0, 2])
     alike = lists[0, 2:].repeat(3, 1)  # a block ends where another begins, also where both retrieve the same
     assert [rows for rows, _ in blocks(options, alike)] == [(0, 3), (4, 5)]
-    assert [rows for rows, _ in blocks(replace(options, selection="token"), alike)] == [(0, 5)]
+    each = replace(options, selection="token")
+    assert [rows for rows, _ in blocks(each, alike)] == [(0, 5)]
+    assert table(each, alike).splitlines()[1].split()[:2] == ["0-5", "1"]  # what its last row may retrieve
     assert shares(lists, 3).tolist() == [[0, 0, 0], [0, 0.5, 0], [0.5, 0, 1], [1, 0, 1]]
 
 
