@@ -58,4 +58,7 @@ def test_what_cacheformers_steps_read_is_counted(tmp_path):
     }
     paper = [row["model"] for row in result["forward"] if row["shape"] == "s 16, r 4, k 7"]
     assert paper == [(1.5 * 128 + n * 4 / 32 + 112) / (n / 2) for n in (512, 1024, 2048)]
+    assert {row["tokens"] for row in result["forward"]} == {512, 1024, 2048} and len(result["forward"]) == 9
+    assert all(row["ratio"] > 0 and row["of_model"] > 0 for row in result["forward"] + result["training"])
+    assert len(result["branches"]) == 7 and len(result["memory"]) == 8
     assert all(row["bytes_with_inputs"] > row["bytes"] > 0 for row in result["memory"])

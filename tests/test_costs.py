@@ -14,7 +14,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import cacheformers
-from cacheformers.benchmarks import attention_cacheformer
 from cacheformers.modeling.search import ExactSearch
 from cacheformers.training.scratch import model_config
 from cacheformers.training.tokenizer import open_tokenizer
@@ -96,17 +95,3 @@ def test_parameters_of_the_cacheformers_that_are_compared():
     assert full.branches == ("short",) and full.window_tokens == configs["full"].segment_tokens
     for name in ("23m", "23m_transformer_ls"):
         assert parameters(f"cacheformer_{name}") == 23_377_152
-
-
-@pytest.mark.slow
-def test_the_benchmark_of_cacheformers_attention_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["attention_cacheformer.py", "--quick", f"--output={tmp_path}"])
-    attention_cacheformer.main()
-    result = json.loads((tmp_path / "attention_cacheformer.json").read_text())
-    assert {row["tokens"] for row in result["forward"]} == {512, 1024, 2048} and len(result["forward"]) == 9
-    assert all(row["ratio"] > 0 and row["of_model"] > 0 for row in result["forward"] + result["training"])
-    assert len(result["memory"]) == 6 and len(result["branches"]) == 7
-    step = next(row for row in result["decode"] if row["shape"] == "s 16, r 4, k 7" and row["read"] == 512)
-    assert step["bytes"] == (1.5 * 128 + 7 * 16 + 512 // 16 * 4) * 12 * 64 * 4
-    assert (tmp_path / "attention_cacheformer.md").read_text() in capsys.readouterr().out
-    assert (tmp_path / "attention_cacheformer.png").stat().st_size > 0
