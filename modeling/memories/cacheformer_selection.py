@@ -113,6 +113,11 @@ class Chooser:
             blank = self.evidence.new_zeros(*self.evidence.shape[:2], missing, *self.evidence.shape[3:])
             self.evidence = torch.cat([self.evidence, blank], 2)
 
+    @property
+    def one_by_one(self) -> bool:
+        """Whether the tokens of a block may retrieve different segments."""
+        return self.options.selection in ("token", "prefix")
+
     def __call__(self, positions: Tensor, opinions: Tensor | None, real: Tensor | None) -> Tensor:
         """The segments that a tile retrieves; what its tokens think counts from now on.
 
@@ -133,14 +138,12 @@ class Chooser:
         allowed = options.admissible(options.block_start(positions))[:, None]
         if options.selection == "token":
             return self.select(opinions, allowed)
-        if real is not None:
-            opinions = opinions * real.to(opinions.device)[:, None, :, None, *[None] * (opinions.dim() - 4)]
         lists = self.lists
         if options.selection == "prefix":
             so_far = self.evidence[:, :, None, : opinions.shape[3]] + opinions.cumsum(2)
-            lists = self.select(so_far, allowed)
+            lists, opinions = self.select(so_far, allowed), opinions.sum(2)
         self.evidence = self.evidence.clone()
-        self.evidence[:, :, : opinions.shape[3]] += opinions.sum(2)
+        self.evidence[:, :, : opinions.shape[2]] += opinions
         return lists
 
     def begin_block(self, first: Tensor, real: Tensor | None) -> None:
@@ -163,27 +166,32 @@ class Chooser:
         """Note what a tile thinks, before the run."""
         block = int(positions[0, 0]) // self.options.block_rows
         thought = self.foreseen.setdefault(block, torch.zeros_like(self.evidence))
-        thought[:, :, : opinions.shape[3]] += opinions.sum(2)
+        thought[:, :, : opinions.shape[2]] += opinions
 
-    def weigh(self, probabilities: Tensor) -> Tensor:
-        """What a tile's tokens think of segments.
+    def weigh(self, probabilities: Tensor, real: Tensor | None = None) -> Tensor:
+        """What a tile's tokens think of segments: each of them where it matters, or all of them together.
 
         Args:
             probabilities: among all compressed columns, `[rows, kv_heads, group, time, segments*r_s]`.
+            real: which tokens count, `[rows, time]`; None for all.
 
         Returns:
-            `[rows, kv_heads, time, segments]`; with magnitude="mean" `[rows, heads, time, segments, r_s]`.
+            `[rows, kv_heads, (time,) segments]`; with magnitude="mean" `[rows, heads, (time,) segments, r_s]`.
         """
-        by_segment = probabilities.unflatten(-1, (-1, self.options.pool_vectors))
-        if self.options.magnitude == "mean":
-            return by_segment.flatten(1, 2)
-        first, *others = by_segment.unbind(-1)
-        if not others:
-            return first.sum(2)
-        magnitude = first.square()
-        for vector in others:  # faster than a reduction over so few
-            magnitude.addcmul_(vector, vector)
-        return magnitude.sqrt_().sum(2)
+        opinions = probabilities.unflatten(-1, (-1, self.options.pool_vectors))
+        if self.options.magnitude == "rows":
+            first, *others = opinions.unbind(-1)
+            opinions = first
+            if others:
+                opinions = first.square()
+                for vector in others:  # faster than a reduction over so few
+                    opinions.addcmul_(vector, vector)
+                opinions.sqrt_()
+        if real is not None:
+            opinions = opinions * real.to(opinions.device)[:, None, None, :, *[None] * (opinions.dim() - 4)]
+        if not self.one_by_one:
+            opinions = opinions.sum(3)
+        return opinions.sum(2) if self.options.magnitude == "rows" else opinions.flatten(1, 2)
 
     def select(self, evidence: Tensor, allowed: Tensor) -> Tensor:
         """Lists `[..., k*u]`, from evidence that is summed over tokens; `allowed` broadcasts with `[...]`."""

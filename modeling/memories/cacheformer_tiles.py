@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -331,12 +332,12 @@ class Run:
         """Choose the segments of a tile `[rows, heads, time, head_dim]`, and attend to each branch by itself."""
         positions = self.positions(begin, end)
         shown, done = self.columns(positions, None), {}
-        weigh = None if self.chooser is None else self.chooser.weigh
+        real = None if self.real is None else self.real[:, begin:end]
+        weigh = None if self.chooser is None else partial(self.chooser.weigh, real=real)
         if "long" in shown:
             done["long"] = attend(tile, stores, shown["long"], self.options.long, weigh)
         if self.chooser is not None:
-            opinions = done["long"].opinions if "long" in done else None
-            lists = self.chooser(positions, opinions, None if self.real is None else self.real[:, begin:end])
+            lists = self.chooser(positions, done["long"].opinions if "long" in done else None, real)
             self.lists.append(lists)
             shown = self.columns(positions, lists)
         shown = {name: columns for name, columns in shown.items() if name in self.options.branches}
