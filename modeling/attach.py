@@ -213,7 +213,22 @@ def new_memory(model: nn.Module, batch_size: int, cache_size: int | None = None)
 def layer_devices(decoder: nn.Module, options: MemoryOptions) -> dict[int, torch.device]:
     """Where each layer that takes part computes."""
     attentions = attention_modules(decoder)
-    return {layer: next(attentions[layer].parameters()).device for layer in options.layers}
+    return {layer: device_of(attentions[layer]) for layer in options.layers}
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes.
+
+    Raises:
+        ValueError: its weights are not there between calls, because accelerate offloads them.
+    """
+    device = next(module.parameters()).device
+    if device.type == "meta":
+        raise ValueError(
+            "A memory cannot be kept for weights that are offloaded to CPU or disk. Load the model whole "
+            "(quantized if it is too large), or spread it over several GPUs with a device_map without offloading."
+        )
+    return device
 
 
 def identity(decoder: nn.Module) -> dict[str, str]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cacheformers.modeling.attach import (
     active_options,
+    device_of,
     find_decoder,
     identity,
     match_rows,
@@ -64,7 +65,7 @@ def read(
         match_rows(decoder, memory, len(ids), options)
     if not (decoder.training or memory.origin.identity):
         memory.origin.identity = identity(decoder)
-    device = next(decoder.parameters()).device
+    device = device_of(decoder)
     step = active_options(decoder).segment_tokens  # type: ignore[union-attr]
     time = torch.arange(ids.shape[1])
     with tqdm(total=int(lengths.sum()), unit=" tokens", unit_scale=True, desc="Reading", disable=not progress) as bar:

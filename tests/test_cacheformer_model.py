@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import cpu_offload
 from cacheformer_golden import LONG_SHORT, MODES, needs_golden, recorded
 from cacheformer_models import random_ids, recorded_model, recorded_name, tiny_config, tiny_model
 from peft import LoraConfig, get_peft_model
@@ -263,6 +264,9 @@ def test_what_a_cache_cannot_do_says_so():
     for arguments in ({"cache_implementation": "static"}, {"cache_implementation": "offloaded"}):
         with pytest.raises(ValueError, match="cannot hold CacheFormer's state"):
             model.generate(ids, max_new_tokens=2, **arguments)
+    offloaded = cpu_offload(tiny_model(), execution_device="cpu")
+    with pytest.raises(ValueError, match="offloaded to CPU or disk"):
+        offloaded.generate(ids, max_new_tokens=2)
     for arguments in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": tiny_model()}):
         with pytest.raises(ValueError, match="stateful"):
             model.generate(ids[:1], max_new_tokens=2, **arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from conftest import METHODS, OWN_WINDOW, other_cases
 from transformers import DynamicCache, StaticCache
 from transformers.generation.streamers import BaseStreamer
@@ -218,6 +219,14 @@ def test_caches_that_cannot_carry_a_memory(make_model, ids):
         model(ids[:, :20], past_key_values=filled)
     with pytest.raises(ValueError, match="already holds tokens"):
         model(ids[:, 20:30], past_key_values=filled)
+
+
+@pytest.mark.parametrize("method", ["neurocache", "memorizing", "infini_attention", "gated_attention", "cacheformer"])
+def test_offloaded_weights_say_so(make_model, ids, method):
+    model = make_model("llama_gqa", method=method)
+    cpu_offload(model, execution_device="cpu")
+    with pytest.raises(ValueError, match="offloaded to CPU or disk"):
+        generate(model, ids[:, :20])
 
 
 def test_assisted_decoding(make_model, make_base, ids):

@@ -25,7 +25,7 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from cacheformers.hub.push import PushesWithCard
-from cacheformers.modeling.attach import real_tokens
+from cacheformers.modeling.attach import device_of, real_tokens
 from cacheformers.modeling.memories.cacheformer import (
     NORM_EPS,
     BranchGate,
@@ -284,7 +284,7 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
         Raises:
             ValueError: `selection="paper_block"`, which chooses with tokens that do not exist yet.
         """
-        devices = [next(layer.parameters()).device for layer in self.layers]
+        devices = [device_of(layer) for layer in self.layers]
         return CacheFormerCache(self.options, rows, self.dtype, devices)
 
 
