@@ -24,6 +24,8 @@ PASSAGE, SHOWN = 40, 3  # tokens of a passage, and how many are shown
 
 def ask(options: argparse.Namespace) -> None:
     """Load once, answer every question."""
+    if not all(question.strip() for question in options.questions):
+        raise ValueError("There is an empty question.")
     start = time.perf_counter()
     reader = read_index(options.memory).reader
     names = (options.model or reader.base, options.adapter or reader.adapter)
@@ -55,6 +57,10 @@ def answer(
 ) -> None:
     """Print a question, its answer, and what was retrieved for them."""
     trace = Trace(memory) if isinstance(memory.state, NeurocacheState) else None
+    if trace is None and options.explain:
+        raise ValueError(
+            "--explain is for Neurocache; this memory's method does not say what it retrieved: leave it out."
+        )
     ids = prompt(tokenizer, question).to(model.device)
     print(f"\nQ: {question}\nA: ", end="", flush=True)
     produced = model.generate(

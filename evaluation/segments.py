@@ -141,7 +141,10 @@ def run(given: argparse.Namespace) -> None:
     """Read, print, write."""
     model = AutoModelForCausalLM.from_pretrained(given.model).eval()
     if not isinstance(model, CacheFormerForCausalLM):
-        raise ValueError(f"{given.model} is a {model.config.model_type} model, not a cacheformer one.")
+        raise ValueError(
+            f"{given.model} is a {model.config.model_type} model, not a cacheformer one. (What is on a pretrained "
+            "model is not drawn.)"
+        )
     options = model.model.options
     for name, value, count in (("layer", given.layer, len(model.model.layers)), ("head", given.head, options.kv_heads)):
         if not 0 <= value < count:

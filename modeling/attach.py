@@ -118,6 +118,11 @@ def architecture(config: PretrainedConfig) -> Architecture:
         ValueError: a model type without an entry in the table; names the supported ones.
     """
     model_type = getattr(config, "model_type", None)
+    if model_type == "cacheformer":
+        raise ValueError(
+            "This CacheFormer is a model of its own: its memory is what its forward and generate() return as "
+            "past_key_values (docs/cacheformer.md). Memories of this kind are for pretrained models."
+        )
     if model_type not in ARCHITECTURES:
         raise ValueError(
             f"Model type {model_type!r} is not supported. Supported: {', '.join(sorted(ARCHITECTURES))}. A decoder "
@@ -386,12 +391,14 @@ def wanted(decoder: nn.Module, kwargs: dict[str, Any], name: str) -> bool:
 
 
 def check_positions(position_ids: Tensor | None, real: Tensor) -> None:
-    """Refuse packed documents: positions are the memory's own, and a restart would be overlooked."""
+    """Refuse packed documents and gaps: positions are the memory's own, and others would be overlooked."""
     if position_ids is None or position_ids.shape[-1] != real.shape[1] or real.shape[1] < 2:
         return
-    restarts = (position_ids.cpu().expand(len(real), -1).diff(dim=1) <= 0) & real[:, 1:] & real[:, :-1]
-    if bool(restarts.any()):
+    steps = position_ids.cpu().expand(len(real), -1).diff(dim=1)[real[:, 1:] & real[:, :-1]]
+    if bool((steps <= 0).any()):
         raise ValueError("position_ids restart within a row: give each document a row of its own, do not pack them.")
+    if bool((steps > 1).any()):
+        raise ValueError("position_ids leave positions out: a memory counts every token by itself. Leave them out.")
 
 
 def check_checkpointing(decoder: Any) -> None:
@@ -409,15 +416,25 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
         raise ValueError("The decoder needs return_dict=True here; ask the whole model for tuples instead.")
     if kwargs.get("input_ids") is None:
         raise ValueError("A memory follows token ids: pass input_ids, not inputs_embeds.")
-    if kwargs["input_ids"].shape[1] == 0:
-        raise ValueError(
-            "input_ids is empty. To go on with a memory that generate() returned, pass all ids since the last read(), "
-            "not only the new ones."
-        )
+    check_shape(kwargs["input_ids"])
     mask = kwargs.get("attention_mask")
     if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
         raise ValueError(
             "A memory needs a 2D attention_mask (1 for tokens, 0 for padding): it makes the 4D masks itself."
+        )
+
+
+def check_shape(ids: Any) -> None:
+    """Refuse ids that are not `[rows, time]`, and none at all; None is none of ours."""
+    if ids is None:
+        return
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        given = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"input_ids must be a tensor [rows, time], got {given}.")
+    if not ids.numel():
+        raise ValueError(
+            f"input_ids is empty, shape {tuple(ids.shape)}: there is nothing to read. (To go on with what generate() "
+            "returned, pass all ids since the last read(), not only the new ones.)"
         )
 
 
@@ -427,11 +444,16 @@ def check_causal(options: MemoryOptions, kwargs: dict[str, Any], keep: int | Non
     No cache passes by that could refuse. What `generate` asks for is known by the positions that it gives to a forward
     of which it wants one logit.
     """
-    asked = keep == 1 and kwargs.get("use_cache") is False and kwargs.get("position_ids") is not None
-    if asked and not getattr(options, "causal", True):
+    if keep == 1 and kwargs.get("use_cache") is False and kwargs.get("position_ids") is not None:
+        refuse_looking_ahead(options)
+
+
+def refuse_looking_ahead(options: MemoryOptions) -> None:
+    """Raise ValueError if a rule needs tokens that a decoder does not have."""
+    if not getattr(options, "causal", True):
         raise ValueError(
-            "selection='paper_block' chooses with tokens that do not exist while decoding: it cannot generate. Use "
-            "selection='previous_block' (or 'token', 'prefix')."
+            "selection='paper_block' chooses with tokens that do not exist while decoding: it cannot generate, nor "
+            "read into a memory. Use selection='previous_block' (or 'token', 'prefix')."
         )
 
 
@@ -460,7 +482,9 @@ def match_rows(decoder: nn.Module, memory: MemoryCache, rows: int, options: Memo
             + "; ".join(f"{key} ({theirs.get(key)} in the memory, {ours.get(key)} here)" for key in differing)
         )
     if memory.fingerprint and not decoder.training and memory.fingerprint != active_memories(decoder)[0].fingerprint:
-        raise ValueError("This memory was made with another adapter: its entries are compressed by other weights.")
+        raise ValueError(
+            "This memory was made with another adapter, or with this one in another precision: read the text again."
+        )
     check_origin(decoder, memory)
     if rows == memory.batch_size:
         return
@@ -494,10 +518,8 @@ def real_tokens(mask: Tensor | None, ids: Tensor, visible: int) -> Tensor:
     if mask is None:
         return torch.ones(rows, time, dtype=torch.bool)
     if mask.shape not in ((rows, time), (rows, visible + time)):
-        raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)}; expected {(rows, time)} (the new ids) or "
-            f"{(rows, visible + time)} (all ids since the last read)."
-        )
+        more = f" or {(rows, visible + time)} (all ids since the last read)" if visible else ""
+        raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {(rows, time)} (the new ids){more}.")
     return mask[:, -time:].bool().cpu()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from cacheformers.modeling.attach import (
     identity,
     match_rows,
     new_memory,
+    refuse_looking_ahead,
     rotation,
     unwrap,
 )
@@ -54,19 +56,20 @@ def read(
     decoder: Any = find_decoder(unwrap(model))
     ids, lengths = pack(input_ids, attention_mask)
     check_ids(ids, lengths, decoder.config.vocab_size)
+    options = active_options(decoder)
+    if options is None:
+        raise ValueError("No memory adapter is active on this model: enable it, or set it with set_adapter().")
+    refuse_looking_ahead(options)
     if memory is None:
         memory = new_memory(model, len(ids), cache_size)
     else:
-        options = active_options(decoder)
-        if options is None:
-            raise ValueError("No memory adapter is active on this model: enable it, or set it with set_adapter().")
         if cache_size is not None:
             raise ValueError("cache_size is for an empty memory; this one has its size already.")
         match_rows(decoder, memory, len(ids), options)
     if not (decoder.training or memory.origin.identity):
         memory.origin.identity = identity(decoder)
     device = device_of(decoder)
-    step = active_options(decoder).segment_tokens  # type: ignore[union-attr]
+    step = options.segment_tokens  # type: ignore[attr-defined]
     time = torch.arange(ids.shape[1])
     with tqdm(total=int(lengths.sum()), unit=" tokens", unit_scale=True, desc="Reading", disable=not progress) as bar:
         for start in range(0, ids.shape[1], step):
@@ -138,6 +141,10 @@ def pack(documents: Tensor | list[list[int]] | list[Tensor], attention_mask: Ten
             )
         rows = [row[mask.bool()].cpu() for row, mask in zip(documents, attention_mask, strict=True)]
     else:
+        if isinstance(documents, str | Mapping) or any(isinstance(row, str) for row in documents):
+            raise ValueError(
+                "Documents must be token ids, a tensor or a list: pass tokenizer(text).input_ids, or use read_text()."
+            )
         if attention_mask is not None:
             raise ValueError("A list of documents needs no attention_mask: leave padding out of the lists.")
         documents = [documents] if documents and isinstance(documents[0], int) else documents

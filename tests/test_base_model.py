@@ -209,6 +209,9 @@ def test_what_is_refused(folder, tmp_path, monkeypatch):
         load_base(ModelOptions(str(tmp_path / "nowhere")), "cpu")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["<more>"])
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="is an adapter, not a base model"):
+        base_config(str(tmp_path))
     with pytest.raises(ValueError, match="tokenizer has 129 entries, the model 128"):
         check_vocabulary(base_config(folder), tokenizer)
     monkeypatch.setattr("cacheformers.training.base_model.find_spec", lambda name: None)

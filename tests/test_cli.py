@@ -113,6 +113,12 @@ def test_refusals(
     next(weight for name, weight in other.named_parameters() if "lora_mem_down" in name).data.mul_(1.1)
     other.peft_config["default"].base_model_name_or_path = "base"
     other.save_pretrained(folder / "other_adapter")
+    windowed = make_model("llama_gqa", torch.float32, method="windowed")
+    windowed.peft_config["default"].base_model_name_or_path = "base"
+    windowed.save_pretrained(folder / "windowed_adapter")
+    main(["read", "book.txt", "-o", "windowed.memory", "--adapter", "windowed_adapter"])
+    with pytest.raises(SystemExit, match="empty question"):
+        main(["ask", "book.memory", "why", " "])
     for arguments, message in {
         "read other.txt -o book.memory --adapter adapter": "Choose another -o",
         "read book.txt -o book.memory --adapter other_adapter": "another adapter",
@@ -123,6 +129,7 @@ def test_refusals(
         "ask book.memory why --adapter other_adapter": "another adapter",
         "ask base why": "no memory",
         "inspect nowhere": "no memory",
+        "ask windowed.memory why --explain": "explain is for Neurocache",
     }.items():
         with pytest.raises(SystemExit, match=message) as stopped:
             main(arguments.split())

@@ -42,6 +42,13 @@ def test_options(make_base, config_factory, options, message):
     assert [name for name, _ in base.named_parameters()] == before, "a refused adapter must leave the base alone"
 
 
+@pytest.mark.parametrize("layers", [1, "0:1", [True]])
+@pytest.mark.parametrize("method", ["infini_attention", "gated_attention", "cacheformer"])
+def test_layers_are_a_list(make_model, method, layers):
+    with pytest.raises(ValueError, match=r"layers must be a list of whole numbers such as \[0, 1\]"):
+        make_model("llama_gqa", method=method, layers=layers)
+
+
 def test_learned_positions_cannot_slide(make_base, config_factory):
     with pytest.raises(ValueError, match="learned embeddings"):
         get_peft_model(make_base("opt"), config_factory(local_window="sliding"))
@@ -58,6 +65,9 @@ def test_learned_positions_cannot_slide(make_base, config_factory):
         (torch.tensor([[5.0]]), "must be integers"),
         (torch.zeros(1, 1, 1, dtype=torch.long), "input_ids must be"),
         ([torch.ones(1, 3, dtype=torch.long)], "must be a list or tensor of ids"),
+        ("a text", "pass tokenizer"),
+        (["a text"], "pass tokenizer"),
+        ({"input_ids": [[5]]}, "pass tokenizer"),
     ],
 )
 def test_documents(make_model, documents, message):
@@ -83,6 +93,8 @@ def test_masks(make_model, ids):
         model(ids, output_attentions=True)
     with pytest.raises(ValueError, match="do not pack"):
         model(ids, position_ids=(torch.arange(75) % 25)[None])
+    with pytest.raises(ValueError, match="leave positions out"):
+        model(ids, position_ids=2 * torch.arange(75)[None])
     with pytest.raises(ValueError, match="return_dict"):
         model.base_model.model.model(ids, return_dict=False)
     with pytest.raises(ValueError, match="needs no attention_mask"):

@@ -425,6 +425,7 @@ def test_help_teaches(capsys):
     assert stop.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "RECIPE.yaml" in shown and "Entries a document may keep (m)" in shown and "None" not in shown
+    assert "--no-plots Turn --plots off." in shown and "--plots off. (default" not in shown
 
 
 def test_what_a_resumed_run_must_share():

@@ -103,9 +103,16 @@ def load_tokenizer(base: str) -> PreTrainedTokenizerBase:
 
 
 def base_config(base: str) -> PretrainedConfig:
-    """The base model's configuration alone; nothing is converted for it."""
+    """The base model's configuration alone; nothing is converted for it.
+
+    Raises:
+        ValueError: the folder holds an adapter.
+    """
     if is_gguf(base):
         return AutoConfig.from_pretrained(Path(base).parent, gguf_file=Path(base).name)
+    folder = Path(base)
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise ValueError(f"{base} is an adapter, not a base model: give it as the adapter, and its base as the base.")
     return AutoConfig.from_pretrained(base)
 
 

@@ -48,7 +48,7 @@ class DataOptions:
     max_tokens: int | None = option(
         None,
         help="Read the first so many tokens of each document. Default: all. Methods that show self-attention whole "
-        "documents (gated_attention) need it: at most the base's positions.",
+        "documents (gated_attention, cacheformer) need it: at most the base's positions.",
     )
     stream: bool = option(
         False,

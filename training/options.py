@@ -59,6 +59,9 @@ class Formatter(ArgumentDefaultsHelpFormatter):
     """Shows defaults, except None, whose meaning the help texts give."""
 
     def _get_help_string(self, action: Action) -> str | None:
+        name = next(iter(action.option_strings), "")
+        if name.startswith("--no_"):  # made by HfArgumentParser, with the help of what it turns off
+            return f"Turn --{name.removeprefix('--no_')} off."
         return action.help if action.default is None else super()._get_help_string(action)
 
 

@@ -35,7 +35,7 @@ from cacheformers.modeling.memories.settings import chosen_layers
 EVERYTHING = 2**40  # tokens that stay visible to layers without the method
 
 
-@dataclass
+@dataclass(repr=False)  # transformers prints a configuration
 class CacheFormerOnBaseSettings(CacheFormerSettings):
     """Fields of `CacheFormerAdapterConfig` and `CacheFormerOnBaseConfig`. Layers count from 0."""
 

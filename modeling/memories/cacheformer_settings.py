@@ -8,7 +8,7 @@ from typing import Any
 from cacheformers.modeling.memories.cacheformer import CacheFormerOptions
 
 
-@dataclass
+@dataclass(repr=False)  # transformers prints a configuration
 class CacheFormerSettings:
     """Fields that every configuration with CacheFormer's attention has; `CacheFormerOptions` says more of each."""
 

@@ -30,7 +30,7 @@ EVERYTHING = 2**40  # tokens that stay visible
 STRETCH = (-0.1, 1.1)  # hard-concrete gates (Louizos et al. 2018, arXiv 1712.01312) are stretched to this, then clipped
 
 
-@dataclass
+@dataclass(repr=False)  # transformers prints a configuration
 class GatedAttentionSettings:
     """Fields of `GatedAttentionAdapterConfig` and `GatedAttentionConfig`. Layers count from 0."""
 

@@ -34,7 +34,7 @@ from cacheformers.modeling.memories.method import first_numbers
 from cacheformers.modeling.memories.settings import LocalWindowOptions, LocalWindowSettings, chosen_layers
 
 
-@dataclass
+@dataclass(repr=False)  # transformers prints a configuration
 class InfiniAttentionSettings(LocalWindowSettings):
     """Fields of `InfiniAttentionAdapterConfig` and `InfiniAttentionConfig`. Layers count from 0."""
 

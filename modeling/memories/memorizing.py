@@ -33,7 +33,7 @@ from cacheformers.modeling.search import get_search
 from cacheformers.modeling.search.store import Entries, Ring
 
 
-@dataclass
+@dataclass(repr=False)  # transformers prints a configuration
 class MemorizingSettings(LocalWindowSettings):
     """Fields of `MemorizingAdapterConfig` and `MemorizingConfig`. Layers count from 0."""
 

@@ -15,7 +15,7 @@ from cacheformers.modeling.memories.settings import LocalWindowOptions, LocalWin
 from cacheformers.modeling.search import get_search
 
 
-@dataclass
+@dataclass(repr=False)  # transformers prints a configuration
 class NeurocacheSettings(LocalWindowSettings):
     """Fields of `NeurocacheAdapterConfig` and `NeurocacheConfig`. Layers count from 0."""
 

@@ -9,7 +9,7 @@ from cacheformers.modeling.memories.base import BaseShape, LocalWindow
 from cacheformers.modeling.memories.checks import check_at_least, check_choices, check_window
 
 
-@dataclass
+@dataclass(repr=False)  # transformers prints a configuration
 class LocalWindowSettings:
     """Fields of the adapter configs and configurations of every method with a local window."""
 
@@ -66,4 +66,8 @@ class LocalWindowOptions:
 
 def chosen_layers(layers: list[int] | None, base: BaseShape) -> tuple[int, ...]:
     """Layers in their order; None for all of the base model's."""
-    return tuple(range(base.layers)) if layers is None else tuple(sorted(layers))
+    if layers is None:
+        return tuple(range(base.layers))
+    if not isinstance(layers, list | tuple) or any(type(layer) is not int for layer in layers):
+        raise ValueError(f"layers must be a list of whole numbers such as [0, 1], got {layers!r}.")
+    return tuple(sorted(layers))

@@ -21,7 +21,7 @@ from cacheformers.modeling.memories.base import BaseShape, MemoryState
 from cacheformers.modeling.memories.settings import LocalWindowOptions, LocalWindowSettings
 
 
-@dataclass
+@dataclass(repr=False)  # transformers prints a configuration
 class WindowedSettings(LocalWindowSettings):
     """Fields of `WindowedAdapterConfig` and `WindowedConfig`."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import fields
 from typing import Any, Self
 
 from cacheformers.modeling.memories.cacheformer import CacheFormerOptions
@@ -82,6 +84,9 @@ class CacheFormerConfig(CacheFormerSettings, ShimConfig):
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
         super().__post_init__(**kwargs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the model warns
+            self.attention_options()
 
     @classmethod
     def preset(cls, size: str, variant: str = "overlap_cache_k7u1", **changes: Any) -> Self:
@@ -93,11 +98,14 @@ class CacheFormerConfig(CacheFormerSettings, ShimConfig):
             changes: fields that shall differ.
 
         Raises:
-            ValueError: there is no such size or variant.
+            ValueError: there is no such size, variant or field.
         """
         for name, value, known in (("size", size, SIZES), ("variant", variant, VARIANTS)):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}.")
+        unknown = sorted(changes.keys() - {field.name for field in fields(cls)})
+        if unknown:
+            raise ValueError(f"A {cls.__name__} has no field {', '.join(unknown)}.")
         return cls(**{**SIZES[size], **VARIANTS[variant], **changes})
 
     def attention_options(self) -> CacheFormerOptions:

@@ -31,9 +31,11 @@ def documents_of(real: Tensor, position_ids: Tensor | None) -> Columns:
         position_ids: restart where another document begins, `[rows or 1, time]`; None: each row is a document.
 
     Raises:
-        ValueError: padding inside a document; positions that do not count a document's tokens.
+        ValueError: padding inside a document; positions that do not count a document's tokens, or are too few.
     """
     time = real.shape[1]
+    if position_ids is not None and position_ids.shape[-1] != time:
+        raise ValueError(f"position_ids has shape {tuple(position_ids.shape)}, but there are {time} tokens a row.")
     if position_ids is None and bool(real.all()):
         return Columns(torch.arange(time)[None])
     count = real.cumsum(1)

@@ -25,7 +25,7 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from cacheformers.hub.push import PushesWithCard
-from cacheformers.modeling.attach import device_of, real_tokens
+from cacheformers.modeling.attach import check_shape, device_of, real_tokens
 from cacheformers.modeling.memories.cacheformer import (
     NORM_EPS,
     BranchGate,
@@ -236,6 +236,7 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
             )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Pass either input_ids or inputs_embeds.")
+        check_shape(input_ids)
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache, columns = self.prepare(hidden, attention_mask, position_ids, past_key_values, bool(use_cache))
         rotation = Rotation.at(columns.positions, self.options.head_dim, self.config.rope_theta, hidden.dtype)
@@ -310,6 +311,7 @@ class CacheFormerForCausalLM(CacheFormerPreTrainedModel, GenerationMixin):
                 "selection='paper_block' chooses segments with tokens that do not exist while decoding: it cannot "
                 "generate. Load the model with selection='previous_block' (or 'token', 'prefix')."
             )
+        check_shape(args[0] if args else kwargs.get("inputs", kwargs.get("input_ids")))
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     @can_return_tuple  # type: ignore[untyped-decorator]

@@ -1,0 +1,71 @@
+"""What CacheFormer refuses, and what it says then."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cacheformer_models import random_ids, tiny_config, tiny_model
+
+import cacheformers
+from cacheformers import CacheFormerConfig
+from cacheformers.evaluation import segments
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"selection": "best"}, "selection must be one of"),
+        ({"topk": 0}, "topk must be at least 1"),
+        ({"pool_tokens": 4, "pool_vectors": 5}, "pool_vectors 5 is more than the 4 tokens"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number of at least 1"),
+    ],
+)
+def test_a_configuration_is_checked_when_it_is_made(changes, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_config(**changes)
+
+
+def test_a_preset_has_no_other_fields():
+    with pytest.raises(ValueError, match="has no field top_k, windows_tokens"):
+        CacheFormerConfig.preset("23m", top_k=3, windows_tokens=64)
+
+
+@pytest.mark.parametrize(
+    "kind", [CacheFormerConfig, cacheformers.CacheFormerOnBaseConfig, cacheformers.NeurocacheConfig]
+)
+def test_a_configuration_is_printed_whole(kind):
+    shown = str(kind())
+    assert f'"model_type": "{kind.model_type}"' in shown and "hidden_size" in shown and '"topk"' in shown
+
+
+@pytest.mark.parametrize(("shape", "message"), [((1, 0), "empty"), ((0, 9), "empty"), ((9,), r"tensor \[rows, time\]")])
+def test_ids_are_rows_of_tokens(make_model, shape, message):
+    ids = torch.zeros(shape, dtype=torch.long)
+    for model in (tiny_model(), make_model("llama_gqa", method="cacheformer")):
+        with torch.no_grad(), pytest.raises(ValueError, match=message):
+            model(ids)
+    with pytest.raises(ValueError, match=message):
+        tiny_model().generate(ids, max_new_tokens=1)
+
+
+def test_positions_are_as_many_as_tokens():
+    with pytest.raises(ValueError, match=r"position_ids has shape \(1, 9\), but there are 20 tokens"):
+        tiny_model()(random_ids(1, 20), position_ids=torch.arange(9)[None])
+
+
+def test_what_looks_ahead_is_not_read_into_a_memory(make_model, ids):
+    model = make_model("llama_gqa", method="cacheformer", selection="paper_block")
+    with pytest.raises(ValueError, match="nor read into a memory"):
+        cacheformers.read(model, ids, progress=False)
+
+
+def test_a_model_of_its_own_has_no_memory_to_read_into():
+    with pytest.raises(ValueError, match="a model of its own: its memory is .* past_key_values"):
+        cacheformers.read(tiny_model(), random_ids(1, 20), progress=False)
+
+
+def test_only_a_model_of_its_own_is_drawn(make_base, tmp_path, capsys):
+    make_base("llama_gqa").save_pretrained(tmp_path)
+    with pytest.raises(SystemExit):
+        segments.main([str(tmp_path), "README.md", "--output", str(tmp_path / "out")])
+    assert "is a llama model, not a cacheformer one" in capsys.readouterr().err
