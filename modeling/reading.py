@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,6 +67,14 @@ def read(
         if cache_size is not None:
             raise ValueError("cache_size is for an empty memory; this one has its size already.")
         match_rows(decoder, memory, len(ids), options)
+    most = decoder.config.max_position_embeddings
+    longest = max(before + count for before, count in zip(memory.tokens_read, lengths.tolist(), strict=True))
+    if options.window.positions > most and longest > most:
+        warnings.warn(
+            f"This method's positions count on, and the base model has {most:,}: what it makes of the tokens after "
+            f"them, up to {longest:,}, it has not learnt.",
+            stacklevel=2,
+        )
     if not (decoder.training or memory.origin.identity):
         memory.origin.identity = identity(decoder)
     device = device_of(decoder)

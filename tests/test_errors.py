@@ -75,6 +75,15 @@ def test_documents(make_model, documents, message):
         cacheformers.read(make_model("llama_gqa"), documents, progress=False)
 
 
+@pytest.mark.parametrize("method", ["gated_attention", "cacheformer"])
+def test_more_tokens_than_positions(make_model, ids, method):
+    """Where positions count on, the reader is told; the tiny bases have 64."""
+    model = make_model("llama_gqa", method=method)
+    memory = cacheformers.read(model, ids[:1, :60], progress=False)
+    with pytest.warns(UserWarning, match="the base model has 64.* up to 75"):
+        cacheformers.read(model, ids[:1, 60:], memory=memory, progress=False)
+
+
 def test_masks(make_model, ids):
     model = make_model("llama_gqa")
     with pytest.raises(ValueError, match="differ in shape"):
