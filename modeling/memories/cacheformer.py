@@ -114,11 +114,6 @@ class CacheFormerOptions:
                 f"pool_tokens {self.pool_tokens} is more than two windows of {self.window_tokens}: recent tokens would "
                 "be visible nowhere. Choose pool_tokens <= 2 * window_tokens."
             )
-        if self.compresses and self.pool_vectors > self.pool_tokens:
-            raise ValueError(
-                f"pool_vectors {self.pool_vectors} is more than the {self.pool_tokens} tokens of a segment "
-                "(pool_tokens): nothing would be compressed. Choose pool_vectors <= pool_tokens."
-            )
         if self.overlap and self.pool_tokens % 2:
             raise ValueError(f"overlap shifts segments by half: pool_tokens must be even, got {self.pool_tokens}.")
         if self.select_rows is not None and self.select_rows < 1:

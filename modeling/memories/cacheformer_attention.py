@@ -78,23 +78,26 @@ def attend_rows(
 def make_stores(
     options: CacheFormerOptions, parts: CacheFormerParts, projected: Projected, rotate: Rotate | None
 ) -> Stores:
-    """Norm the tokens, and compress every segment that some token sees."""
+    """Norm the tokens, and compress every complete segment."""
     keys, values = projected.k, projected.v
     source = projected.pooled_keys(options)
     size, half, time = options.pool_tokens, options.pool_tokens // 2, keys.shape[2]
 
-    def compress(count: int, shift: int) -> tuple[Tensor, Tensor | None]:
+    def compress(shift: int) -> tuple[Tensor, Tensor | None]:
+        count = (time + shift) // size
+
         def cut(tokens: Tensor) -> Tensor:
             padded = F.pad(tokens, (0, 0, shift, 0)) if shift else tokens
-            return padded[:, :, : count * size].unflatten(2, (count, size))
+            # Contiguous: otherwise every product would keep a copy of its own for its gradient.
+            return padded[:, :, : count * size].contiguous().unflatten(2, (count, size))
 
         numbers = torch.arange(count, device=keys.device)[None]
         pooled_values = None if values is None else cut(values)
         return pool(options, parts, cut(source), pooled_values, numbers, shift > 0, rotate)
 
     nothing = (keys[:, :, :0], None if values is None else keys[:, :, :0])
-    long = compress((time - 1) // size, 0) if options.long or options.cache else nothing
-    overlap = compress((time - 1 + half) // size, half) if options.overlap else nothing
+    long = compress(0) if options.long or options.cache else nothing
+    overlap = compress(half) if options.overlap else nothing
     normed = normalise(parts.local_norm, keys).contiguous()
     if values is None:
         return Stores(normed, long[0], overlap[0])
