@@ -36,7 +36,9 @@ def test_models_page(make_base, config_factory, tokenizer, tmp_path, monkeypatch
     for folder in ("data/smollm2-135m-instruct", "runs/base"):
         base.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    get_peft_model(AutoModelForCausalLM.from_pretrained("runs/base"), config_factory()).save_pretrained("runs/adapter")
+    get_peft_model(AutoModelForCausalLM.from_pretrained("runs/base"), config_factory()).save_pretrained(
+        "runs/quickstart"
+    )
     names: dict = {}
     blocks = BLOCK.findall((ROOT / "docs" / "models.md").read_text())
     assert len(blocks) == 5

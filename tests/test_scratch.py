@@ -237,7 +237,7 @@ def test_rates(folder):
         (["--model_config={folder}/small.json"], "The tokenizer has 128 entries, the model 100"),
         (["--model_config={folder}/kind.json"], "expected int, got str"),
         (["--model_config={folder}/long.json"], "segment_tokens must be from 1 to max_position_embeddings 64, got 65"),
-        (["--model_config={folder}/rows.json"], "segment_tokens must be at least 1, got 0"),
+        (["--model_config={folder}/rows.json"], "segment_tokens must be a whole number of at least 1, got 0"),
         (["--model_config={folder}/pool.json"], "pool_tokens 40 is more than two windows of 4"),
         (["--backprop_segments=2"], "backprop_segments is for memories"),
         (["--start_from={folder}/nowhere"], "nowhere: there is no model"),

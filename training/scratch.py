@@ -262,8 +262,6 @@ def cacheformer_shape(config: CacheFormerConfig) -> BaseShape:
     Raises:
         ValueError: options that contradict each other.
     """
-    if config.segment_tokens < 1:
-        raise ValueError(f"segment_tokens must be at least 1, got {config.segment_tokens}.")
     options = config.attention_options()
     return BaseShape(
         model_type=config.model_type,
