@@ -18,11 +18,11 @@ from cacheformers.modeling.attach import (
     identity,
     match_rows,
     new_memory,
-    refuse_looking_ahead,
     rotation,
     unwrap,
 )
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.modeling.origin import tokenised, tokenizer_hash
 
 

@@ -25,7 +25,8 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from cacheformers.hub.push import PushesWithCard
-from cacheformers.modeling.attach import check_shape, device_of, real_tokens
+from cacheformers.modeling.attach import device_of
+from cacheformers.modeling.inputs import check_shape, real_tokens, refuse_looking_ahead
 from cacheformers.modeling.memories.cacheformer import (
     NORM_EPS,
     BranchGate,
@@ -306,11 +307,7 @@ class CacheFormerForCausalLM(CacheFormerPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: `selection="paper_block"`, which chooses with tokens that do not exist yet.
         """
-        if not self.model.options.causal:
-            raise ValueError(
-                "selection='paper_block' chooses segments with tokens that do not exist while decoding: it cannot "
-                "generate. Load the model with selection='previous_block' (or 'token', 'prefix')."
-            )
+        refuse_looking_ahead(self.model.options)
         check_shape(args[0] if args else kwargs.get("inputs", kwargs.get("input_ids")))
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
