@@ -1,42 +1,47 @@
 """Long-context memories for Hugging Face Transformers."""
 
-from cacheformers.adapters import (
-    CacheFormerAdapterConfig,
-    GatedAttentionAdapterConfig,
-    InfiniAttentionAdapterConfig,
-    MemorizingAdapterConfig,
-    NeurocacheAdapterConfig,
-    WindowedAdapterConfig,
-    start_from_states,
-)
+from cacheformers.adapters.registration import register
 from cacheformers.hub import push_to_hub
-from cacheformers.modeling.attach import new_memory
-from cacheformers.modeling.cache import MemoryCache
-from cacheformers.modeling.files.index import MemoryFileError
-from cacheformers.modeling.files.load import load_memory
-from cacheformers.modeling.models import (
+from cacheformers.methods.cacheformer import (
+    CacheFormerAdapterConfig,
     CacheFormerConfig,
     CacheFormerForCausalLM,
     CacheFormerModel,
     CacheFormerOnBaseConfig,
     CacheFormerOnBaseForCausalLM,
     CacheFormerOnBaseModel,
+)
+from cacheformers.methods.gated_attention import (
+    GatedAttentionAdapterConfig,
     GatedAttentionConfig,
     GatedAttentionForCausalLM,
     GatedAttentionModel,
+)
+from cacheformers.methods.infini_attention import (
+    InfiniAttentionAdapterConfig,
     InfiniAttentionConfig,
     InfiniAttentionForCausalLM,
     InfiniAttentionModel,
+)
+from cacheformers.methods.memorizing import (
+    MemorizingAdapterConfig,
     MemorizingConfig,
     MemorizingForCausalLM,
     MemorizingModel,
+)
+from cacheformers.methods.neurocache import (
+    NeurocacheAdapterConfig,
     NeurocacheConfig,
     NeurocacheForCausalLM,
     NeurocacheModel,
-    WindowedConfig,
-    WindowedForCausalLM,
-    WindowedModel,
 )
+from cacheformers.methods.neurocache.start import start_from_states
+from cacheformers.methods.windowed import WindowedAdapterConfig, WindowedConfig, WindowedForCausalLM, WindowedModel
+from cacheformers.modeling.attach import new_memory
+from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.files.index import MemoryFileError
+from cacheformers.modeling.files.load import load_memory
+from cacheformers.modeling.method import MemoryMethod
 from cacheformers.modeling.reading import read, read_text
 
 __version__ = "0.1.0.dev0"
@@ -62,6 +67,7 @@ __all__ = [
     "MemorizingModel",
     "MemoryCache",
     "MemoryFileError",
+    "MemoryMethod",
     "NeurocacheAdapterConfig",
     "NeurocacheConfig",
     "NeurocacheForCausalLM",
@@ -75,5 +81,6 @@ __all__ = [
     "push_to_hub",
     "read",
     "read_text",
+    "register",
     "start_from_states",
 ]

@@ -1,32 +1,21 @@
-"""What a user configures: one PEFT config class a method."""
+"""The PEFT config that every memory method extends with its own settings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
-from pathlib import Path
 from typing import Any, ClassVar
 
 from peft import LoraConfig
 
-from cacheformers.hub.card import refresh_card
-from cacheformers.modeling.memories.cacheformer_memory import CacheFormerOnBaseSettings
-from cacheformers.modeling.memories.gated_attention import GatedAttentionSettings
-from cacheformers.modeling.memories.infini_attention import InfiniAttentionSettings
-from cacheformers.modeling.memories.memorizing import MemorizingSettings
-from cacheformers.modeling.memories.neurocache_options import NeurocacheSettings, layer_numbers
-from cacheformers.modeling.memories.windowed import WindowedSettings
+from cacheformers.modeling.saving import saved
 
 
-class MemoryPeftType(StrEnum):
-    """PEFT types of this package (PEFT's own enumeration is closed)."""
+class MemoryPeftType(str):
+    """A PEFT type of this package. PEFT's own enumeration is closed; PEFT and transformers only read `value`."""
 
-    NEUROCACHE = "NEUROCACHE"
-    WINDOWED = "WINDOWED"
-    MEMORIZING = "MEMORIZING"
-    INFINI_ATTENTION = "INFINI_ATTENTION"
-    GATED_ATTENTION = "GATED_ATTENTION"
-    CACHEFORMER = "CACHEFORMER"
+    @property
+    def value(self) -> str:
+        return str(self)
 
 
 @dataclass
@@ -37,7 +26,7 @@ class MemoryAdapterConfig(LoraConfig):
     `target_modules=[]` trains no LoRA at all.
     """
 
-    kind: ClassVar[MemoryPeftType]
+    kind: ClassVar[MemoryPeftType]  # set when the method is registered
 
     r: int = field(default=16, metadata={"help": "Rank of LoRA."})
     lora_alpha: int = field(default=32, metadata={"help": "LoRA's scaling is lora_alpha / r."})
@@ -54,68 +43,4 @@ class MemoryAdapterConfig(LoraConfig):
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Save it as `adapter_config.json`, with a model card; a card that a person wrote stays."""
         super().save_pretrained(save_directory, **kwargs)
-        refresh_card(Path(save_directory))
-
-
-@dataclass
-class NeurocacheAdapterConfig(NeurocacheSettings, MemoryAdapterConfig):
-    """Neurocache beside LoRA, in one adapter (Safaya & Yuret 2024, arXiv 2407.02486).
-
-    Every field of `NeurocacheSettings` and of `LoraConfig` applies.
-    """
-
-    kind = MemoryPeftType.NEUROCACHE
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.retrieval_map = layer_numbers(self.retrieval_map)
-
-
-@dataclass
-class WindowedAdapterConfig(WindowedSettings, MemoryAdapterConfig):
-    """LoRA on a base that sees a local window alone, to compare memories with.
-
-    Every field of `WindowedSettings` and of `LoraConfig` applies.
-    """
-
-    kind = MemoryPeftType.WINDOWED
-
-
-@dataclass
-class MemorizingAdapterConfig(MemorizingSettings, MemoryAdapterConfig):
-    """A Memorizing Transformer's memory beside LoRA (Wu et al. 2022, arXiv 2203.08913).
-
-    Every field of `MemorizingSettings` and of `LoraConfig` applies.
-    """
-
-    kind = MemoryPeftType.MEMORIZING
-
-
-@dataclass
-class InfiniAttentionAdapterConfig(InfiniAttentionSettings, MemoryAdapterConfig):
-    """Infini-attention beside LoRA (Munkhdalai et al. 2024, arXiv 2404.07143).
-
-    Every field of `InfiniAttentionSettings` and of `LoraConfig` applies.
-    """
-
-    kind = MemoryPeftType.INFINI_ATTENTION
-
-
-@dataclass
-class GatedAttentionAdapterConfig(GatedAttentionSettings, MemoryAdapterConfig):
-    """Gated attention beside LoRA (Liao & Chang, MIT 6.7960 course report).
-
-    Every field of `GatedAttentionSettings` and of `LoraConfig` applies.
-    """
-
-    kind = MemoryPeftType.GATED_ATTENTION
-
-
-@dataclass
-class CacheFormerAdapterConfig(CacheFormerOnBaseSettings, MemoryAdapterConfig):
-    """CacheFormer's attention in place of a base's own, beside LoRA (Singh & Mahmood 2025, arXiv 2504.13981).
-
-    Every field of `CacheFormerOnBaseSettings` and of `LoraConfig` applies.
-    """
-
-    kind = MemoryPeftType.CACHEFORMER
+        saved(save_directory)

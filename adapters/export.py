@@ -21,10 +21,9 @@ from transformers.utils.hub import cached_file
 
 from cacheformers.adapters.folders import new_folder
 from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
-from cacheformers.modeling.models import METHODS
-from cacheformers.modeling.models.composite import CompositeConfig, CompositeForCausalLM
+from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM
+from cacheformers.modeling.method import is_method, method_named
 
-MODELS = {config.method_name(): causal for config, _, causal in METHODS if issubclass(config, CompositeConfig)}
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -50,7 +49,7 @@ def export(
         OSError: files are missing or cannot be written.
     """
     config = PeftConfig.from_pretrained(str(adapter))
-    if config.peft_type.lower() not in MODELS:
+    if not is_method(config.peft_type):
         raise ValueError(f"{adapter} is an adapter of type {config.peft_type}: only memories can be exported.")
     source = base or config.base_model_name_or_path
     if source is None:
@@ -79,12 +78,12 @@ def to_model(adapted: PeftModel) -> CompositeForCausalLM:
         ValueError: the active adapter is none of this package's, or its base is quantised.
     """
     config: Any = adapted.active_peft_config
-    if config.peft_type.lower() not in MODELS:
+    if not is_method(config.peft_type):
         raise ValueError(f"An adapter of type {config.peft_type} is active: only memories can be exported.")
     model = unwrap(adapted)
     if getattr(model, "is_quantized", False):
         raise ValueError("LoRA cannot be merged exactly into a quantised base: load the base without quantisation.")
-    kind: Any = MODELS[config.peft_type.lower()]
+    kind: Any = method_named(config.peft_type).causal_lm
     name = adapted.active_adapter
     trained = {
         layer: attention.memory.parts(name)  # type: ignore[union-attr, operator]

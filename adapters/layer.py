@@ -8,7 +8,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from cacheformers.modeling.memories.method import Method, MethodOnLayer
+from cacheformers.modeling.method import MemoryMethod, MethodOnLayer
 
 PREFIX = "lora_mem_"
 
@@ -21,7 +21,7 @@ class MemoryLayer(MethodOnLayer, nn.Module, BaseTunerLayer):
 
     other_param_names = ()
 
-    def __init__(self, method: Method, layer: int) -> None:
+    def __init__(self, method: MemoryMethod, layer: int) -> None:
         super().__init__()
         self.method, self.layer = method, layer
         self.adapter_layer_names = tuple(PREFIX + part for part in method.parts._fields)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +11,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.utils.hub import PushToHubMixin
 
 from cacheformers.adapters.layer import MemoryLayer, incomplete
-from cacheformers.hub.push import upload_with_card
 from cacheformers.modeling.attach import (
     ARCHITECTURES,
     add_hooks,
@@ -27,7 +24,7 @@ from cacheformers.modeling.attach import (
     split_projections,
 )
 from cacheformers.modeling.attention import restore_attention, route_attention
-from cacheformers.modeling.memories import METHODS
+from cacheformers.modeling.method import method_named
 
 CANNOT_MERGE = (
     "A memory cannot be merged into the base weights: it is computation, not a weight update. Keep the adapter, or "
@@ -62,7 +59,7 @@ class MemoryTuner(LoraModel):
         self.peft_config[adapter_name] = config
         self._check_alone(adapter_name)
         options = config.resolve(base_shape(model.config))  # type: ignore[arg-type]  # before anything is changed
-        method = METHODS[config.peft_type.lower()]
+        method = method_named(config.peft_type)
         if method.attend is not None:
             route_attention(model)  # type: ignore[arg-type]
         super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
@@ -121,14 +118,6 @@ class MemoryTuner(LoraModel):
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError(CANNOT_MERGE)
-
-    @classmethod
-    def _get_adapter_state_dict(cls, model: Any, *args: Any, **kwargs: Any) -> Any:
-        # push_to_hub() saves, puts an empty card over the one that was saved, and uploads. PeftModel is not our class,
-        # but the one that is being saved can be told here how to upload.
-        if isinstance(model, PushToHubMixin):
-            model._upload_modified_files = partial(upload_with_card, model)  # type: ignore[method-assign]
-        return super()._get_adapter_state_dict(model, *args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("adapter_names") is not None:

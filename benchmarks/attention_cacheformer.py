@@ -33,14 +33,16 @@ from cacheformers.benchmarks.measuring import (
     shown,
     write_json,
 )
-from cacheformers.modeling.memories.cacheformer import CacheFormerOptions, CacheFormerParts, Projected, make_parts
-from cacheformers.modeling.memories.cacheformer_attention import attend
-from cacheformers.modeling.memories.cacheformer_state import CacheFormerState
+from cacheformers.methods.cacheformer.attention import attend
+from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions, CacheFormerParts, Projected, make_parts
+from cacheformers.methods.cacheformer.state import CacheFormerState
 
 HEADS, WIDTH, WINDOW = 12, 64, 128
 MANY_TOKENS = 32768  # more take minutes a run
 PIECE = 4096  # tokens that a decoding state is filled with at a time
-PAPER = CacheFormerOptions(HEADS, HEADS, WIDTH, WINDOW, overlap=False)  # s 16, r_s 4, k 7
+PAPER = CacheFormerOptions(
+    heads=HEADS, kv_heads=HEADS, head_dim=WIDTH, window_tokens=WINDOW, overlap=False
+)  # s 16, r_s 4, k 7
 OVERLAP = replace(PAPER, overlap=True)
 CONSTANT = replace(PAPER, pool_tokens=WINDOW, pool_vectors=1, topk=2)
 PRETRAINED = replace(PAPER, pretrained=True, tied=False, local_norm=False, global_norm=False)

@@ -30,14 +30,14 @@ from cacheformers.benchmarks.measuring import (
     shown,
     write_json,
 )
-from cacheformers.modeling.memories.base import BaseShape
-from cacheformers.modeling.memories.infini_attention import (
+from cacheformers.methods.gated_attention.near_far import Reads, one_pass
+from cacheformers.methods.infini_attention import (
     InfiniAttentionOptions,
     InfiniParts,
     attend_segments,
     make_parts,
 )
-from cacheformers.modeling.memories.near_far import Reads, one_pass
+from cacheformers.modeling.memory import BaseShape
 
 HEADS, WIDTH = 12, 64
 SCALING = WIDTH**-0.5

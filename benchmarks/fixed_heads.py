@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 import cacheformers
 from cacheformers.benchmarks.measuring import RESULTS, about, draw_lines, held, write_json
 from cacheformers.benchmarks.models import Shape, base_model
-from cacheformers.modeling.memories.gated_state import GatedState
+from cacheformers.methods.gated_attention.state import GatedState
 
 LAYERS, KV_HEADS, VOCABULARY = 4, 12, 512
 FAR = (None, 6, 3, 0)  # kv heads of each layer that see everything; None: gates decide

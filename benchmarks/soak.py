@@ -37,8 +37,8 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
 import cacheformers
+from cacheformers.methods.infini_attention import InfiniState
 from cacheformers.modeling.cache import MemoryCache
-from cacheformers.modeling.memories.infini_attention import InfiniState
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTLED = 50  # segments after which memory must be flat

@@ -14,9 +14,9 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerBase, TextStrea
 import cacheformers
 from cacheformers.cli.explain import heat_map, print_tokens
 from cacheformers.cli.model import load_model
+from cacheformers.methods.neurocache.neurocache import NeurocacheState
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import read_index
-from cacheformers.modeling.memories.neurocache import NeurocacheState
 from cacheformers.modeling.tracing import Trace
 
 PASSAGE, SHOWN = 40, 3  # tokens of a passage, and how many are shown

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from cacheformers.modeling.cache import MemoryCache
-from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
 
 
 @contextmanager
@@ -52,18 +51,17 @@ def shuffled(memory: MemoryCache, segment: int) -> Iterator[None]:
             ring.keys, ring.index = stores[layer]
 
 
-def window_of_equal_bytes(options: NeurocacheOptions, device: torch.device, dtype: torch.dtype) -> int:
+def window_of_equal_bytes(options: Any, device: torch.device, dtype: torch.dtype) -> int:
     """For how many tokens the keys and values of all layers take the bytes of a full memory.
 
     Args:
         device, dtype: of the base model.
     """
     base = options.base
-    storing_layers = len({storing for _, storing in options.retrieval_map})
-    store_bytes = options.cache_size * options.width * storing_layers * options.store_dtype(device, dtype).itemsize
+    store_bytes = options.cache_size * options.entry_numbers * options.store_dtype(device, dtype).itemsize
     return store_bytes // (2 * base.layers * base.kv_heads * base.head_dim * dtype.itemsize)
 
 
-def free_positions(options: NeurocacheOptions) -> int:
+def free_positions(options: Any) -> int:
     """How many tokens a window may show besides what the configured one shows, by the base model's positions."""
     return options.base.max_positions - options.segment_tokens - options.window.kept_tokens

@@ -14,12 +14,7 @@ from cacheformers.evaluation.perplexity import HeldOut, token_nats
 from cacheformers.evaluation.readers import Damaged, Forgetting, Reader, Remembering, has_memory
 from cacheformers.evaluation.run import Run, measure
 from cacheformers.modeling.attach import find_decoder, unwrap
-from cacheformers.modeling.memories.cacheformer_memory import CacheFormerOnBaseOptions
-from cacheformers.modeling.memories.gated_attention import GatedAttentionOptions
-from cacheformers.modeling.memories.infini_attention import InfiniAttentionOptions
-from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
-from cacheformers.modeling.memories.windowed import WindowedOptions
-from cacheformers.modeling.models.modeling_cacheformer import CacheFormerForCausalLM
+from cacheformers.modeling.whole import WholeConfig
 
 LEAKS = (
     "teacher-forced, and selection='paper_block' lets a token depend on tokens after it: no decoder obtains this "
@@ -55,7 +50,7 @@ def evaluate_model(model: nn.Module, documents: Sequence[HeldOut], options: Eval
             add("base", Forgetting(shown))
     remembers = has_memory(model)
     controls = options.controls or []
-    if remembers and hasattr(memory, "cache_size"):
+    if remembers and stores(memory, "entries"):
         # From scratch, twice the size as well: the papers train with a small memory and read with a larger one.
         usual = [0, memory.cache_size] if adapter is not None else [0, memory.cache_size, 2 * memory.cache_size]
         for size in usual if options.cache_sizes is None else options.cache_sizes:
@@ -64,14 +59,14 @@ def evaluate_model(model: nn.Module, documents: Sequence[HeldOut], options: Eval
             add("other document", Damaged(other_document, together=2), memory.cache_size, control=True)
         if "shuffled" in controls:
             add("shuffled", Damaged(shuffled), memory.cache_size, control=True)
-    elif remembers and not isinstance(memory, WindowedOptions):
+    elif remembers and not stores(memory, "nothing"):
         add("off", Remembering(0))
         add("memory", Remembering())
     elif adapter is not None:
-        add("windowed" if remembers else "lora", Remembering() if remembers else Forgetting(shown))
+        add(memory.method.name if remembers else "lora", Remembering() if remembers else Forgetting(shown))
     else:
         whole = unwrap(model)
-        leaks = isinstance(whole, CacheFormerForCausalLM) and not whole.model.options.causal
+        leaks = isinstance(whole.config, WholeConfig) and not whole.config.causal
         name, note = str(whole.config.model_type), LEAKS if leaks else ""  # type: ignore[union-attr]
         add(name, Remembering() if remembers else Forgetting(shown), note=note)
     if "longer_window" in controls:
@@ -87,8 +82,13 @@ def context_tokens(memory: Any) -> int:
 
 def window_tokens(memory: Any) -> int:
     """How many tokens before a segment count as within the window; where all stay visible, of the method's own."""
-    own = isinstance(memory, (GatedAttentionOptions, CacheFormerOnBaseOptions))
-    return memory.window_tokens if own else memory.window.kept_tokens
+    return memory.window_tokens if stores(memory, "everything") else memory.window.kept_tokens
+
+
+def stores(memory: Any, *kinds: str) -> bool:
+    """Whether a memory keeps one of these (`MemoryMethod.stores`); a model without a method stores nothing at all."""
+    method = getattr(memory, "method", None)
+    return method is not None and method.stores in kinds
 
 
 def check_evaluation(documents: Sequence[HeldOut], options: EvalOptions, memory: Any) -> None:
@@ -98,16 +98,13 @@ def check_evaluation(documents: Sequence[HeldOut], options: EvalOptions, memory:
         ValueError: one is not; says why.
     """
     controls = options.controls or []
-    without_entries = isinstance(memory, (InfiniAttentionOptions, GatedAttentionOptions, CacheFormerOnBaseOptions))
-    if without_entries and (controls or options.cache_sizes):
+    if stores(memory, "matrix", "everything") and (controls or options.cache_sizes):
         raise ValueError(
             "controls and cache_sizes are about entries, and this memory has none to count or exchange: leave them "
             "out. It is evaluated off and on."
         )
-    if controls and not hasattr(memory, "cache_size"):
+    if controls and not stores(memory, "entries"):
         raise ValueError("controls are about what a memory has stored, and this model stores nothing: leave them out.")
-    if "longer_window" in controls and not isinstance(memory, NeurocacheOptions):
-        raise ValueError("controls: longer_window is for Neurocache. Leave it out.")
     if "other_document" in controls and len(documents) < 2:
         raise ValueError("controls: other_document needs at least two held-out documents. Give more, or leave it out.")
     if "shuffled" in controls and getattr(memory, "neighborhood_size", 1) < 2:
@@ -122,7 +119,7 @@ def check_evaluation(documents: Sequence[HeldOut], options: EvalOptions, memory:
         )
 
 
-def longer_window(model: nn.Module, memory: NeurocacheOptions) -> tuple[int, str]:
+def longer_window(model: nn.Module, memory: Any) -> tuple[int, str]:
     """How many more tokens self-attention is shown in place of a full memory, and how that number came about."""
     parameter = next(find_decoder(unwrap(model)).layers.parameters())  # type: ignore[union-attr]
     wanted, free = window_of_equal_bytes(memory, parameter.device, parameter.dtype), free_positions(memory)

@@ -8,6 +8,7 @@ from typing import Any
 
 from cacheformers.evaluation.tables import between
 from cacheformers.hub.card import Card, cells, saved_card
+from cacheformers.modeling.method import is_method, method_named
 from cacheformers.training.optim import Rates
 from cacheformers.training.scratch import OF_ADAPTERS
 
@@ -27,7 +28,7 @@ def adapter_card(result: dict[str, Any]) -> str:
     purpose = "" if remembers else "It was trained to compare a memory with. "
     card = Card(
         kind="adapter",
-        method=options["train"]["method"] if remembers else None,
+        method=method_named(options["train"]["method"]) if remembers else None,
         base=options["hub"]["hub_base_model"] or options["model"]["base"],
         settings={**memory, **train},
         has_tokenizer=True,
@@ -63,12 +64,15 @@ def scratch_card(result: dict[str, Any], folder: Path) -> str:
 def rates(train: dict[str, Any]) -> str:
     """The learning rates of what an adapter's method trains."""
     found = [f"{train['lora_rate']:g} (LoRA)"]
-    if train["method"] in ("neurocache", "memorizing", "gated_attention"):
-        found.append(f"{train['memory_rate']:g} (memory)")
-    if train["method"] in ("neurocache", "memorizing"):
-        found.append(f"{train['memory_rate'] * train['gate_factor']:g} (gates)")
-    if train["method"] == "infini_attention":
-        found.append(f"{Rates.beta:g} (the memory's shares)")
+    if is_method(train["method"]):
+        method = method_named(train["method"])
+        kinds = {method.rates.get(part, "memory") for part in method.parts._fields}
+        rates = {
+            "memory": f"{train['memory_rate']:g} (memory)",
+            "gate": f"{train['memory_rate'] * train['gate_factor']:g} (gates)",
+            "beta": f"{Rates.beta:g} (the memory's shares)",
+        }
+        found += [text for kind, text in rates.items() if kind in kinds]
     return ", ".join(found)
 
 

@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from cacheformers.modeling.attach import active_options, find_decoder, new_memory, rotation, unwrap
 from cacheformers.modeling.cache import MemoryCache
-from cacheformers.modeling.memories.base import LocalWindow
-from cacheformers.modeling.models.modeling_cacheformer import CacheFormerForCausalLM
+from cacheformers.modeling.memory import LocalWindow
+from cacheformers.modeling.whole import is_whole
 from cacheformers.training.lanes import IGNORED
 from cacheformers.training.loss import token_losses
 
@@ -107,14 +107,13 @@ class Forgetting:
 
 @dataclass(frozen=True)
 class Decoding:
-    """Reads on through a document with the decoding state of a CacheFormer model."""
+    """Reads on through a document with the decoding state of a model whose own attention is its memory."""
 
     together: int = 0
 
     def read(self, model: nn.Module, ids: list[Tensor], segment_tokens: int) -> Iterator[Tensor]:
-        cacheformer = unwrap(model)
-        assert isinstance(cacheformer, CacheFormerForCausalLM)
-        cache = cacheformer.model.new_cache(len(ids))
+        whole: Any = unwrap(model)
+        cache = whole.model.new_cache(len(ids))
         for start in range(0, len(ids[0]) - 1, segment_tokens):
             going = unfinished(ids, start)
             cache.select(range(len(going)))
@@ -123,9 +122,9 @@ class Decoding:
 
 
 def has_memory(model: nn.Module) -> bool:
-    """Whether a memory adapter, or a memory of the model's own, is active; a CacheFormer model is its own attention."""
+    """Whether a memory on a base is active, an adapter's or a model's own."""
     model = unwrap(model)
-    return not isinstance(model, CacheFormerForCausalLM) and active_options(find_decoder(model)) is not None
+    return not is_whole(model) and active_options(find_decoder(model)) is not None
 
 
 def one_segment(model: nn.Module, rows: int, tokens: int) -> MemoryCache:

@@ -7,22 +7,22 @@ from typing import Any
 from peft import PeftConfig
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from cacheformers.adapters import METHODS as MEMORY_TYPES
-from cacheformers.modeling.models.composite import CompositeConfig
-from cacheformers.modeling.models.configuration_cacheformer import CacheFormerConfig
+from cacheformers.modeling.composite import CompositeConfig
+from cacheformers.modeling.method import is_method
+from cacheformers.modeling.whole import WholeConfig
 
 
 def memory_config(base: PretrainedConfig, adapter: PeftConfig | None) -> Any:
     """The configuration that has the memory's options; None if there is no memory.
 
     Raises:
-        ValueError: a CacheFormer whose selection looks ahead: it cannot answer.
+        ValueError: the model looks ahead, so it cannot generate.
     """
-    if isinstance(base, CacheFormerConfig):
-        if not base.attention_options().causal:
+    if isinstance(base, WholeConfig):
+        if not base.causal:
             raise ValueError("A model with selection='paper_block' cannot generate: its tokens depend on later ones.")
         return base
-    if adapter is not None and adapter.peft_type in MEMORY_TYPES:
+    if adapter is not None and is_method(str(adapter.peft_type)):
         return adapter
     return base if isinstance(base, CompositeConfig) else None
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheformers.evaluation.plots import can_draw
-from cacheformers.modeling.memories.cacheformer import CacheFormerOptions
-from cacheformers.modeling.models.modeling_cacheformer import CacheFormerForCausalLM
+from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions
+from cacheformers.methods.cacheformer.modeling import CacheFormerForCausalLM
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -34,7 +34,7 @@ from cacheformers.evaluation.texts import Text, read_texts
 from cacheformers.evaluation.tokens import bucket_name, position_edges
 from cacheformers.evaluation.windows import window_nats
 from cacheformers.modeling.attach import active_options, find_decoder, unwrap
-from cacheformers.modeling.models.configuration_cacheformer import CacheFormerConfig
+from cacheformers.modeling.whole import WholeConfig
 from cacheformers.training.base_model import ModelOptions, base_config, base_folder, load_base, load_tokenizer
 from cacheformers.training.checkpoints import write_text
 from cacheformers.training.environment import environment
@@ -150,10 +150,10 @@ def check(
     Raises:
         ValueError: this model cannot read so.
     """
-    whole = config if isinstance(config, CacheFormerConfig) else None  # reads in windows and with its state
+    whole = config if isinstance(config, WholeConfig) else None  # reads in windows and with its state
     remembers = whole is None and memory_config(config, adapter) is not None
     if options.mode == "memory":
-        if whole is not None and not whole.attention_options().causal:
+        if whole is not None and not whole.causal:
             raise ValueError(
                 "selection='paper_block' chooses with tokens that do not exist while decoding. Use the mode segment, "
                 "and with --stepwise for what a decoder would obtain."
@@ -186,7 +186,7 @@ def read(model: nn.Module, texts: Sequence[Text], windows: Windows | None, optio
         return window_nats(model, ids, windows.tokens, windows.stride, rows, title, options.stepwise)
     documents = [HeldOut(text.ids, text.characters, text.name) for text in texts]
     whole = unwrap(model).config
-    if isinstance(whole, CacheFormerConfig):
+    if isinstance(whole, WholeConfig):
         return token_nats(model, documents, Decoding(), whole.segment_tokens, rows, title)
     memory = active_options(find_decoder(unwrap(model)))
     assert memory is not None

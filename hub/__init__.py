@@ -1,5 +1,10 @@
-"""Sharing adapters and models on the Hub: their cards, and pushing them."""
+"""Model cards, pushing to the Hub, and results in cards' metadata. Importing it adds cards to what is saved."""
 
-from cacheformers.hub.push import HubError, PushesWithCard, push_to_hub
+from cacheformers.hub.card import refresh_card
+from cacheformers.hub.push import push_to_hub, uploading_with_card
+from cacheformers.modeling.saving import AFTER_SAVING, Uploads
 
-__all__ = ["HubError", "PushesWithCard", "push_to_hub"]
+AFTER_SAVING.append(refresh_card)
+Uploads.uploading = staticmethod(uploading_with_card)
+
+__all__ = ["push_to_hub"]

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import Any
 
-import peft
-import torch
-import transformers
 from huggingface_hub import ModelCard, ModelCardData
 from peft import LoraConfig, PeftConfig
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from transformers import AutoConfig, PretrainedConfig
 
-import cacheformers
-from cacheformers.hub.methods import METHODS
 from cacheformers.hub.model_index import joined
+from cacheformers.modeling.composite import CompositeConfig
+from cacheformers.modeling.method import MemoryMethod, is_method, method_named
 
 CARD, ADAPTER, MODEL, TOKENIZER = "README.md", "adapter_config.json", "config.json", "tokenizer_config.json"
 TEMPLATE = Template((files("cacheformers") / "model_cards" / "template.md").read_text(encoding="utf-8"))
@@ -60,7 +58,8 @@ class Card:
 
     Attributes:
         kind: "adapter" or "model".
-        method: the key of its memory in `METHODS`, None without a memory.
+        method: of its memory, None without a memory.
+        reads: `cacheformers.read` reads a document for it; otherwise the model takes the document itself.
         base: the pretrained model, a Hub id or a folder; None for a model that has none.
         settings: hyper-parameters.
         has_tokenizer: a tokenizer lies beside the weights.
@@ -70,7 +69,7 @@ class Card:
     """
 
     kind: str
-    method: str | None
+    method: MemoryMethod | None
     base: str | None
     settings: dict[str, Any]
     has_tokenizer: bool
@@ -78,6 +77,7 @@ class Card:
     measured: str = "Nothing is recorded."
     summary: str = ""
     limits: tuple[str, ...] = ()
+    reads: bool = True
 
     def text(self) -> str:
         """Markdown with the Hub's metadata; `NAME` stands where its place will be."""
@@ -96,7 +96,7 @@ class Card:
         )
 
     def metadata(self) -> ModelCardData:
-        memory = [] if self.method is None else [self.method, "long-context"]
+        memory = [] if self.method is None else [self.method.name, "long-context"]
         return ModelCardData(
             library_name="peft" if self.kind == "adapter" else "transformers",
             pipeline_tag="text-generation",
@@ -105,7 +105,7 @@ class Card:
         )
 
     def title(self) -> str:
-        parts = [METHODS[self.method].title] if self.method else []
+        parts = [self.method.title] if self.method else []
         if self.kind == "adapter":
             parts.append("LoRA")
         title = " and ".join(parts) or "Language model"
@@ -113,16 +113,16 @@ class Card:
 
     def what(self) -> str:
         package = f"An {self.kind}" if self.kind == "adapter" else f"A {self.kind}"
-        memory = METHODS[self.method].summary.format(**self.settings) if self.method else "It has no memory."
+        memory = self.method.summary.format(**self.settings) if self.method else "It has no memory."
         return " ".join(filter(None, [f"{package} of the package cacheformers.", memory, self.summary]))
 
     def snippet(self) -> str:
         tokenizer = NAME if self.has_tokenizer or self.base is None else self.base
-        remembers = self.method is not None and METHODS[self.method].remembers
+        remembers = self.method is not None and self.reads
         return SNIPPET.format(name=NAME, tokenizer=tokenizer, question=READ if remembers else ASK)
 
     def all_limits(self) -> list[str]:
-        known = METHODS[self.method].limits if self.method else ()
+        known = self.method.limits if self.method else ()
         local = [f"{LOCAL_BASE}: {NAME_THE_BASE}"] if self.base is not None and is_local(self.base) else []
         own = "It lacks what its data lack." if self.base is None else INHERITED
         return [*known, *local, *self.limits, own]
@@ -134,7 +134,7 @@ class Card:
     def citation(self) -> str:
         if self.method is None:
             return "Nothing of its own."
-        return f"```bibtex\n{METHODS[self.method].citation}\n```"
+        return f"```bibtex\n{self.method.citation}\n```"
 
 
 def saved_card(folder: Path, base_model: str | None = None) -> Card:
@@ -151,18 +151,19 @@ def saved_card(folder: Path, base_model: str | None = None) -> Card:
     if (folder / ADAPTER).exists():
         config = PeftConfig.from_pretrained(str(folder))
         base = base_model or config.base_model_name_or_path
-        method = method_of(str(config.peft_type))
+        method = method_named(config.peft_type) if is_method(config.peft_type) else None
         return Card("adapter", method, base, settings_of(config), has_tokenizer, trained)
     if (folder / MODEL).exists():
         model: PretrainedConfig = AutoConfig.from_pretrained(folder)
-        method = method_of(model.model_type)
+        method = method_named(model.model_type) if is_method(model.model_type) else None
         settings = {key: value for key, value in model.to_diff_dict().items() if key not in NOT_SETTINGS}
         if method is not None:
             settings = {
                 name: getattr(model, name) for name in beyond(PretrainedConfig, model) if name not in NOT_SETTINGS
             }
+        reads = isinstance(model, CompositeConfig)
         kind = f"Its type is `{model.model_type}`."
-        return Card("model", method, base_model, settings, has_tokenizer, trained, summary=kind)
+        return Card("model", method, base_model, settings, has_tokenizer, trained, summary=kind, reads=reads)
     raise ValueError(
         f"{folder} holds neither {ADAPTER} nor {MODEL}. Save an adapter or a model there; an adapter whose name is not "
         "'default' is saved in a folder of its own: push that one."
@@ -229,15 +230,9 @@ def short(base: str) -> str:
     return Path(base).name if is_local(base) else base
 
 
-def method_of(kind: str) -> str | None:
-    """The key in `METHODS` of a PEFT type or a model type."""
-    name = "cacheformer_on_base" if kind == "CACHEFORMER" else kind.lower()
-    return name if name in METHODS else None
-
-
 def settings_of(config: PeftConfig) -> dict[str, Any]:
     """An adapter's hyper-parameters: its method's own fields, and those of LoRA that matter."""
-    own = beyond(LoraConfig, config) if method_of(str(config.peft_type)) else []
+    own = beyond(LoraConfig, config) if is_method(str(config.peft_type)) else []
     values = {name: getattr(config, name, None) for name in [*own, *LORA]}
     if values["target_modules"] == DUMMY_TARGET_MODULES:
         values["target_modules"] = "none"
@@ -265,4 +260,4 @@ def cells(*texts: str) -> str:
 
 def versions() -> str:
     """Of the libraries that matter."""
-    return ", ".join(f"{module.__name__} {module.__version__}" for module in (cacheformers, torch, transformers, peft))
+    return ", ".join(f"{name} {version(name)}" for name in ("cacheformers", "torch", "transformers", "peft"))

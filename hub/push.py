@@ -12,7 +12,6 @@ from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-from transformers.utils.hub import PushToHubMixin
 
 from cacheformers.hub.card import (
     ADAPTER,
@@ -37,20 +36,12 @@ class HubError(OSError):
     """The Hub refused something, or could not be reached; the message says what to do."""
 
 
-class PushesWithCard(PushToHubMixin):
-    """For model classes of this package: their `push_to_hub` brings this package's card."""
-
-    def _upload_modified_files(self, working_dir: Any, repo_id: str, *args: Any, **options: Any) -> Any:
-        complete_card(Path(working_dir), repo_id)
-        with explained(repo_id):
-            return super()._upload_modified_files(working_dir, repo_id, *args, **options)
-
-
-def upload_with_card(model: PushToHubMixin, working_dir: Any, repo_id: str, *args: Any, **options: Any) -> Any:
-    """The same for one model of a class that is not ours, such as PEFT's."""
-    complete_card(Path(working_dir), repo_id)
+@contextmanager
+def uploading_with_card(folder: Path, repo_id: str) -> Iterator[None]:
+    """Within it, a folder with its true card is uploaded, and what goes wrong is explained."""
+    complete_card(folder, repo_id)
     with explained(repo_id):
-        return type(model)._upload_modified_files(model, working_dir, repo_id, *args, **options)
+        yield
 
 
 def complete_card(folder: Path, repo_id: str) -> None:

@@ -27,9 +27,10 @@ from cacheformers.modeling.inputs import (
     check_positions,
     real_tokens,
 )
-from cacheformers.modeling.memories.base import BaseShape, SegmentCall
-from cacheformers.modeling.memories.method import MethodOnLayer
+from cacheformers.modeling.memory import BaseShape, SegmentCall
+from cacheformers.modeling.method import MethodOnLayer
 from cacheformers.modeling.origin import identify
+from cacheformers.modeling.whole import WholeConfig
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,9 @@ def architecture(config: PretrainedConfig) -> Architecture:
         ValueError: a model type without an entry in the table; names the supported ones.
     """
     model_type = getattr(config, "model_type", None)
-    if model_type == "cacheformer":
+    if isinstance(config, WholeConfig):
         raise ValueError(
-            "This CacheFormer is a model of its own: its memory is what its forward and generate() return as "
+            f"This {model_type} is a model of its own: its memory is what its forward and generate() return as "
             "past_key_values (docs/cacheformer.md). Memories of this kind are for pretrained models."
         )
     if model_type not in ARCHITECTURES:

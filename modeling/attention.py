@@ -24,8 +24,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from cacheformers.modeling.memories.attending import AttentionInputs
-from cacheformers.modeling.memories.base import SegmentCall
+from cacheformers.modeling.attending import AttentionInputs
+from cacheformers.modeling.memory import SegmentCall
 
 PREFIX = "cacheformers_"
 FORMER = ("sdpa", "eager")  # functions that take the masks that local windows need

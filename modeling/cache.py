@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from cacheformers.modeling.files.save import save_memory
-from cacheformers.modeling.memories.base import LocalWindow, MemoryState, SegmentCall, joined, keep_columns, part
+from cacheformers.modeling.memory import LocalWindow, MemoryState, SegmentCall, joined, keep_columns, part
 from cacheformers.modeling.origin import Origin
 from cacheformers.modeling.state import Timeline
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cacheformers.modeling.memories.base import LocalWindow
+from cacheformers.modeling.memory import LocalWindow
 
 
 class Timeline:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from cacheformers.methods.neurocache.neurocache import NeurocacheState
 from cacheformers.modeling.cache import MemoryCache
-from cacheformers.modeling.memories.neurocache import NeurocacheState
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from cacheformer_golden import rotate_pairs
 from torch import Tensor
 
-from cacheformers.modeling.memories.cacheformer import CacheFormerOptions, CacheFormerParts, Projected, make_parts
+from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions, CacheFormerParts, Projected, make_parts
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "kv_heads": (4, 2, 1),

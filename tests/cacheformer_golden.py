@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cacheformers.modeling.memories.cacheformer import CacheFormerOptions, CacheFormerParts, Projected, make_parts
+from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions, CacheFormerParts, Projected, make_parts
 
 FOLDER = Path(__file__).resolve().parents[2] / "shared" / "golden" / "cacheformer"
 PARTS = {"to_dynamic_proj": "pool", "local_norm": "local_norm", "global_norm": "global_norm"}

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from cacheformers.adapters.config import MemoryAdapterConfig
+from cacheformers.modeling import method as method_registry
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 SEGMENT = 16
@@ -62,16 +63,10 @@ BASES_IN_FULL = {
     "mistral_full": {**BASES["mistral"], "sliding_window": None},
     "opt_long": {**BASES["opt"], "max_position_embeddings": 128},
 }
-METHODS: dict[str, dict] = {
-    "neurocache": {"cache_size": 40, "topk": 4, "retrieval_map": {1: 1}, "search": "exact"},
-    "windowed": {},
-    "memorizing": {"cache_size": 40, "topk": 4, "attention_layers": [1], "search": "exact"},
-    "infini_attention": {},
-    "gated_attention": {"window_tokens": 6},
-    "cacheformer": {"window_tokens": 8, "pool_tokens": 4, "pool_vectors": 2, "topk": 2, "neighbors": 2},
-}
+METHODS = {name: dict(method.test_settings) for name, method in method_registry.METHODS.items()}
 OTHERS = [method for method in METHODS if method != "neurocache"]
-OWN_WINDOW = ("gated_attention", "cacheformer")  # they attend to everything in a way of their own
+# They attend to everything in a way of their own.
+OWN_WINDOW = [name for name, method in method_registry.METHODS.items() if method.stores == "everything"]
 
 
 def every_method(bases: Sequence[str], others: Sequence[str] = ("llama_gqa", "mistral", "opt")) -> list:

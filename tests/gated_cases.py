@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from attention_core import SHAPE, run_pieces
 
-from cacheformers.modeling.memories.gated_attention import GatedAttentionOptions, GatedParts, attend, make_parts, naive
+from cacheformers.methods.gated_attention.gated_attention import (
+    GatedAttentionOptions,
+    GatedParts,
+    attend,
+    make_parts,
+    naive,
+)
 
 DEVICES = {0: torch.device("cpu")}
 SCALING = 8**-0.5

@@ -25,11 +25,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from cacheformers.modeling.memories import cacheformer_tiles
-from cacheformers.modeling.memories.cacheformer import CacheFormerOptions, CacheFormerParts, Projected, make_parts
-from cacheformers.modeling.memories.cacheformer_attention import attend, selected_segments
-from cacheformers.modeling.memories.cacheformer_naive import choose_segments, naive
-from cacheformers.modeling.memories.cacheformer_selection import select_segments
+from cacheformers.methods.cacheformer import tiles as cacheformer_tiles
+from cacheformers.methods.cacheformer.attention import attend, selected_segments
+from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions, CacheFormerParts, Projected, make_parts
+from cacheformers.methods.cacheformer.naive import choose_segments, naive
+from cacheformers.methods.cacheformer.selection import select_segments
 
 CASES = [pytest.param(choice, id=label(choice)) for choice in pairwise()]
 TIME = 37
@@ -329,7 +329,14 @@ def test_columns_of_the_papers_examples(time, vectors, topk, neighbors, overlap,
     """f = 2w + r + k*u*s, r counted once where overlap has no columns of its own; the last row sees all but the last
     segment's and the columns after itself."""
     options = CacheFormerOptions(
-        1, 1, 2, pool_vectors=vectors, topk=topk, neighbors=neighbors, overlap=overlap, select_rows=32
+        heads=1,
+        kv_heads=1,
+        head_dim=2,
+        pool_vectors=vectors,
+        topk=topk,
+        neighbors=neighbors,
+        overlap=overlap,
+        select_rows=32,
     )
     shown = cacheformer_tiles.Run(options, (0,), time, 1.0).columns(
         torch.tensor([[time - 1]]), torch.zeros(1, 1, topk * neighbors).long()
@@ -340,7 +347,7 @@ def test_columns_of_the_papers_examples(time, vectors, topk, neighbors, overlap,
 
 @torch.no_grad()
 def test_blocks_of_32_rows_retrieve_240_keys():
-    options = CacheFormerOptions(1, 1, 2, topk=5, neighbors=3, select_rows=32)
+    options = CacheFormerOptions(heads=1, kv_heads=1, head_dim=2, topk=5, neighbors=3, select_rows=32)
     inputs = Projected(torch.randn(1, 1, 1024, 2), torch.randn(1, 1, 1024, 2))
     lists = selected_segments(options, CacheFormerParts(**make_parts(options)), inputs)[0, 0]  # type: ignore[arg-type]
     blocks = lists.view(32, 32, 15)
@@ -353,7 +360,7 @@ def test_blocks_of_32_rows_retrieve_240_keys():
 def test_which_segments_table_5_admits():
     """Blocks of 256 rows: none, then at most 15, 31 and 47; with every earlier segment asked for, exactly those."""
     with pytest.warns(UserWarning, match="depend on tokens after it"):
-        options = CacheFormerOptions(1, 1, 2, topk=64, select_rows=256, selection="paper_block")
+        options = CacheFormerOptions(heads=1, kv_heads=1, head_dim=2, topk=64, select_rows=256, selection="paper_block")
     inputs = Projected(torch.randn(1, 1, 1024, 2), torch.randn(1, 1, 1024, 2))
     lists = selected_segments(options, CacheFormerParts(**make_parts(options)), inputs)[0, 0]  # type: ignore[arg-type]
     assert lists.amax(1).view(4, 256).unique(dim=1)[:, 0].tolist() == [-1, 15, 31, 47]
@@ -390,7 +397,7 @@ def test_parts_that_a_layer_trains():
     """The paper's counts: r_s*d for the projection, 4d for the norms; the overlap's own projection adds r_s*d."""
 
     def count(**changes: Any) -> int:
-        options = dataclasses.replace(CacheFormerOptions(12, 12, 64), **changes)
+        options = dataclasses.replace(CacheFormerOptions(heads=12, kv_heads=12, head_dim=64), **changes)
         return sum(p.numel() for part in make_parts(options).values() for p in part.parameters())
 
     assert count() == 256 + 4 * 64

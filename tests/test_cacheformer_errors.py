@@ -40,7 +40,7 @@ def test_a_configuration_is_printed_whole(kind):
 @pytest.mark.parametrize(("shape", "message"), [((1, 0), "empty"), ((0, 9), "empty"), ((9,), r"tensor \[rows, time\]")])
 def test_ids_are_rows_of_tokens(make_model, shape, message):
     ids = torch.zeros(shape, dtype=torch.long)
-    for model in (tiny_model(), make_model("llama_gqa", method="cacheformer")):
+    for model in (tiny_model(), make_model("llama_gqa", method="cacheformer_on_base")):
         with torch.no_grad(), pytest.raises(ValueError, match=message):
             model(ids)
     with pytest.raises(ValueError, match=message):

@@ -12,10 +12,10 @@ from peft import get_peft_model
 
 import cacheformers
 from cacheformers.hub.card import refresh_card
+from cacheformers.methods.cacheformer.cacheformer import CacheFormerParts, Projected
+from cacheformers.methods.cacheformer.memory import CacheFormerOnBaseOptions, attend, make_layer_parts
+from cacheformers.methods.cacheformer.naive import naive
 from cacheformers.modeling.attach import attention_modules, find_decoder, rotation, unwrap
-from cacheformers.modeling.memories.cacheformer import CacheFormerParts, Projected
-from cacheformers.modeling.memories.cacheformer_memory import CacheFormerOnBaseOptions, attend, make_layer_parts
-from cacheformers.modeling.memories.cacheformer_naive import naive
 
 DEVICES = {0: torch.device("cpu")}
 TIME = 41
@@ -218,7 +218,7 @@ def test_a_layer_attends_as_specified(make_model, ids, base):
     queries come scaled. Only rotary angles are float32."""
     name, _, scaled = base.partition(" ")
     changes = {"base": {"rope_parameters": YARN}} if scaled else {}
-    model = make_model(name, method="cacheformer", segment_tokens=128, **changes)
+    model = make_model(name, method="cacheformer_on_base", segment_tokens=128, **changes)
     decoder = find_decoder(unwrap(model))
     (q, k, v, mixed), memory = layer_tensors(model, 1, ids)
     turn = rotation(decoder)
@@ -241,7 +241,7 @@ def test_short_texts_are_the_base(make_base, ids, base):
     mask[0, :14], mask[1, 9:] = 0, 0
     plain = make_base(base)
     expected = plain(ids[:, :30], attention_mask=mask).logits, plain(ids[:, :17]).logits
-    model = get_peft_model(plain, adapter_config("cacheformer")).eval()
+    model = get_peft_model(plain, adapter_config("cacheformer_on_base")).eval()
     for name, parameter in model.named_parameters():
         if "lora_mem_" in name:
             parameter.normal_()
@@ -254,7 +254,7 @@ def test_short_texts_are_the_base(make_base, ids, base):
 @pytest.mark.parametrize("base", ["llama_gqa", "mistral", "opt_long", "qwen2"])
 def test_some_layers(make_model, ids, base):
     """The others see what the base's own layers see, and their keys are held once."""
-    model = make_model(base, method="cacheformer", layers=[0, 2])
+    model = make_model(base, method="cacheformer_on_base", layers=[0, 2])
     mask = torch.ones_like(ids)
     mask[1, :13] = 0
     whole = model(ids, attention_mask=mask).logits[mask.bool()]
@@ -274,7 +274,7 @@ def test_some_layers(make_model, ids, base):
 def test_how_a_text_is_cut_changes_no_gradient(make_model, ids, checkpointing):
     found = []
     for tokens in (16, 75):
-        model = make_model("llama_gqa", method="cacheformer", segment_tokens=tokens).train()
+        model = make_model("llama_gqa", method="cacheformer_on_base", segment_tokens=tokens).train()
         if checkpointing:
             unwrap(model).gradient_checkpointing_enable({"use_reentrant": False})
             unwrap(model).enable_input_require_grads()
@@ -289,7 +289,7 @@ def test_how_a_text_is_cut_changes_no_gradient(make_model, ids, checkpointing):
 
 @torch.no_grad()
 def test_left_padded_batches_generate_as_rows_alone(make_model, ids):
-    model = make_model("llama_gqa", method="cacheformer")
+    model = make_model("llama_gqa", method="cacheformer_on_base")
     asked = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     alone = [model.generate(row, attention_mask=torch.ones_like(row), **asked) for row in (ids[:1, :45], ids[1:, :33])]
     batch = torch.zeros(2, 45, dtype=torch.long)
@@ -304,7 +304,7 @@ def test_left_padded_batches_generate_as_rows_alone(make_model, ids):
 @torch.no_grad()
 @pytest.mark.parametrize(("selection", "aggregation"), [("token", "separate"), ("prefix", "gated")])
 def test_other_choices_decode_as_they_read(make_model, ids, selection, aggregation):
-    model = make_model("llama_gqa", method="cacheformer", selection=selection, aggregation=aggregation)
+    model = make_model("llama_gqa", method="cacheformer_on_base", selection=selection, aggregation=aggregation)
     ids, changed = ids[:, :55], ids[:, :55].clone()
     changed[:, 50] = (changed[:, 50] + 1) % 100 + 3
     whole = model(ids).logits
@@ -323,7 +323,9 @@ def test_other_choices_decode_as_they_read(make_model, ids, selection, aggregati
 @torch.no_grad()
 def test_the_papers_rule_takes_whole_documents(make_base, ids):
     with pytest.warns(UserWarning, match="depend on tokens after it"):
-        model = get_peft_model(make_base("llama_gqa"), adapter_config("cacheformer", selection="paper_block")).eval()
+        model = get_peft_model(
+            make_base("llama_gqa"), adapter_config("cacheformer_on_base", selection="paper_block")
+        ).eval()
     (q, k, v, mixed), memory = layer_tensors(model, 1, ids[:1])
     turn = rotation(find_decoder(unwrap(model)))
     positions = torch.arange(75)[None]
@@ -348,7 +350,7 @@ def test_the_papers_rule_takes_whole_documents(make_base, ids):
 @pytest.mark.filterwarnings("ignore:selection")
 def test_the_papers_rule_can_be_trained(make_model, ids):
     def gradients(checkpointing):
-        model = make_model("llama_gqa", method="cacheformer", selection="paper_block").train()
+        model = make_model("llama_gqa", method="cacheformer_on_base", selection="paper_block").train()
         if checkpointing:
             unwrap(model).gradient_checkpointing_enable({"use_reentrant": False})
             unwrap(model).enable_input_require_grads()
@@ -374,18 +376,18 @@ def test_the_papers_rule_can_be_trained(make_model, ids):
 )
 def test_options_that_do_not_fit(make_base, base, changes, message):
     with pytest.raises(ValueError, match=message):
-        get_peft_model(make_base(base), adapter_config("cacheformer", **changes))
+        get_peft_model(make_base(base), adapter_config("cacheformer_on_base", **changes))
 
 
 def test_what_a_memory_cannot_do(make_model, ids):
-    model = make_model("llama_gqa", method="cacheformer")
+    model = make_model("llama_gqa", method="cacheformer_on_base")
     with pytest.raises(ValueError, match="leave cache_size out"):
         cacheformers.new_memory(model, 1, cache_size=4)
     memory = cacheformers.read(model, ids, progress=False)
     with pytest.raises(ValueError, match="differ in: topk .2 in the memory, 3 here"):
-        make_model("llama_gqa", method="cacheformer", topk=3)(ids, past_key_values=memory)
+        make_model("llama_gqa", method="cacheformer_on_base", topk=3)(ids, past_key_values=memory)
     with pytest.raises(ValueError, match="64 positions.*too long"):
-        make_model("opt", method="cacheformer")(ids)
+        make_model("opt", method="cacheformer_on_base")(ids)
 
 
 def test_a_config_of_defaults(make_base):
@@ -403,7 +405,7 @@ def test_a_config_of_defaults(make_base):
 
 def test_cards_say_how_to_read(make_model, tmp_path):
     """Of the adapter and of its export; the model without a base takes the text as a prompt."""
-    model = make_model("llama_gqa", method="cacheformer")
+    model = make_model("llama_gqa", method="cacheformer_on_base")
     model.save_pretrained(tmp_path / "adapter")
     cacheformers.CacheFormerOnBaseForCausalLM.from_base(model.unload()).save_pretrained(tmp_path / "model")
     for kind in ("adapter", "model"):

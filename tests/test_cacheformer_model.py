@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Trainer, T
 
 from cacheformers import CacheFormerConfig, CacheFormerForCausalLM, CacheFormerModel
 from cacheformers.hub.card import refresh_card
-from cacheformers.modeling.models.configuration_cacheformer import SIZES, VARIANTS
+from cacheformers.methods.cacheformer.configuration import SIZES, VARIANTS
 
 CAUSAL = ["previous_block", "token", "prefix"]
 ONE_FAST = ["previous_block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("token", "prefix"))]
@@ -575,7 +575,7 @@ print(type(model).__module__, model.generate(ids, max_new_tokens=3).shape[1])
 """
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["cacheformers.modeling.models.modeling_cacheformer", "43"]
+    assert done.stdout.split() == ["cacheformers.methods.cacheformer.modeling", "43"]
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ from cacheformer_cases import label, make_options, pairwise, random_inputs, rand
 from cacheformer_golden import rotate_pairs
 from torch import Tensor
 
-from cacheformers.modeling.memories.cacheformer import CacheFormerOptions, CacheFormerParts, Projected
-from cacheformers.modeling.memories.cacheformer_attention import attend
-from cacheformers.modeling.memories.cacheformer_state import CacheFormerState
+from cacheformers.methods.cacheformer.attention import attend
+from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions, CacheFormerParts, Projected
+from cacheformers.methods.cacheformer.state import CacheFormerState
 
 TIME = 41
 BASE = {"kv_heads": 2, "window_tokens": 8, "pool_tokens": 4, "topk": 2}
@@ -147,7 +147,7 @@ def test_a_reset_row_begins_a_new_document():
 def test_what_a_step_reads_is_bounded():
     """Only the compressed vectors are read in a number that grows: windows and retrieved tokens do not, and what no
     step may read can be overwritten without harm."""
-    options = CacheFormerOptions(4, 2, 4, window_tokens=8, pool_tokens=4, topk=2)
+    options = CacheFormerOptions(heads=4, kv_heads=2, head_dim=4, window_tokens=8, pool_tokens=4, topk=2)
     parts, inputs = random_parts(options), random_inputs(options, 300)
     state = CacheFormerState(options, 1, torch.float64)
     decode(state, parts, inputs, [300])

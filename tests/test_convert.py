@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from cacheformers.adapters import convert as converter
-from cacheformers.adapters.convert import convert, main
+from cacheformers.methods.neurocache.convert import convert, main
 
 sys.path.append(str(Path(__file__).parent))
 from golden import FOLDER, base_model, load
@@ -134,7 +134,7 @@ def test_recorded_checkpoints_give_the_recorded_logits(tmp_path):
         publish(folder / "published", fixture.config, fixture.weights, suffix)
         command = [str(folder / "published"), str(folder / "adapter"), "--base", str(folder / "base"), "--heads", heads]
         if suffix == "bin":
-            subprocess.run([sys.executable, "-m", "cacheformers.adapters.convert", *command], check=True)
+            subprocess.run([sys.executable, "-m", "cacheformers.methods.neurocache.convert", *command], check=True)
         else:
             main(command)
         recorded, out = FOLDER / name / variant, folder / "logits.safetensors"

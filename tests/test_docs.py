@@ -21,9 +21,9 @@ from cacheformers.evaluation import gates, harness, segments, text_perplexity
 from cacheformers.evaluation.passkey.options import PasskeyOptions
 from cacheformers.evaluation.passkey.wordings import INTRO, NEEDLES, REPEATED
 from cacheformers.hub import results
-from cacheformers.modeling.models.configuration_cacheformer import VARIANTS
+from cacheformers.methods.cacheformer.configuration import VARIANTS
+from cacheformers.modeling.method import METHODS
 from cacheformers.training.base_model import ModelOptions
-from cacheformers.training.methods import OPTIONS
 from cacheformers.training.options import RecipeParser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,7 +126,7 @@ def test_methods_in_the_training_page(capsys):
     with pytest.raises(SystemExit):
         train_adapt.main(lines[0])
     assert "InfiniAttentionAdapterConfig" in capsys.readouterr().out
-    for method in OPTIONS:
+    for method in METHODS:
         assert f"| `{method}` |" in section
 
 

@@ -43,7 +43,7 @@ def test_options(make_base, config_factory, options, message):
 
 
 @pytest.mark.parametrize("layers", [1, "0:1", [True]])
-@pytest.mark.parametrize("method", ["infini_attention", "gated_attention", "cacheformer"])
+@pytest.mark.parametrize("method", ["infini_attention", "gated_attention", "cacheformer_on_base"])
 def test_layers_are_a_list(make_model, method, layers):
     with pytest.raises(ValueError, match=r"layers must be a list of whole numbers such as \[0, 1\]"):
         make_model("llama_gqa", method=method, layers=layers)
@@ -75,7 +75,7 @@ def test_documents(make_model, documents, message):
         cacheformers.read(make_model("llama_gqa"), documents, progress=False)
 
 
-@pytest.mark.parametrize("method", ["gated_attention", "cacheformer"])
+@pytest.mark.parametrize("method", ["gated_attention", "cacheformer_on_base"])
 def test_more_tokens_than_positions(make_model, ids, method):
     """Where positions count on, the reader is told; the tiny bases have 64."""
     model = make_model("llama_gqa", method=method)

@@ -16,8 +16,8 @@ from test_convert import publish
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cacheformers
-from cacheformers.adapters.convert import convert
 from cacheformers.adapters.export import export, main, to_model
+from cacheformers.methods.neurocache.convert import convert
 
 SMOLLM2 = Path(__file__).resolve().parents[1] / "data" / "smollm2-135m-instruct"
 

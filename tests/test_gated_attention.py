@@ -27,15 +27,15 @@ from gated_cases import (
     upto,
 )
 
-from cacheformers.modeling.memories import near_far
-from cacheformers.modeling.memories.gated_attention import (
+from cacheformers.methods.gated_attention import near_far
+from cacheformers.methods.gated_attention.gated_attention import (
     GatedParts,
     gates_for_inference,
     gates_for_training,
     naive,
 )
-from cacheformers.modeling.memories.gated_state import gate_losses
-from cacheformers.modeling.memories.near_far import one_pass, two_passes
+from cacheformers.methods.gated_attention.near_far import one_pass, two_passes
+from cacheformers.methods.gated_attention.state import gate_losses
 
 
 @pytest.fixture(params=[256, 3], ids=["one tile", "tiles of 3"])

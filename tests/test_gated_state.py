@@ -24,16 +24,16 @@ from gated_cases import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from cacheformers.modeling.cache import MemoryCache
-from cacheformers.modeling.memories.gated_attention import (
+from cacheformers.methods.gated_attention.gated_attention import (
     GatedParts,
     fix_heads,
     gates_for_inference,
     gates_for_training,
     make_parts,
 )
-from cacheformers.modeling.memories.gated_state import gate_losses
-from cacheformers.modeling.memories.near_far import two_passes
+from cacheformers.methods.gated_attention.near_far import two_passes
+from cacheformers.methods.gated_attention.state import gate_losses
+from cacheformers.modeling.cache import MemoryCache
 
 
 @torch.no_grad()

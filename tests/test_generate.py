@@ -186,7 +186,7 @@ def test_reading_in_parts(make_model, ids, method):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "cacheformer"])
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "cacheformer_on_base"])
 def test_crop(make_model, ids, method):
     model = make_model("llama_gqa", method=method)
     memory = model(ids[:, :40]).past_key_values
@@ -200,7 +200,7 @@ def test_crop(make_model, ids, method):
 
 @torch.no_grad()
 def test_a_method_that_cannot_forget(make_model, ids):
-    memory = make_model("llama_gqa", method="cacheformer")(ids[:, :40]).past_key_values
+    memory = make_model("llama_gqa", method="cacheformer_on_base")(ids[:, :40]).past_key_values
     with pytest.raises(ValueError, match="clone\\(\\) the memory"):
         memory.crop(-5)
 
@@ -221,7 +221,9 @@ def test_caches_that_cannot_carry_a_memory(make_model, ids):
         model(ids[:, 20:30], past_key_values=filled)
 
 
-@pytest.mark.parametrize("method", ["neurocache", "memorizing", "infini_attention", "gated_attention", "cacheformer"])
+@pytest.mark.parametrize(
+    "method", ["neurocache", "memorizing", "infini_attention", "gated_attention", "cacheformer_on_base"]
+)
 def test_offloaded_weights_say_so(make_model, ids, method):
     model = make_model("llama_gqa", method=method)
     cpu_offload(model, execution_device="cpu")

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 sys.path.append(str(Path(__file__).parent))
 from attention_core import SHAPE, allowed, golden_files, load, random_inputs, rotate, run_pieces
 
-from cacheformers.modeling.memories.infini_attention import (
+from cacheformers.methods.infini_attention import (
     Beta,
     Compressed,
     InfiniAttentionOptions,

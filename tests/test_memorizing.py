@@ -12,10 +12,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import cacheformers
-from cacheformers.modeling.attach import add_hooks, attention_modules, base_shape, find_decoder, new_memory
-from cacheformers.modeling.attention import keep_inputs, restore_attention, route_attention
-from cacheformers.modeling.memories.attending import AttentionInputs, unrotated
-from cacheformers.modeling.memories.memorizing import (
+from cacheformers.methods.memorizing import (
     MemorizingOptions,
     MemorizingParts,
     default_layer,
@@ -23,6 +20,9 @@ from cacheformers.modeling.memories.memorizing import (
     mix,
     naive,
 )
+from cacheformers.modeling.attach import add_hooks, attention_modules, base_shape, find_decoder, new_memory
+from cacheformers.modeling.attending import AttentionInputs, unrotated
+from cacheformers.modeling.attention import keep_inputs, restore_attention, route_attention
 
 EXACT = 1e-9
 BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "qwen3", "qwen2", "gemma", "phi", "gpt_neox"]

@@ -9,8 +9,8 @@ import torch
 from peft import PeftModel, get_peft_model
 
 import cacheformers
+from cacheformers.methods import infini_attention
 from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
-from cacheformers.modeling.memories import infini_attention
 from cacheformers.training.optim import Rates, parameter_groups
 
 
@@ -73,7 +73,7 @@ def test_rates_of_parts(make_model):
         "memorizing": {("gate", 3.0, 0.0), ("memory", 2.0, 0.0), ("weights", 1.0, 0.1)},
         "infini_attention": {("beta", 0.01, 0.0), ("weights", 1.0, 0.1)},
         "gated_attention": {("memory", 2.0, 0.1), ("memory", 2.0, 0.0), ("weights", 1.0, 0.1)},
-        "cacheformer": {("memory", 2.0, 0.1), ("weights", 1.0, 0.1)},
+        "cacheformer_on_base": {("memory", 2.0, 0.1), ("weights", 1.0, 0.1)},
     }
     for method, groups in expected.items():
         found = parameter_groups(make_model("llama_gqa", method=method), rates)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cacheformers.modeling.memories.neurocache import HitScores, naive
+from cacheformers.methods.neurocache.neurocache import HitScores, naive
 
 ABLATIONS = {
     "paper": {},

@@ -40,7 +40,7 @@ ESTIMATED = {
     "qlora_7b": ("mistral-7b", 1, 24),
     "smollm2_books": ("smollm2-135m", 1, 2),
 }
-OTHER_METHODS = {"smollm2_cacheformer": "cacheformer"}  # for which there is no estimate
+OTHER_METHODS = {"smollm2_cacheformer": "cacheformer_on_base"}  # for which there is no estimate
 
 
 def read(recipe: Path, *more: str) -> train_adapt.Options:
@@ -96,7 +96,7 @@ def test_a_recipe_of_a_method_runs(folder, recipe):
         "neurocache": ["--retrieval_map=1", "--cache_size=40", "--topk=4", "--start_segments=2"],
         "infini_attention": ["--layers", "1", "2"],
         "gated_attention": ["--layers", "1", "2", "--window_tokens=6"],
-        "cacheformer": ["--layers", "1", "2", "--window_tokens=16", "--topk=2"],
+        "cacheformer_on_base": ["--layers", "1", "2", "--window_tokens=16", "--topk=2"],
         "windowed": ["--lora_targets", "down_proj"],
     }[recipe.stem]
     small += [f"--{name}={folder / name}" for name in ("base", "output")]

@@ -32,7 +32,7 @@ from cacheformers.training.base_model import StartOptions
 from cacheformers.training.documents import DataOptions, Documents
 from cacheformers.training.lanes import IGNORED, Lanes
 from cacheformers.training.loss import token_losses
-from cacheformers.training.methods import OPTIONS, layer_map
+from cacheformers.training.methods import layer_map, options_of
 from cacheformers.training.optim import OPTIMIZERS, Rates, make_optimizer, make_schedule, parameter_groups
 from cacheformers.training.run_state import trained_state
 from cacheformers.training.settings import TrainOptions, check_resumable, resumed_settings
@@ -429,7 +429,7 @@ def test_help_teaches(capsys):
 
 
 def test_what_a_resumed_run_must_share():
-    kinds = [StartOptions, DataOptions, TrainOptions, OPTIONS["neurocache"]]
+    kinds = [StartOptions, DataOptions, TrainOptions, options_of("neurocache")]
     options = train_adapt.make_parser().parse(["--base=a", "--train=a", "--output=a"])
     chosen = [given for given in options if type(given) in kinds]
     assert len(chosen) == 4

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from cacheformers.modeling.memories.base import BaseShape
-from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
+from cacheformers.methods.neurocache.options import NeurocacheOptions
+from cacheformers.modeling.memory import BaseShape
 
 FLOAT32 = 4
 

@@ -10,8 +10,8 @@ from accelerate.utils import broadcast
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from cacheformers.adapters.start import start_from_states
 from cacheformers.modeling.attach import architecture, base_shape
+from cacheformers.modeling.method import METHODS, method_named
 from cacheformers.training.base_model import (
     StartOptions,
     base_config,
@@ -79,7 +79,7 @@ class Adaptation(Subject):
         if train.activation_checkpointing:
             base.activation_checkpointing_enable({"use_reentrant": False})
             base.disable_input_require_grads()  # transformers asks for them; frozen layers below need no gradients
-        if self.remembers and train.memory_start == "states" and not resumed:
+        if self.remembers and train.memory_start != "copies" and not resumed:
             accelerator.print(f"Reading {train.start_segments} segments to start the memory from.")
             start_memory(model, documents, self.memory.segment_tokens, train)
         return model
@@ -98,8 +98,13 @@ def adapter_config(
     Raises:
         ValueError: options that do not fit the base or each other.
     """
-    if options.memory_start == "states" and memory_options.method != "neurocache":
-        raise ValueError(f"memory_start 'states' is for neurocache: leave it out for {memory_options.method}.")
+    method = METHODS[memory_options.method]
+    if options.memory_start != "copies" and options.memory_start not in method.starts:
+        able = [name for name, other in METHODS.items() if options.memory_start in other.starts]
+        raise ValueError(
+            f"memory_start {options.memory_start!r} is for {', '.join(able) or 'no method'}: leave it out for "
+            f"{memory_options.method}."
+        )
     targets = options.lora_targets or list(architecture(base).feed_forward)
     without_lora = targets == ["none"]
     config: Any = memory_options.config(
@@ -111,7 +116,7 @@ def adapter_config(
     memory = config.resolve(base_shape(base))
     if not without_lora:
         config.layers_to_transform = list(memory.attention_layers)
-    if without_lora and options.method in ("lora", "windowed"):
+    if without_lora and (options.method == "lora" or not method.parts._fields):
         raise ValueError(f"--method {options.method} with --lora_targets none leaves nothing to train.")
     if options.method != "lora":
         return config, memory
@@ -130,7 +135,7 @@ def start_memory(model: PeftModel, documents: DocumentRow, segment_tokens: int, 
     """Set the memory's projections from what the base makes of the run's first documents. Every process must call this.
 
     Raises:
-        ValueError: the segments are too few (see `start_from_states`).
+        ValueError: the segments are too few (see the method's `starts`).
     """
     rows = min(START_DOCUMENTS, options.start_segments)
     lanes = Lanes(documents, rows, segment_tokens, options.seed)
@@ -138,6 +143,7 @@ def start_memory(model: PeftModel, documents: DocumentRow, segment_tokens: int, 
     while len(segments) < options.start_segments:
         step = lanes.step()
         segments += [ids[mask.bool()] for ids, mask in zip(step.input_ids, step.attention_mask, strict=True)]
-    start_from_states(model, segments[: options.start_segments])
+    config: Any = model.active_peft_config
+    method_named(config.peft_type).starts[options.memory_start](model, segments[: options.start_segments])
     # Machines of different kinds may find directions of different sign.
     broadcast([parameter.data for parameter in trained_parameters(model)])

@@ -15,10 +15,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from cacheformers.adapters.config import MemoryAdapterConfig, NeurocacheAdapterConfig
+from cacheformers.adapters.config import MemoryAdapterConfig
+from cacheformers.methods.neurocache import NeurocacheAdapterConfig
+from cacheformers.methods.neurocache.options import NeurocacheOptions
 from cacheformers.modeling.attach import base_shape, find_decoder
-from cacheformers.modeling.memories.base import BaseShape
-from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
+from cacheformers.modeling.memory import BaseShape
 from cacheformers.training.activations import (
     FLOAT32,
     Forward,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, ClassVar, get_type_hints
 
 from peft import LoraConfig
 
-from cacheformers.adapters import METHODS
 from cacheformers.adapters.config import MemoryAdapterConfig
+from cacheformers.methods import DEFAULT
+from cacheformers.modeling.method import METHODS, is_method, method_named
 from cacheformers.training.options import given_options
 
 # Not trained: the published package's errors are for its checkpoints.
@@ -62,14 +64,17 @@ def method_options(config: type[MemoryAdapterConfig]) -> type[MethodOptions]:
             kind = list[str] | None
         fields.append((field.name, kind, dataclasses.field(default=field.default, metadata=metadata)))
     facts = {
-        "method": config.kind.lower(),
+        "method": method_named(config.kind).name,
         "config": config,
         "_argument_group_name": f"memory (fields of {config.__name__})",
     }
     return dataclasses.make_dataclass("MethodOptions", fields, bases=(MethodOptions,), namespace=facts)
 
 
-OPTIONS = {kind.lower(): method_options(config) for kind, config in METHODS.items()}
+@cache
+def options_of(method: str) -> type[MethodOptions]:
+    """The options of a registered method."""
+    return method_options(METHODS[method].adapter_config)
 
 
 def names(options: type[MethodOptions]) -> set[str]:
@@ -85,19 +90,19 @@ def chosen_options(arguments: Sequence[str]) -> type[MethodOptions]:
     """
     given = given_options(arguments)
     named = [value for name, value in reversed(given) if name == "method"]
-    if named and named[0] in OPTIONS:
-        return OPTIONS[named[0]]
-    wanted = {name for name, _ in given} & set().union(*map(names, OPTIONS.values()))
-    candidates = [*(name for name in named if name in OPTIONS), *OPTIONS]
-    fitting = (name for name in candidates if wanted <= names(OPTIONS[name]))
-    return OPTIONS[next(fitting, candidates[0])]
+    if named and is_method(named[0]):
+        return options_of(method_named(named[0]).name)
+    every = {name: names(options_of(name)) for name in METHODS}
+    wanted = {name for name, _ in given} & set().union(*every.values())
+    candidates = [*(method_named(name).name for name in named if is_method(name)), DEFAULT, *METHODS]
+    return options_of(next((name for name in candidates if wanted <= every[name]), candidates[0]))
 
 
 def of_other_methods(options: type[MethodOptions]) -> dict[str, str]:
     """What to say of options that other methods have, by their names."""
     owners: dict[str, list[str]] = {}
-    for method, others in OPTIONS.items():
-        for name in names(others) - names(options):
+    for method in METHODS:
+        for name in names(options_of(method)) - names(options):
             owners.setdefault(name, []).append(method)
     return {
         name: f"{name} is an option of --method {' and '.join(methods)}, and the memory here is {options.method}'s: "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.optim import Adafactor, AdamW, Optimizer
@@ -10,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_cosine_schedule_with_warmup
 
 from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
-from cacheformers.modeling.memories.gated_attention import GatedAttentionOptions
+from cacheformers.modeling.method import MemoryMethod, MethodOnLayer
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "adafactor": Adafactor}
 
@@ -35,10 +37,6 @@ class Rates:
     beta: float = 0.01
 
 
-# Part of a memory -> the rate that it has; other parts have `memory`. Token gates are layers that see states.
-RATES = {"gate": "gate", "scores": "gate", "beta": "beta"}
-
-
 def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, object]]:
     """Trained parameters by rate and decay, named after what they hold.
 
@@ -46,9 +44,10 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, object]]:
         ValueError: nothing is trained.
     """
     groups: dict[tuple[str, float], list[nn.Parameter]] = {}
+    memory_rates = rates_of_parts(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            kind = kind_of(name)
+            kind = kind_of(name, memory_rates)
             decay = rates.weight_decay if parameter.dim() > 1 and kind in ("memory", "weights") else 0.0
             groups.setdefault((kind, decay), []).append(parameter)
     if not groups:
@@ -59,10 +58,16 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, object]]:
     ]
 
 
-def kind_of(name: str) -> str:
+def rates_of_parts(model: nn.Module) -> Mapping[str, str]:
+    """The rate of each part of the model's memory that does not have the memory's own (`MemoryMethod.rates`)."""
+    on_layers = (module for module in model.modules() if isinstance(module, MethodOnLayer))
+    return next((module.method.rates for module in on_layers), {})
+
+
+def kind_of(name: str, rates: Mapping[str, str]) -> str:
     """Which of the rates a parameter has, by its name in an adapter (`...memory.lora_mem_gate...`) or a model."""
     _, inside, part = name.rpartition(".memory.")
-    return RATES.get(part.removeprefix("lora_mem_").partition(".")[0], "memory") if inside else "weights"
+    return rates.get(part.removeprefix("lora_mem_").partition(".")[0], "memory") if inside else "weights"
 
 
 def make_optimizer(model: nn.Module, rates: Rates, name: str = "adamw") -> Optimizer:
@@ -77,15 +82,16 @@ def make_schedule(optimizer: Optimizer, steps: int, warmup_steps: int, done: int
     return get_cosine_schedule_with_warmup(optimizer, warmup_steps, steps, last_epoch=done - 1)
 
 
-def freeze_idle_gates(model: nn.Module, memory: object) -> None:
+def freeze_idle_gates(model: nn.Module, memory: Any) -> None:
     """Leave gates of layers with fixed heads untrained: nobody asks them, and DDP would wait for their gradients.
 
     Args:
         memory: the options of the model's memory.
     """
-    if isinstance(memory, GatedAttentionOptions):
+    method: MemoryMethod | None = getattr(memory, "method", None)
+    if method is not None and method.frozen_layers(memory):
         attentions = attention_modules(find_decoder(unwrap(model)))
-        for layer, _ in memory.far_heads:
+        for layer in method.frozen_layers(memory):
             attentions[layer].get_submodule("memory").requires_grad_(False)
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from cacheformers.modeling.memories.base import joined, part
+from cacheformers.modeling.memory import joined, part
 from cacheformers.training.checkpoints import sync, write_tensors
 from cacheformers.training.groups import Group
 from cacheformers.training.subject import Trained

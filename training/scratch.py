@@ -16,8 +16,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cacheformers.modeling.attach import architecture, base_shape
-from cacheformers.modeling.memories.base import BaseShape, LocalWindow
-from cacheformers.modeling.models.configuration_cacheformer import CacheFormerConfig
+from cacheformers.modeling.memory import BaseShape, LocalWindow
+from cacheformers.modeling.whole import WholeConfig
 from cacheformers.training.base_model import StartOptions, base_identity, check_attention, check_vocabulary
 from cacheformers.training.documents import DocumentRow
 from cacheformers.training.optim import Rates
@@ -239,13 +239,13 @@ def check_fields(path: Path, given: dict[str, Any], config: PretrainedConfig) ->
 
 
 def segments(config: PretrainedConfig) -> Segments:
-    """How a model without a memory reads: a CacheFormer, or a plain decoder.
+    """How a model without a memory on a base reads.
 
     Raises:
         ValueError: its type is not supported, or it cannot read segments of this length.
     """
-    if isinstance(config, CacheFormerConfig):
-        return Segments(cacheformer_shape(config), config.segment_tokens)
+    if isinstance(config, WholeConfig):
+        return Segments(config.base_shape(), config.segment_tokens)
     architecture(config)
     base = base_shape(config)
     tokens = getattr(config, "segment_tokens", base.max_positions)
@@ -254,23 +254,3 @@ def segments(config: PretrainedConfig) -> Segments:
             f"segment_tokens must be from 1 to max_position_embeddings {base.max_positions}, got {tokens!r}."
         )
     return Segments(base, tokens)
-
-
-def cacheformer_shape(config: CacheFormerConfig) -> BaseShape:
-    """A CacheFormer as a decoder that is shown no more than a row at a time.
-
-    Raises:
-        ValueError: options that contradict each other.
-    """
-    options = config.attention_options()
-    return BaseShape(
-        model_type=config.model_type,
-        hidden_size=config.hidden_size,
-        heads=options.heads,
-        kv_heads=options.kv_heads,
-        head_dim=options.head_dim,
-        layers=config.num_hidden_layers,
-        vocab_size=config.vocab_size,
-        max_positions=config.segment_tokens,
-        rotary=True,
-    )

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cacheformers.methods import DEFAULT
+from cacheformers.modeling.method import METHODS, is_method
 from cacheformers.training.options import option
 
 # May differ when a run goes on: where things are. (What lies there may not.)
@@ -28,12 +30,10 @@ class TrainOptions:
     output: str = option(
         help="Folder for the adapter or model, its tokenizer, train_result.json, plots and checkpoints."
     )
-    method: Literal[
-        "neurocache", "memorizing", "infini_attention", "gated_attention", "cacheformer", "windowed", "lora"
-    ] = option(
-        "neurocache",
-        help="What is trained beside LoRA: a memory, whose options this help shows when it is asked for with --method. "
-        "'windowed' is a local window without a memory. 'lora' leaves the memory out: the same LoRA on the same "
+    method: str = option(
+        DEFAULT,
+        help=f"The memory to train beside LoRA: {', '.join(METHODS)}; this help shows the options of the one that "
+        "--method names. 'lora' trains no memory: the same LoRA on the same "
         "segments in the same order, to compare with; the options are those of the method that the recipe names.",
     )
     seed: int = option(0, help="Fixes the adapter's random start and the order of documents.")
@@ -51,11 +51,11 @@ class TrainOptions:
         1, help="Segments that each lane reads in a step; gradients go back through the local window to the first."
     )
 
-    memory_start: Literal["copies", "states"] = option(
+    memory_start: str = option(
         "copies",
-        help="What Neurocache's new projections start from. 'copies': W_k and W_v are the first columns of the layer's "
-        "own, W_p is random (paper). 'states': the base first reads start_segments segments; W_p takes the main "
-        "directions of its states, and W_k and W_v are the layer's own over what an entry tells of them.",
+        help="What the memory's new projections start from. 'copies': W_k and W_v are the first columns of the layer's "
+        "own, W_p is random (paper). 'states' (Neurocache): the base first reads start_segments segments; W_p takes the "
+        "main directions of its states, and W_k and W_v are the layer's own over what an entry tells of them.",
     )
     start_segments: int = option(8, help="With memory_start 'states': segments that the base reads for it.")
     lora_targets: list[str] | None = option(
@@ -115,7 +115,9 @@ RunOptions._argument_group_name = "the run: going on, stopping, logging"  # type
 
 
 def check_train_options(train: TrainOptions, run: RunOptions) -> None:
-    """Raise ValueError for numbers that make no sense."""
+    """Raise ValueError for an unknown method, and for numbers that make no sense."""
+    if train.method != "lora" and not is_method(train.method):
+        raise ValueError(f"method {train.method!r} is not registered: choose one of {', '.join([*METHODS, 'lora'])}.")
     given = {**asdict(train), **asdict(run)}
     for name in POSITIVE:
         if given[name] is not None and not 0 < given[name] < math.inf:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cacheformers.methods.gated_attention.state import GatedState
+from cacheformers.methods.infini_attention import Beta
+from cacheformers.methods.neurocache.neurocache import Gate, NeurocacheState
 from cacheformers.modeling.cache import MemoryCache
-from cacheformers.modeling.memories.gated_state import GatedState
-from cacheformers.modeling.memories.infini_attention import Beta
-from cacheformers.modeling.memories.neurocache import Gate, NeurocacheState
 
 GATE_BINS = 10  # of the histograms, from 0 to 1
 

@@ -14,8 +14,8 @@ from cacheformers.evaluation.longbench.prefill import prefill
 from cacheformers.evaluation.longbench.prompts import Encoded
 from cacheformers.evaluation.longbench.tasks import Task
 from cacheformers.modeling.attach import unwrap
-from cacheformers.modeling.models.modeling_cacheformer import CacheFormerForCausalLM
 from cacheformers.modeling.reading import read
+from cacheformers.modeling.whole import is_whole
 
 
 @torch.no_grad()
@@ -31,13 +31,14 @@ def answer(
 
     Args:
         remembers: read what stands before the questions into a memory, close its last segment, then answer from the
-            questions. Else everything is one prompt, and to a CacheFormer in any case: its memory is its attention.
+            questions. Otherwise everything is one prompt, as always for a model whose own attention is its
+            memory.
         cache_size: another number of entries than the memory's configured one.
     """
     memory: Cache | None = None
     device, spare = next(model.parameters()).device, 0
     rows = [prompt.ids for prompt in prompts]
-    reads_itself = isinstance(unwrap(model), CacheFormerForCausalLM)
+    reads_itself = is_whole(unwrap(model))
     if remembers and not reads_itself:
         contexts = [prompt.ids[: prompt.question] for prompt in prompts]
         memory = read(model, contexts, progress=False, cache_size=cache_size)

@@ -14,8 +14,8 @@ from cacheformers.modeling.attach import active_options, find_decoder, layer_dev
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import Index, MemoryFileError, Piece, Row, Store, read_index
 from cacheformers.modeling.files.shards import DTYPES, Shards
-from cacheformers.modeling.memories import METHODS
-from cacheformers.modeling.memories.base import BaseShape
+from cacheformers.modeling.memory import BaseShape
+from cacheformers.modeling.method import method_named
 from cacheformers.modeling.origin import Origin, Source, tokenizer_hash
 
 
@@ -102,7 +102,7 @@ def fill(memory: MemoryCache, index: Index, shards: Shards, device: torch.device
 def make_options(method: str, values: dict[str, Any]) -> Any:
     """A method's options from JSON."""
     plain = {name: frozen(value) for name, value in values.items() if name != "base"}
-    return METHODS[method].options(base=BaseShape(**values["base"]), **plain)
+    return method_named(method).options(base=BaseShape(**values["base"]), **plain)
 
 
 def frozen(value: Any) -> Any:

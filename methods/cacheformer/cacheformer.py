@@ -1,0 +1,344 @@
+"""CacheFormer: window, compressed segments, and a cache of the best raw segments (Singh & Mahmood, arXiv 2504.13981).
+
+    short    keys of the own and the whole previous window of w tokens
+    long     G_c = softmax(Z_c W_P^T)^T Z_c: r vectors for each complete segment Z_c of s tokens  (Transformer-LS, 2021)
+    overlap  the same for segments shifted by s/2
+    cache    the raw keys of the k segments whose probabilities in `long` are largest, and their neighbours
+
+A token attends to all four at once (`joint`), or to each by itself and takes the mean (`separate`) or a gated mean
+(`gated`). Without overlap and cache this is Transformer-LS. The published choice of segments looks into the future
+(`paper_block`, for study only); the others choose from what a decoder has seen.
+
+This file holds the options, the trained parts and the pooling; `cacheformer_attention.py` attends to a whole sequence,
+`cacheformer_state.py` decodes, `cacheformer_selection.py` chooses, and `cacheformer_naive.py` is the specification.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cacheformers.modeling.method import first_numbers
+from cacheformers.modeling.settings import setting
+
+NORM_EPS = 1e-5
+
+Rotate = Callable[[Tensor, Tensor], Tensor]  # keys [rows, heads, tokens, head_dim], positions [rows, tokens]
+
+
+@dataclass(repr=False)  # transformers prints a configuration
+class CacheFormerSettings:
+    """Fields that every configuration with CacheFormer's attention has."""
+
+    window_tokens: int = setting(128, "Window w: a token sees its own window up to itself, and the whole previous one.")
+    pool_tokens: int = setting(16, "Tokens of a segment (s), compressed together.")
+    pool_vectors: int = setting(4, "Vectors that a segment is compressed to (r_s).")
+    topk: int = setting(7, "Segments that the cache retrieves uncompressed (k).")
+    neighbors: int = setting(1, "Segments that each of them brings along, itself included (u).")
+    select_rows: int | None = setting(
+        None, "Rows that choose segments together (p). Default: window_tokens; 1 for 'token'."
+    )
+    selection: str = setting(
+        "previous_block",
+        "Who chooses for a block of rows: the block before it ('previous_block'), each row for itself "
+        "('token'), the block's rows so far ('prefix'), or, to study what that leaks, the whole block as published "
+        "('paper_block', which cannot generate).",
+    )
+    magnitude: str = setting("rows", "'rows': mean of the rows' magnitudes. 'mean': magnitude of their mean.")
+    aggregation: str = setting(
+        "joint",
+        "'joint': one softmax over all branches. 'separate': the mean of one softmax a branch, over the branches "
+        "that are not empty. 'gated': their gated mean.",
+    )
+    long: bool = setting(True, "Attend to compressed segments.")
+    overlap: bool = setting(True, "Attend to compressed segments shifted by half of one, too.")
+    cache: bool = setting(True, "Attend to the tokens of retrieved segments (scores are those of `long`, on or off).")
+    exclude_window: bool = setting(False, "Retrieve only segments before the window.")
+    sink: bool = setting(False, "Always retrieve the first segment.")
+    shared_projection: bool = setting(True, "Overlapping segments are compressed by the same projection.")
+    wide_blocks: bool = setting(
+        False,
+        "Allow select_rows > window_tokens with 'previous_block'; tokens that have left the window cannot be "
+        "retrieved before their block ends.",
+    )
+
+    def attention_of(self, heads: int, kv_heads: int, head_dim: int, **others: Any) -> CacheFormerOptions:
+        """The options of layers of one shape.
+
+        Args:
+            others: options that are no settings.
+
+        Raises:
+            ValueError: options that contradict each other.
+        """
+        settings = {field.name: getattr(self, field.name) for field in fields(CacheFormerSettings)}
+        return CacheFormerOptions(heads=heads, kv_heads=kv_heads, head_dim=head_dim, **settings, **others)
+
+
+@dataclass(kw_only=True)
+class CacheFormerOptions(CacheFormerSettings):
+    """`CacheFormerSettings` for one layer.
+
+    Attributes:
+        heads, kv_heads, head_dim: shape of the layer's attention.
+        tied: keys are values too.
+        local_norm, global_norm: LayerNorm on the tokens' and on the compressed keys and values.
+        pretrained: for attention that was trained without this method: keys are compressed before their rotation and
+            then rotated to their segment's center, and only what lies wholly before the window is compressed or
+            retrieved, so that up to two windows of text are attended as before.
+
+    Raises:
+        ValueError: options that contradict each other.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool = True
+    local_norm: bool = True
+    global_norm: bool = True
+    pretrained: bool = False
+
+    def __post_init__(self) -> None:
+        kinds = {"int": (int,), "int | None": (int, type(None)), "bool": (bool,)}
+        for entry in fields(self):
+            value, allowed_kinds = getattr(self, entry.name), kinds.get(str(entry.type))
+            if allowed_kinds and type(value) not in allowed_kinds:
+                raise ValueError(f"{entry.name} must be {entry.type}, got {value!r}.")
+        for name in ("heads", "kv_heads", "head_dim", "window_tokens", "pool_tokens", "pool_vectors", "topk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.neighbors < 1:
+            raise ValueError(f"neighbors counts the segment itself: it must be at least 1, got {self.neighbors}.")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}.")
+        for name, allowed in (
+            ("selection", ("previous_block", "token", "prefix", "paper_block")),
+            ("magnitude", ("rows", "mean")),
+            ("aggregation", ("joint", "separate", "gated")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}.")
+        if self.compresses and self.pool_tokens > 2 * self.window_tokens:
+            raise ValueError(
+                f"pool_tokens {self.pool_tokens} is more than two windows of {self.window_tokens}: recent tokens would "
+                "be visible nowhere. Choose pool_tokens <= 2 * window_tokens."
+            )
+        if self.overlap and self.pool_tokens % 2:
+            raise ValueError(f"overlap shifts segments by half: pool_tokens must be even, got {self.pool_tokens}.")
+        if self.select_rows is not None and self.select_rows < 1:
+            raise ValueError(f"select_rows must be at least 1, got {self.select_rows}.")
+        if self.selection == "token" and self.select_rows not in (None, 1):
+            raise ValueError(f"selection='token' chooses for each row: leave out select_rows={self.select_rows}.")
+        if self.selection == "previous_block" and self.block_rows > self.window_tokens and not self.wide_blocks:
+            raise ValueError(
+                f"select_rows {self.block_rows} is more than window_tokens {self.window_tokens}: tokens that have left "
+                "the window could not be retrieved before their block ends. Choose select_rows <= window_tokens, or "
+                "set wide_blocks=True."
+            )
+        if self.pretrained and (self.tied or self.local_norm):
+            raise ValueError("pretrained attention has its own keys and values: set tied=False and local_norm=False.")
+        if self.pretrained and self.window_tokens % self.pool_tokens:
+            raise ValueError(
+                f"With pretrained=True a segment lies before the window or in it: pool_tokens {self.pool_tokens} must "
+                f"divide window_tokens {self.window_tokens}."
+            )
+        if self.cache and not self.causal:
+            warnings.warn(
+                "selection='paper_block' lets a token depend on tokens after it. Its losses are not what a decoder "
+                "obtains; use it only to study that.",
+                stacklevel=3,
+            )
+
+    @property
+    def compresses(self) -> bool:
+        """Whether any branch needs compressed segments."""
+        return self.long or self.overlap or self.cache
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token depends on a later one."""
+        return not self.cache or self.selection != "paper_block"
+
+    @property
+    def block_rows(self) -> int:
+        """Rows that choose together, p."""
+        if self.selection == "token":
+            return 1
+        return self.window_tokens if self.select_rows is None else self.select_rows
+
+    @property
+    def retrieved(self) -> int:
+        """Segments in a list, k*u."""
+        return self.topk * self.neighbors
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """Branches that are on; gates come in this order."""
+        return tuple(name for name in ("short", "long", "overlap", "cache") if name == "short" or getattr(self, name))
+
+    def window_start(self, position: Tensor) -> Tensor:
+        """First position that a token's sliding window shows."""
+        return ((position // self.window_tokens - 1) * self.window_tokens).clamp(min=0)
+
+    def horizon(self, position: Tensor) -> Tensor:
+        """A compressed segment is visible to a token if it ends before this position."""
+        return self.window_start(position) if self.pretrained else position
+
+    def block_start(self, position: Tensor) -> Tensor:
+        """First position of a token's block."""
+        return position // self.block_rows * self.block_rows
+
+    def admissible(self, position: Tensor) -> Tensor:
+        """How many of the first segments the block that begins at a position may retrieve."""
+        before = self.window_start(position) if self.exclude_window or self.pretrained else position
+        return before // self.pool_tokens
+
+    def filled(self, position: Tensor) -> Tensor:
+        """How many segments a token retrieves."""
+        return self.admissible(self.block_start(position)).clamp(max=self.retrieved)
+
+
+class BranchGate(nn.Module):
+    """A number between 0 and 1 for each token, head and branch, read from the query. All alike at first."""
+
+    def __init__(self, heads: int, branches: int, head_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(heads, branches, head_dim))
+        self.bias = nn.Parameter(torch.zeros(heads, branches))
+
+    def forward(self, queries: Tensor) -> Tensor:
+        """`[rows, heads, time, head_dim]` to `[rows, heads, time, branches]`, in float32 or better."""
+        wide = queries.to(torch.promote_types(queries.dtype, torch.float32))
+        scores = wide @ self.weight.to(wide.dtype).transpose(1, 2) + self.bias.to(wide.dtype)[:, None]
+        return torch.sigmoid(scores)
+
+
+class CacheFormerParts(NamedTuple):
+    """The parts that a layer trains; None where its options have no use for one.
+
+    Shapes: `pool`, `overlap_pool` `[r_s, head_dim]`; `local_norm`, `global_norm` LayerNorm(head_dim); `gate` see
+    `BranchGate`. All but the gate are shared by the heads.
+    """
+
+    pool: nn.Linear | None = None
+    overlap_pool: nn.Linear | None = None
+    local_norm: nn.LayerNorm | None = None
+    global_norm: nn.LayerNorm | None = None
+    gate: BranchGate | None = None
+
+    @property
+    def fingerprint(self) -> tuple[float, ...]:
+        """A few of its numbers."""
+        return first_numbers(*(p for module in self if module is not None for p in module.parameters()))
+
+
+def make_parts(options: CacheFormerOptions) -> dict[str, nn.Module]:
+    """The modules that a layer trains, by their names in `CacheFormerParts`."""
+    parts: dict[str, nn.Module] = {}
+    if options.compresses:
+        parts["pool"] = nn.Linear(options.head_dim, options.pool_vectors, bias=False)
+        if options.overlap and not options.shared_projection:
+            parts["overlap_pool"] = nn.Linear(options.head_dim, options.pool_vectors, bias=False)
+        if options.global_norm:
+            parts["global_norm"] = nn.LayerNorm(options.head_dim, eps=NORM_EPS)
+    if options.local_norm:
+        parts["local_norm"] = nn.LayerNorm(options.head_dim, eps=NORM_EPS)
+    if options.aggregation == "gated":
+        parts["gate"] = BranchGate(options.heads, len(options.branches), options.head_dim)
+    return parts
+
+
+class Projected(NamedTuple):
+    """What a layer's projections gave for some tokens, `[rows, heads or kv_heads, time, head_dim]`.
+
+    Attributes:
+        q, k: queries and keys, rotated where the model rotates.
+        v: values; None where keys are values too.
+        plain_q, plain_k: before rotation; None where nothing was rotated. Gates read the one, `pretrained` pools the
+            other.
+        scaling: of the queries; None for `head_dim ** -0.5`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor | None = None
+    plain_q: Tensor | None = None
+    plain_k: Tensor | None = None
+    scaling: float | None = None
+
+    @property
+    def scale(self) -> float:
+        """What queries are multiplied with."""
+        return self.q.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+
+    def gates(self, parts: CacheFormerParts) -> Tensor | None:
+        """`[rows, heads, time, branches]`."""
+        if parts.gate is None:
+            return None
+        return parts.gate(self.q if self.plain_q is None else self.plain_q)
+
+    def pooled_keys(self, options: CacheFormerOptions) -> Tensor:
+        """The keys that segments are compressed from."""
+        return self.plain_k if options.pretrained and self.plain_k is not None else self.k
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Projected:
+        """The same with every tensor changed."""
+        tensors = {name: part for name, part in self._asdict().items() if isinstance(part, Tensor)}
+        return self._replace(**{name: change(tensor) for name, tensor in tensors.items()})  # type: ignore[arg-type]
+
+
+def normalise(norm: nn.LayerNorm | None, vectors: Tensor) -> Tensor:
+    """LayerNorm in float32 or better; None leaves them as they are."""
+    if norm is None:
+        return vectors
+    dtype = torch.promote_types(vectors.dtype, torch.float32)
+    normed = F.layer_norm(
+        vectors.to(dtype), norm.normalized_shape, norm.weight.to(dtype), norm.bias.to(dtype), NORM_EPS
+    )
+    return normed.to(vectors.dtype)
+
+
+def pool(
+    options: CacheFormerOptions,
+    parts: CacheFormerParts,
+    keys: Tensor,
+    values: Tensor | None,
+    numbers: Tensor,
+    overlap: bool,
+    rotate: Rotate | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compress segments: r_s sums of each one's tokens, weighted by what W_P makes of the keys.
+
+    Args:
+        keys, values: tokens of segments, `[rows, kv_heads, segments, s, head_dim]`.
+        numbers: which segments they are, `[rows or 1, segments]`.
+        overlap: they are shifted by s/2 to the left; the first half of segment 0 is then no text.
+        rotate: turns keys to positions, where keys were given unrotated.
+
+    Returns:
+        Keys and values `[rows, kv_heads, segments*r_s, head_dim]`, a segment's vectors side by side.
+    """
+    assert parts.pool is not None
+    size, half = options.pool_tokens, options.pool_tokens // 2
+    projection = parts.overlap_pool if overlap and parts.overlap_pool is not None else parts.pool
+    dtype = torch.promote_types(keys.dtype, torch.float32)
+    scores = F.linear(keys, projection.weight.to(keys.dtype)).to(dtype)  # [rows, kv_heads, segments, s, r_s]
+    if overlap:
+        blank = (numbers == 0)[:, :, None] & (torch.arange(size, device=numbers.device) < half)
+        scores = scores.masked_fill(blank[:, None, :, :, None], float("-inf"))
+    weights = torch.softmax(scores, -2).to(keys.dtype).transpose(-1, -2)
+    pooled_keys = normalise(parts.global_norm, weights @ keys).flatten(2, 3)
+    if options.pretrained and rotate is not None:
+        centre = numbers * size + (size - 1) / 2 - (half if overlap else 0)
+        centre = centre.repeat_interleave(options.pool_vectors, 1).expand(len(keys), -1)
+        pooled_keys = rotate(pooled_keys, centre)
+    if values is None:
+        return pooled_keys, None
+    return pooled_keys, normalise(parts.global_norm, weights @ values).flatten(2, 3)

@@ -1,0 +1,352 @@
+"""CacheFormer as model classes of transformers: the paper's own transformer, trained from scratch.
+
+    hidden = embed(ids)
+    L times:  hidden += attention(norm(hidden));  hidden += feed_forward(norm(hidden))
+    logits = head(norm(hidden))
+
+Attention is `memories/cacheformer.py`. A forward with gradients, or without a cache, attends to whole documents; with a
+cache it reads the ids as a decoder does. Both give the same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from cacheformers.methods.cacheformer.attention import attend, selected_segments
+from cacheformers.methods.cacheformer.cache import CacheFormerCache, is_blank
+from cacheformers.methods.cacheformer.cacheformer import (
+    NORM_EPS,
+    BranchGate,
+    CacheFormerOptions,
+    CacheFormerParts,
+    Projected,
+    make_parts,
+)
+from cacheformers.methods.cacheformer.configuration import CacheFormerConfig
+from cacheformers.methods.cacheformer.documents import Columns, continued, documents_of
+from cacheformers.methods.cacheformer.state import CacheFormerState
+from cacheformers.modeling.attach import device_of
+from cacheformers.modeling.inputs import check_shape, real_tokens, refuse_looking_ahead
+from cacheformers.modeling.loading import check_complete
+from cacheformers.modeling.saving import Uploads
+
+
+class Rotation(NamedTuple):
+    """Cosines and sines of tokens' positions, `[rows or 1, 1, time, head_dim / 2]`, in float32 or better."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def at(cls, positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
+        """Of positions `[rows or 1, time]`, for activations of a dtype."""
+        exact = torch.promote_types(dtype, torch.float32)
+        channels = torch.arange(0, head_dim, 2, device=positions.device, dtype=exact)
+        angles = positions[:, None, :, None].to(exact) * theta ** (-channels / head_dim)
+        return cls(angles.cos(), angles.sin())
+
+    def turn(self, vectors: Tensor) -> Tensor:
+        """Rotate neighbouring pairs of channels of `[rows, heads, time, head_dim]`."""
+        even, odd = vectors[..., ::2], vectors[..., 1::2]
+        turned = (even * self.cos - odd * self.sin, even * self.sin + odd * self.cos)
+        return torch.stack(turned, -1).flatten(-2).to(vectors.dtype)
+
+
+class CacheFormerSelfAttention(nn.Module):
+    """CacheFormer's attention with its projections; names of the parts are those of `CacheFormerParts`."""
+
+    def __init__(self, config: CacheFormerConfig, options: CacheFormerOptions) -> None:
+        super().__init__()
+        self.options = options
+        wide, narrow = options.heads * options.head_dim, options.kv_heads * options.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, wide, bias=False)
+        if options.tied:
+            self.kv_proj = nn.Linear(config.hidden_size, narrow, bias=False)
+        else:
+            self.k_proj = nn.Linear(config.hidden_size, narrow, bias=False)
+            self.v_proj = nn.Linear(config.hidden_size, narrow, bias=False)
+        self.o_proj = nn.Linear(wide, config.hidden_size)
+        self.memory = nn.ModuleDict(make_parts(options))
+
+    @property
+    def parts(self) -> CacheFormerParts:
+        """What the layer trains beside its projections.
+
+        Raises:
+            ValueError: LoRA was put on one of them, where it would have no effect.
+        """
+        wrapped = [name for name, part in self.memory.items() if hasattr(part, "base_layer")]
+        if wrapped:
+            raise ValueError(
+                f"LoRA was put on memory.{wrapped[0]}, where it has no effect: name projections in target_modules "
+                "(q_proj, kv_proj, o_proj, up_proj, down_proj). To train the rest: modules_to_save=['memory']."
+            )
+        return CacheFormerParts(**dict(self.memory.items()))  # type: ignore[arg-type]
+
+    def project(self, hidden: Tensor, rotation: Rotation) -> Projected:
+        """Queries, keys and values of `[rows, time, hidden_size]`; values are rotated only where keys are values."""
+
+        def split(vectors: Tensor) -> Tensor:
+            return vectors.unflatten(-1, (-1, self.options.head_dim)).transpose(1, 2)
+
+        plain_q = split(self.q_proj(hidden))
+        keys = self.kv_proj if self.options.tied else self.k_proj
+        k = rotation.turn(split(keys(hidden)))
+        v = None if self.options.tied else split(self.v_proj(hidden))
+        return Projected(rotation.turn(plain_q), k, v, plain_q)
+
+    def forward(
+        self, hidden: Tensor, rotation: Rotation, columns: Columns, state: CacheFormerState | None = None
+    ) -> Tensor:
+        """`[rows, time, hidden_size]` to the same."""
+        read = self.attend(self.project(hidden, rotation), columns, state)
+        return self.o_proj(read.transpose(1, 2).flatten(2))
+
+    # It decides on the host what to look up; what is around it compiles.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def attend(self, projected: Projected, columns: Columns, state: CacheFormerState | None) -> Tensor:
+        """What heads read, `[rows, heads, time, head_dim]`."""
+        if state is not None:
+            return state.attend(self.parts, projected, real=columns.real)
+        return attend(self.options, self.parts, projected, documents=columns.documents)
+
+    def selected_segments(self, hidden: Tensor, rotation: Rotation) -> Tensor:
+        """The segments that each token of whole documents retrieves, `[rows, kv_heads, time, topk * neighbors]`."""
+        return selected_segments(self.options, self.parts, self.project(hidden, rotation))
+
+
+class CacheFormerFeedForward(nn.Module):
+    """Two linear maps with a GELU between them."""
+
+    def __init__(self, config: CacheFormerConfig) -> None:
+        super().__init__()
+        assert config.intermediate_size is not None
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(hidden)))
+
+
+class CacheFormerLayer(GradientCheckpointingLayer):
+    """Attention and a feed-forward block, each behind a LayerNorm and beside a residual connection."""
+
+    def __init__(self, config: CacheFormerConfig, options: CacheFormerOptions) -> None:
+        super().__init__()
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=NORM_EPS)
+        self.self_attn = CacheFormerSelfAttention(config, options)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=NORM_EPS)
+        self.mlp = CacheFormerFeedForward(config)
+
+    def forward(
+        self, hidden: Tensor, rotation: Rotation, columns: Columns, state: CacheFormerState | None = None
+    ) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, columns, state)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class CacheFormerPreTrainedModel(Uploads, PreTrainedModel):
+    """How both CacheFormer models are initialised and loaded.
+
+    Loading raises ValueError where transformers would make up what is missing in the file, or pass over trained parts
+    that the configuration does not describe.
+    """
+
+    config_class = CacheFormerConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["CacheFormerLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _can_record_outputs = {"hidden_states": CacheFormerLayer}
+    _is_stateful = True  # what was read cannot be taken back, so assisted decoding is refused
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        # PyTorch's defaults, as published.
+        if isinstance(module, nn.Linear):
+            init.kaiming_uniform_(module.weight, a=math.sqrt(5))
+            if module.bias is not None:
+                reach = module.in_features**-0.5
+                init.uniform_(module.bias, -reach, reach)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+        elif isinstance(module, BranchGate):
+            init.zeros_(module.weight)
+            init.zeros_(module.bias)
+
+    def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
+        super()._adjust_missing_and_unexpected_keys(loading_info)
+        check_complete(loading_info)
+
+
+class CacheFormerModel(CacheFormerPreTrainedModel):
+    """A CacheFormer without a head."""
+
+    def __init__(self, config: CacheFormerConfig) -> None:
+        super().__init__(config)
+        self.options = config.attention_options()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(CacheFormerLayer(config, self.options) for _ in range(config.num_hidden_layers))
+        self.norm = nn.LayerNorm(config.hidden_size, eps=NORM_EPS)
+        self.gradient_checkpointing = False
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    @capture_outputs  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Read ids `[rows, time]`.
+
+        Args:
+            attention_mask: `[rows, time]`, 0 for padding; with a cache also of all ids that it has seen.
+            position_ids: `[rows or 1, time]`; only needed to pack documents: each begins where they restart at 0.
+            past_key_values: a `CacheFormerCache` to go on with.
+            inputs_embeds: `[rows, time, hidden_size]`, instead of ids.
+            use_cache: whether to make a cache where none is passed. A cache carries no gradient.
+
+        Raises:
+            ValueError: a cache with gradients, of another kind, or with packed documents; positions that do not count
+                documents' tokens; attentions, which are never held as a whole.
+        """
+        if kwargs.get("output_attentions", self.config.output_attentions):
+            raise ValueError(
+                "Attentions are not available: they are never held as a whole. For the segments that tokens retrieve: "
+                "python -m cacheformers.evaluation.segments."
+            )
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Pass either input_ids or inputs_embeds.")
+        check_shape(input_ids)
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        cache, columns = self.prepare(hidden, attention_mask, position_ids, past_key_values, bool(use_cache))
+        rotation = Rotation.at(columns.positions, self.options.head_dim, self.config.rope_theta, hidden.dtype)
+        for number, layer in enumerate(self.layers):
+            hidden = layer(hidden, rotation, columns, None if cache is None else cache.states[number])
+        if cache is not None:
+            cache.visible += hidden.shape[1]
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=cache)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def prepare(
+        self,
+        hidden: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        past_key_values: Cache | None,
+        use_cache: bool,
+    ) -> tuple[CacheFormerCache | None, Columns]:
+        """The cache to read into, and what the columns of `[rows, time, hidden_size]` hold; see `forward`."""
+        cache = self.find_cache(past_key_values, use_cache, len(hidden))
+        real = real_tokens(attention_mask, hidden[..., 0], 0 if cache is None else cache.visible)
+        columns = (
+            documents_of(real, position_ids) if cache is None else continued(real, position_ids, cache.tokens_read)
+        )
+        return cache, columns._replace(positions=columns.positions.to(hidden.device))
+
+    def find_cache(self, passed: Cache | None, wanted: bool, rows: int) -> CacheFormerCache | None:
+        """The cache to read into."""
+        if passed is None and not wanted:
+            return None
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "A cache carries no gradient: decode under torch.no_grad(), or leave use_cache and past_key_values out."
+            )
+        if passed is None or is_blank(passed):
+            return self.new_cache(rows)
+        assert isinstance(passed, CacheFormerCache)
+        if passed.states[0].options != self.options or len(passed) != len(self.layers):
+            raise ValueError("This cache was made by a model with another configuration.")
+        passed.match_rows(rows)
+        return passed
+
+    def new_cache(self, rows: int) -> CacheFormerCache:
+        """An empty cache for a batch of documents.
+
+        Raises:
+            ValueError: `selection="paper_block"`, which chooses with tokens that do not exist yet.
+        """
+        devices = [device_of(layer) for layer in self.layers]
+        return CacheFormerCache(self.options, rows, self.dtype, devices)
+
+
+class CacheFormerForCausalLM(CacheFormerPreTrainedModel, GenerationMixin):
+    """A CacheFormer language model."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: CacheFormerConfig) -> None:
+        super().__init__(config)
+        self.model = CacheFormerModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; static, quantised and offloaded caches and assistants are refused.
+
+        Raises:
+            ValueError: `selection="paper_block"`, which chooses with tokens that do not exist yet.
+        """
+        refuse_looking_ahead(self.model.options)
+        check_shape(args[0] if args else kwargs.get("inputs", kwargs.get("input_ids")))
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """As `CacheFormerModel`'s.
+
+        Args:
+            labels: `[rows, time]`, -100 where there is no loss (padding, and the first token of a packed document).
+            logits_to_keep: how many of the last logits are wanted (0: all), or which.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, wanted])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )

@@ -1,0 +1,180 @@
+"""CacheFormer's specification: one document, token by token, in the plainest way."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cacheformers.methods.cacheformer.cacheformer import (
+    CacheFormerOptions,
+    CacheFormerParts,
+    Projected,
+    Rotate,
+    normalise,
+)
+
+Vectors = list[tuple[Tensor, Tensor]]  # a key and a value each
+
+
+def naive(
+    options: CacheFormerOptions, parts: CacheFormerParts, projected: Projected, rotate: Rotate | None = None
+) -> tuple[Tensor, list[list[list[int]]]]:
+    """Attention over one document.
+
+    Args:
+        projected: of a batch of one row.
+
+    Returns:
+        What the heads read, `[1, heads, time, head_dim]`, and the segments each token's cache retrieved, by kv head.
+    """
+    queries, time = projected.q[0] * projected.scale, projected.q.shape[2]
+    gates = projected.gates(parts)
+    group = options.heads // options.kv_heads
+    outputs: list[list[Tensor]] = []
+    lists: list[list[list[int]]] = []
+    for kv_head in range(options.kv_heads):
+        keys = projected.k[0, kv_head]
+        values = keys if projected.v is None else projected.v[0, kv_head]
+        source = projected.pooled_keys(options)[0, kv_head]
+        near = list(zip(normalise(parts.local_norm, keys), normalise(parts.local_norm, values), strict=True))
+        segments, half = time // options.pool_tokens, options.pool_tokens // 2
+        long = [compress(options, parts, source, values, c, 0, rotate) for c in range(segments)]
+        shifted = [compress(options, parts, source, values, c, half, rotate) for c in range(segments + 1)]
+        heads = range(kv_head * group, (kv_head + 1) * group)
+        probabilities = [[segment_probabilities(options, queries[h, t], long, t) for t in range(time)] for h in heads]
+
+        chosen = [choose(options, probabilities, t, time) for t in range(time)]
+        lists.append(chosen)
+        for head in heads:
+            rows = []
+            for t in range(time):
+                start, horizon = int(options.window_start(torch.tensor(t))), int(options.horizon(torch.tensor(t)))
+                s = options.pool_tokens
+                branches: dict[str, Vectors] = {"short": near[start : t + 1]}
+                branches["long"] = [
+                    vector for c, vectors in enumerate(long) if (c + 1) * s <= horizon for vector in vectors
+                ]
+                branches["overlap"] = [
+                    vector for j, vectors in enumerate(shifted) if j * s + half <= horizon for vector in vectors
+                ]
+                branches["cache"] = [vector for c in chosen[t] if c >= 0 for vector in near[c * s : (c + 1) * s]]
+                seen = [branches[name] for name in options.branches]
+                gate = None if gates is None else gates[0, head, t]
+                rows.append(attend(options, queries[head, t], seen, gate))
+            outputs.append(rows)
+    return torch.stack([torch.stack(rows) for rows in outputs])[None], lists
+
+
+def compress(
+    options: CacheFormerOptions,
+    parts: CacheFormerParts,
+    keys: Tensor,
+    values: Tensor,
+    number: int,
+    shift: int,
+    rotate: Rotate | None,
+) -> Vectors:
+    """A segment's vectors; positions before the text and after it are left out."""
+    if parts.pool is None or (shift and not options.overlap):
+        return []
+    own = shift > 0 and parts.overlap_pool is not None
+    projection = parts.overlap_pool if own else parts.pool
+    assert projection is not None
+    start = number * options.pool_tokens - shift
+    end = start + options.pool_tokens
+    if end > len(keys):
+        return []
+    segment = slice(max(start, 0), end)
+    weights = torch.softmax(keys[segment] @ projection.weight.T.to(keys.dtype), 0)  # [s, r_s]
+    vectors = []
+    for column in range(options.pool_vectors):
+        key = normalise(parts.global_norm, (weights[:, column, None] * keys[segment]).sum(0))
+        value = normalise(parts.global_norm, (weights[:, column, None] * values[segment]).sum(0))
+        if options.pretrained and rotate is not None:
+            centre = torch.tensor([[start + (options.pool_tokens - 1) / 2]], dtype=torch.float64)
+            key = rotate(key[None, None, None], centre)[0, 0, 0]
+        vectors.append((key, value))
+    return vectors
+
+
+def segment_probabilities(options: CacheFormerOptions, query: Tensor, long: list[Vectors], t: int) -> list[Tensor]:
+    """The softmax over all visible compressed columns of a row, by segment `[r_s]`; zeros where one is not visible."""
+    horizon = int(options.horizon(torch.tensor(t)))
+    visible = [c for c in range(len(long)) if (c + 1) * options.pool_tokens <= horizon]
+    found = [query.new_zeros(options.pool_vectors) for _ in long]
+    if visible and options.cache:
+        scores = torch.stack([query @ key for c in visible for key, _ in long[c]]).detach()
+        for c, share in zip(visible, torch.softmax(scores, 0).split(options.pool_vectors), strict=True):
+            found[c] = share
+    return found
+
+
+def choose(options: CacheFormerOptions, probabilities: list[list[list[Tensor]]], t: int, time: int) -> list[int]:
+    """The segments that row t retrieves, from `probabilities[head][row][segment]` of one group of heads."""
+    if not options.cache:
+        return []
+    p = options.block_rows
+    first = t // p * p
+    rows = {
+        "previous_block": range(first - p, first),
+        "token": range(t, t + 1),
+        "prefix": range(first, t + 1),
+        "paper_block": range(first, min(first + p, time)),
+    }[options.selection]
+    allowed = int(options.admissible(torch.tensor(first)))
+    scores = []
+    for c in range(allowed):
+        score = 0.0
+        for head in probabilities:
+            shares = [head[row][c] for row in rows if row >= 0]
+            if shares and options.magnitude == "rows":
+                score += float(torch.stack([share.norm() for share in shares]).mean())
+            elif shares:
+                score += float(torch.stack(shares).mean(0).norm())
+        scores.append(score)
+    return choose_segments(scores, allowed, options.topk, options.neighbors, options.sink)
+
+
+def choose_segments(scores: list[float], allowed: int, topk: int, neighbors: int, sink: bool = False) -> list[int]:
+    """The k best segments, their neighbours, replacements: k*u ids, ascending, -1 at the end (section 5.3)."""
+    ranked = sorted(range(allowed), key=lambda c: (not (sink and c == 0), -scores[c], c))
+    hits = ranked[:topk]
+    after = neighbors // 2
+    before = neighbors - 1 - after
+    taken: list[int] = []
+
+    def take(c: int) -> None:
+        if 0 <= c < allowed and c not in taken and len(taken) < topk * neighbors:
+            taken.append(c)
+
+    for hit in hits:
+        take(hit)
+        for distance in range(1, after + 1):
+            take(hit + distance)
+            if distance <= before:
+                take(hit - distance)
+    distance = 1
+    while len(taken) < min(topk * neighbors, allowed):
+        for hit in hits:
+            take(hit + after + distance)
+            take(hit - before - distance)
+        distance += 1
+    return sorted(taken) + [-1] * (topk * neighbors - len(taken))
+
+
+def attend(options: CacheFormerOptions, query: Tensor, branches: list[Vectors], gate: Tensor | None) -> Tensor:
+    """What one token reads from its branches."""
+    if options.aggregation == "joint":
+        return read(query, [vector for branch in branches for vector in branch])
+    total, weight = torch.zeros_like(query), query.new_zeros(())
+    for number, branch in enumerate(branches):
+        if branch:
+            share = query.new_ones(()) if gate is None else gate[number]
+            total, weight = total + share * read(query, branch), weight + share
+    return total / weight
+
+
+def read(query: Tensor, vectors: Vectors) -> Tensor:
+    """Plain attention."""
+    keys, values = (torch.stack(side) for side in zip(*vectors, strict=True))
+    return torch.softmax(keys @ query, 0) @ values

@@ -1,0 +1,201 @@
+"""Which segments CacheFormer's cache retrieves: top k by score, their neighbours, replacements for duplicates."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions
+
+
+def select_segments(scores: Tensor, allowed: Tensor, topk: int, neighbors: int, sink: bool = False) -> Tensor:
+    """The best segments and their neighbours, ascending, -1 at the end.
+
+    Hits are walked from the best down (of equal ones the oldest first), each followed by its neighbours from the
+    nearest outwards: +1, -1, +2, ... Whatever is taken already or not allowed is replaced by the next segments around
+    the hits, so there are always `min(topk * neighbors, allowed)`.
+
+    Args:
+        scores: `[..., segments]`.
+        allowed: how many of the first segments may be taken, broadcasts with `[...]`.
+        sink: the first segment is the first hit.
+
+    Returns:
+        Segments `[..., topk * neighbors]`.
+    """
+    segments = scores.shape[-1]
+    allowed = allowed.to(scores.device).expand(scores.shape[:-1])
+    if segments == 0:
+        return torch.full((*scores.shape[:-1], topk * neighbors), -1, device=scores.device)
+    hits = best(scores, allowed, topk, sink)
+    chosen = hits if neighbors == 1 else widen(hits, allowed, neighbors, segments)
+    chosen = torch.where(chosen < 0, segments, chosen).sort(-1).values
+    return torch.where(chosen == segments, -1, chosen)
+
+
+def best(scores: Tensor, allowed: Tensor, topk: int, sink: bool) -> Tensor:
+    """The allowed segments with the highest scores, best first, -1 where there are no more, `[..., topk]`."""
+    columns = torch.arange(scores.shape[-1], device=scores.device)
+    left = scores.masked_fill(columns >= allowed[..., None], float("-inf"))
+    if sink:
+        left[..., 0] = torch.where(allowed > 0, float("inf"), float("-inf"))
+    hits = []
+    for rank in range(topk):
+        hit = left.argmax(-1, keepdim=True)  # the first of equal ones
+        hits.append(torch.where(rank < allowed[..., None], hit, -1))
+        left.scatter_(-1, hit, float("-inf"))
+    return torch.cat(hits, -1)
+
+
+def widen(hits: Tensor, allowed: Tensor, neighbors: int, segments: int) -> Tensor:
+    """Each hit's neighbours, and replacements for those that are taken or not allowed, `[..., topk * neighbors]`."""
+    wanted = hits.shape[-1] * neighbors
+    after = neighbors // 2
+    before = neighbors - 1 - after
+    near = [0]
+    for distance in range(1, after + 1):
+        near += [distance, -distance] if distance <= before else [distance]
+    # A hit's surroundings grow by one segment a distance at least, so this many distances always suffice.
+    further = [(after + distance, -before - distance) for distance in range(1, wanted + 1)]
+    offsets = torch.tensor(near, device=hits.device)
+    pairs = torch.tensor(further, device=hits.device)
+    walked = torch.cat(
+        [
+            (hits[..., None] + offsets).flatten(-2),  # hit by hit
+            (hits[..., None, :, None] + pairs[:, None]).flatten(-3),  # distance by distance, in each hit by hit
+        ],
+        -1,
+    )
+    is_hit = hits >= 0
+    found = torch.cat(
+        [
+            is_hit[..., None].expand(*hits.shape, neighbors).flatten(-2),
+            is_hit[..., None, :, None].expand(*hits.shape[:-1], wanted, hits.shape[-1], 2).flatten(-3),
+        ],
+        -1,
+    )
+    usable = found & (walked >= 0) & (walked < allowed[..., None])
+    steps = torch.arange(walked.shape[-1], device=hits.device).expand_as(walked)
+    never = walked.shape[-1]
+    first = torch.full((*hits.shape[:-1], segments + 1), never, device=hits.device)
+    first.scatter_reduce_(-1, torch.where(usable, walked, segments), torch.where(usable, steps, never), "amin")
+    taken = min(wanted, segments)
+    order, chosen = first[..., :segments].topk(taken, largest=False)
+    chosen = torch.where(order < never, chosen, -1)
+    missing = chosen.new_full((*chosen.shape[:-1], wanted - taken), -1)
+    return torch.cat([chosen, missing], -1)
+
+
+class Chooser:
+    """Chooses the segments that tokens retrieve, tile by tile, from what tokens thought of them.
+
+    What a token thinks of a segment is the magnitude of its r_s probabilities among all compressed columns it sees,
+    summed over the query heads that share keys.
+
+    Attributes:
+        lists: the current block's segments, `[rows, kv_heads, k*u]`; -1 is none.
+        evidence: sum over the current block's tokens so far of what they think of each segment, `[rows, kv_heads,
+            segments]`; with magnitude="mean", of the probabilities, `[rows, heads, segments, r_s]`.
+        foreseen: the same for whole blocks, by their numbers (`paper_block`).
+    """
+
+    def __init__(self, options: CacheFormerOptions, rows: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.options = options
+        self.lists = torch.full((rows, options.kv_heads, options.retrieved), -1, device=device)
+        shape = (options.kv_heads, 0) if options.magnitude == "rows" else (options.heads, 0, options.pool_vectors)
+        self.evidence = torch.zeros(rows, *shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        self.foreseen: dict[int, Tensor] = {}
+
+    def grow(self, segments: int) -> None:
+        """Make room for evidence on so many segments."""
+        missing = segments - self.evidence.shape[2]
+        if missing > 0:
+            blank = self.evidence.new_zeros(*self.evidence.shape[:2], missing, *self.evidence.shape[3:])
+            self.evidence = torch.cat([self.evidence, blank], 2)
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether the tokens of a block may retrieve different segments."""
+        return self.options.selection in ("token", "prefix")
+
+    def __call__(self, positions: Tensor, opinions: Tensor | None, real: Tensor | None) -> Tensor:
+        """The segments that a tile retrieves; what its tokens think counts from now on.
+
+        Args:
+            positions: `[rows or 1, time]`, all of one block.
+            opinions: what `weigh` made of the probabilities of compressed columns; None where the tile sees none.
+            real: which tokens count, `[rows, time]`; None for all.
+
+        Returns:
+            Ascending, -1 at the end, `[rows, kv_heads, k*u]`, or with a list for each token, `[rows, kv_heads, time,
+            k*u]`.
+        """
+        options = self.options
+        if options.selection != "token":
+            self.begin_block(positions[:, :1], None if real is None else real[:, :1])
+        if opinions is None:
+            return self.lists
+        allowed = options.admissible(options.block_start(positions))[:, None]
+        if options.selection == "token":
+            return self.select(opinions, allowed)
+        lists = self.lists
+        if options.selection == "prefix":
+            so_far = self.evidence[:, :, None, : opinions.shape[3]] + opinions.cumsum(2)
+            lists, opinions = self.select(so_far, allowed), opinions.sum(2)
+        self.evidence = self.evidence.clone()
+        self.evidence[:, :, : opinions.shape[2]] += opinions
+        return lists
+
+    def begin_block(self, first: Tensor, real: Tensor | None) -> None:
+        """Where a row's tile begins a block, choose for it, and forget what the block before it thought."""
+        options = self.options
+        begins = first % options.block_rows == 0  # [rows or 1, 1]
+        if real is not None:
+            begins = begins & real
+        if not bool(begins.any()):
+            return
+        here = begins[..., None].to(self.lists.device)
+        evidence = self.evidence
+        if options.selection == "paper_block":
+            evidence = self.foreseen.get(int(first[0, 0]) // options.block_rows, evidence)
+        if options.selection != "prefix":
+            self.lists = torch.where(here, self.select(evidence, options.admissible(first)), self.lists)
+        self.evidence = self.evidence.masked_fill(here if evidence.dim() == 3 else here[..., None], 0.0)
+
+    def foresee(self, positions: Tensor, opinions: Tensor) -> None:
+        """Note what a tile thinks, before the run."""
+        block = int(positions[0, 0]) // self.options.block_rows
+        thought = self.foreseen.setdefault(block, torch.zeros_like(self.evidence))
+        thought[:, :, : opinions.shape[2]] += opinions
+
+    def weigh(self, probabilities: Tensor, real: Tensor | None = None) -> Tensor:
+        """What a tile's tokens think of segments: each of them where it matters, or all of them together.
+
+        Args:
+            probabilities: among all compressed columns, `[rows, kv_heads, group, time, segments*r_s]`.
+            real: which tokens count, `[rows, time]`; None for all.
+
+        Returns:
+            `[rows, kv_heads, (time,) segments]`; with magnitude="mean" `[rows, heads, (time,) segments, r_s]`.
+        """
+        opinions = probabilities.unflatten(-1, (-1, self.options.pool_vectors))
+        if self.options.magnitude == "rows":
+            first, *others = opinions.unbind(-1)
+            opinions = first
+            if others:
+                opinions = first.square()
+                for vector in others:  # faster than a reduction over so few
+                    opinions.addcmul_(vector, vector)
+                opinions.sqrt_()
+        if real is not None:
+            opinions = opinions * real.to(opinions.device)[:, None, None, :, *[None] * (opinions.dim() - 4)]
+        if not self.one_by_one:
+            opinions = opinions.sum(3)
+        return opinions.sum(2) if self.options.magnitude == "rows" else opinions.flatten(1, 2)
+
+    def select(self, evidence: Tensor, allowed: Tensor) -> Tensor:
+        """Lists `[..., k*u]`, from evidence that is summed over tokens; `allowed` broadcasts with `[...]`."""
+        options = self.options
+        if options.magnitude == "mean":
+            evidence = torch.linalg.vector_norm(evidence, dim=-1).unflatten(1, (options.kv_heads, -1)).sum(2)
+        return select_segments(evidence, allowed, options.topk, options.neighbors, options.sink)

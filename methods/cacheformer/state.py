@@ -1,0 +1,271 @@
+"""What a layer with CacheFormer's attention keeps while it decodes, and how it reads the next tokens."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cacheformers.methods.cacheformer.cacheformer import (
+    CacheFormerOptions,
+    CacheFormerParts,
+    Projected,
+    Rotate,
+    normalise,
+    pool,
+)
+from cacheformers.methods.cacheformer.selection import Chooser
+from cacheformers.methods.cacheformer.tiles import Run, Stores, TiledAttention
+from cacheformers.modeling.memory import joined, keep_columns, part
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """Vectors of every row, `[rows, kv_heads, allocated, head_dim]`; each row is written at a place of its own.
+
+    Attributes:
+        private: nobody else needs what lies behind a row's last vector, so that new ones may be put there in place.
+    """
+
+    vectors: Tensor
+    private: bool = False
+
+    def written(self, starts: Sequence[int], new: Tensor) -> Shelf:
+        """With `[rows, kv_heads, count, head_dim]` where each row's start is (one start: that of all).
+
+        In place where possible, but never where gradients are on: a graph may need what was there.
+        """
+        new, count = new.to(self.vectors.dtype), new.shape[2]
+        needed, allocated = max(starts) + count, self.vectors.shape[2]
+        graph, alike = torch.is_grad_enabled(), len(starts) == 1
+        if graph and alike:
+            return Shelf(torch.cat([self.vectors[:, :, : starts[0]], new], 2))
+        if needed > allocated:
+            rows, kv_heads, _, width = self.vectors.shape
+            room = needed if graph else max(needed, 2 * allocated)
+            vectors = torch.cat([self.vectors, self.vectors.new_zeros(rows, kv_heads, room - allocated, width)], 2)
+        else:
+            alone = self.private and not graph and self.vectors.is_inference() == torch.is_inference_mode_enabled()
+            vectors = self.vectors if alone else self.vectors.clone()
+        if alike:
+            vectors[:, :, starts[0] : starts[0] + count] = new
+        else:
+            places = (torch.tensor(starts)[:, None] + torch.arange(count)).to(new.device)
+            row = torch.arange(len(starts), device=new.device)[:, None]
+            vectors[row, :, places] = new.transpose(1, 2)
+        return Shelf(vectors, private=not graph)
+
+
+class CacheFormerState:
+    """One layer's keys, values and choices, for rows that may have read different numbers of tokens.
+
+    A step reads a window, the compressed vectors and the retrieved segments; the shelves of tokens are only written and
+    looked up. Windows, segments and blocks count from each row's first real token. Where gradients are on, what is held
+    carries the graph of what was read, until `detach`.
+
+    Attributes:
+        tokens_read: of each row.
+        shelves: by the names of `Stores`; of values there are none where keys are values too.
+        tail: the last s tokens of each row as they are compressed, `[rows, kv_heads, s, head_dim]`, keys and values.
+        chooser: None without a cache.
+
+    Raises:
+        ValueError: for `paper_block`, whose choice needs tokens that are not there yet.
+    """
+
+    def __init__(
+        self, options: CacheFormerOptions, rows: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        if not options.causal:
+            raise ValueError(
+                "selection='paper_block' chooses with tokens that do not exist while decoding: it cannot generate. Use "
+                "selection='previous_block' (or 'token', 'prefix')."
+            )
+        self.options = options
+        self.tokens_read = [0] * rows
+        blank = torch.zeros(rows, options.kv_heads, 0, options.head_dim, dtype=dtype, device=device)
+        names = [name for name in Stores._fields if not (options.tied and name.endswith("values"))]
+        self.shelves = dict.fromkeys(names, Shelf(blank))
+        shape = (rows, options.kv_heads, options.pool_tokens, options.head_dim)
+        self.tail = [blank.new_zeros(shape) for _ in range(1 if options.tied else 2)]
+        self.chooser = Chooser(options, rows, blank.device, dtype) if options.cache else None
+
+    @property
+    def rows(self) -> int:
+        return len(self.tokens_read)
+
+    def attend(
+        self,
+        parts: CacheFormerParts,
+        projected: Projected,
+        rotate: Rotate | None = None,
+        real: Tensor | None = None,
+    ) -> Tensor:
+        """Read new tokens and return what heads read, `[rows, heads, time, head_dim]`; any number at a time.
+
+        Args:
+            rotate: turns unrotated keys to positions; used with `pretrained` alone.
+            real: which of the tokens are no padding, `[rows, time]`; None for all.
+        """
+        if real is None or bool(real.all()):
+            return self.advance(parts, projected, rotate, [projected.q.shape[2]] * self.rows)
+        real = real.cpu()
+        counts = real.sum(1)
+        order = torch.argsort(~real, dim=1, stable=True)[:, : int(counts.max())]  # real tokens first
+        packed = projected.each(lambda tensor: keep_columns(tensor, order, 2))
+        read = self.advance(parts, packed, rotate, counts.tolist())
+        output = torch.zeros_like(projected.q)
+        row, column = (torch.arange(order.shape[1]) < counts[:, None]).nonzero(as_tuple=True)
+        place = order[row, column]
+        output[row, :, place] = read[row, :, column]
+        return output
+
+    def advance(
+        self, parts: CacheFormerParts, projected: Projected, rotate: Rotate | None, counts: list[int]
+    ) -> Tensor:
+        """Read tokens of which each row's first `counts` are real; what follows them is written over later."""
+        options, time = self.options, projected.q.shape[2]
+        alike = len(set(self.tokens_read)) == 1
+        starts = tuple(self.tokens_read[:1] if alike else self.tokens_read)
+        new = {"keys": projected.k} if projected.v is None else {"keys": projected.k, "values": projected.v}
+        for name, tokens in new.items():
+            self.shelves[name] = self.shelves[name].written(starts, normalise(parts.local_norm, tokens))
+        self.compress(parts, {**new, "keys": projected.pooled_keys(options)}, rotate, starts, counts)
+
+        size, most = options.pool_tokens, max(self.tokens_read) + time
+        segments = {"long": (most - 1) // size, "overlap": (most - 1 + size // 2) // size}
+        stores = {name: shelf.vectors for name, shelf in self.shelves.items()}
+        for name, vectors in stores.items():
+            if "_" in name:
+                stores[name] = vectors[:, :, : segments[name.split("_")[0]] * options.pool_vectors]
+        ragged = len(set(counts)) > 1
+        real = torch.arange(time) < torch.tensor(counts)[:, None] if ragged else None
+        run = Run(options, starts, time, projected.scale, self.chooser, real)
+        gates = projected.gates(parts)
+        read: Tensor = TiledAttention.apply(run, projected.q, gates, *Stores(**stores))  # type: ignore[no-untyped-call]
+        self.tokens_read = [before + count for before, count in zip(self.tokens_read, counts, strict=True)]
+        return read
+
+    def compress(
+        self,
+        parts: CacheFormerParts,
+        new: dict[str, Tensor],
+        rotate: Rotate | None,
+        starts: tuple[int, ...],
+        counts: list[int],
+    ) -> None:
+        """Compress the segments that the new tokens complete, and keep the last s tokens.
+
+        Where gradients are on, the parts take part in the graph also if no segment is complete.
+        """
+        options, size = self.options, self.options.pool_tokens
+        tokens = [torch.cat([old, fresh], 2) for old, fresh in zip(self.tail, new.values(), strict=True)]
+        time = tokens[0].shape[2] - size
+        begins = torch.tensor(starts)[:, None]
+        for name, on, shift in (
+            ("long", options.long or options.cache, 0),
+            ("overlap", options.overlap, size // 2),
+        ):
+            first = (begins + shift) // size
+            complete = int(((begins + time + shift) // size - first).max())
+            if not on or (complete == 0 and not torch.is_grad_enabled()):
+                continue
+            numbers = first + torch.arange(complete)  # [rows or 1, segments]
+            places = numbers[..., None] * size - shift + torch.arange(size) - begins[..., None] + size
+            places = places.clamp(max=time + size - 1).flatten(1).expand(self.rows, -1)
+            cut = [keep_columns(side, places, 2).unflatten(2, (complete, size)) for side in tokens]
+            device = cut[0].device
+            pooled = pool(
+                options, parts, cut[0], None if options.tied else cut[1], numbers.to(device), shift > 0, rotate
+            )
+            for side, vectors in zip(("keys", "values"), pooled, strict=True):
+                if vectors is not None:
+                    shelf = self.shelves[f"{name}_{side}"]
+                    begin = [c * options.pool_vectors for c in first[:, 0].tolist()]
+                    self.shelves[f"{name}_{side}"] = shelf.written(begin, vectors)
+        last = torch.tensor(counts)[:, None] + torch.arange(size)
+        self.tail = [keep_columns(side, last, 2) for side in tokens]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor, by name."""
+        shelves = {name: shelf.vectors for name, shelf in self.shelves.items()}
+        tail = dict(zip(("keys", "values"), self.tail, strict=False))
+        choices = {} if self.chooser is None else {"lists": self.chooser.lists, "evidence": self.chooser.evidence}
+        return joined(shelves=shelves, tail=tail, chooser=choices)
+
+    def replace(self, tensors: dict[str, Tensor], private: bool = False) -> None:
+        """Take other tensors under the names of `tensors`; `private` ones are nobody else's."""
+        self.shelves = {name: Shelf(vectors, private) for name, vectors in part(tensors, "shelves").items()}
+        self.tail = list(part(tensors, "tail").values())
+        if self.chooser is not None:
+            self.chooser = copy.copy(self.chooser)
+            self.chooser.lists, self.chooser.evidence = tensors["chooser.lists"], tensors["chooser.evidence"]
+
+    def change(self, function: Callable[[Tensor], Tensor], private: bool = False) -> None:
+        """Replace every tensor by what a function makes of it."""
+        self.replace({name: function(tensor) for name, tensor in self.tensors().items()}, private)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Make row i what row `rows[i]` was; a row may be taken several times."""
+        if list(rows) == list(range(self.rows)):
+            return
+        index = torch.tensor(rows, dtype=torch.long)
+        self.change(lambda tensor: tensor[index.to(tensor.device)], private=True)
+        self.tokens_read = [self.tokens_read[row] for row in rows]
+
+    def reset(self, rows: Sequence[int]) -> None:
+        """Forget what the given rows have read."""
+        index = torch.tensor(rows, dtype=torch.long)
+        self.tail = [side.index_fill(0, index.to(side.device), 0.0) for side in self.tail]
+        if self.chooser is not None:
+            self.chooser = copy.copy(self.chooser)
+            index = index.to(self.chooser.lists.device)
+            self.chooser.lists = self.chooser.lists.index_fill(0, index, -1)
+            self.chooser.evidence = self.chooser.evidence.index_fill(0, index, 0.0)
+        self.tokens_read = [0 if row in rows else tokens for row, tokens in enumerate(self.tokens_read)]
+
+    def successor(self) -> CacheFormerState:
+        """One that can go on from here, so that this one can still be read; what it is not for is to go on twice."""
+        twin = copy.copy(self)
+        twin.shelves, twin.tail, twin.chooser = dict(self.shelves), list(self.tail), copy.copy(self.chooser)
+        return twin
+
+    def clone(self) -> CacheFormerState:
+        """An independent copy. What both hold is copied when either goes on."""
+        self.shelves = {name: Shelf(shelf.vectors) for name, shelf in self.shelves.items()}
+        return self.successor()
+
+    def detach(self) -> None:
+        """Cut the graph of everything held."""
+        if any(tensor.requires_grad for tensor in self.tensors().values()):
+            self.change(Tensor.detach)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move every tensor."""
+        self.change(lambda tensor: tensor.to(device))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything held."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything held, by name."""
+        most, size = max(self.tokens_read), self.options.pool_tokens
+        complete = {"long": most // size, "overlap": (most + size // 2) // size}
+        held = {}
+        for name, tensor in self.tensors().items():
+            if name.startswith("shelves."):
+                kind = name.removeprefix("shelves.").partition("_")[0]
+                tensor = tensor[:, :, : complete[kind] * self.options.pool_vectors if kind in complete else most]
+            held[name] = tensor.clone()
+        return {**held, "tokens_read": torch.tensor(self.tokens_read)}
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        """Take over what `state_dict` of a state with the same options and number of rows returned."""
+        device = self.tail[0].device
+        self.replace({name: tensor.to(device) for name, tensor in tensors.items() if name != "tokens_read"})
+        self.tokens_read = tensors["tokens_read"].tolist()

@@ -1,0 +1,468 @@
+"""CacheFormer's attention, tile by tile: a tile is some consecutive tokens that share a window and a block.
+
+Every branch shows a token the first so many of its columns, so a mask is one number a token and branch. Scores exist
+for one tile and a few heads at a time, and are computed again for the gradient: nothing of size time x columns is ever
+held. The compressed columns' probabilities serve both the attention and the choice of segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions
+from cacheformers.methods.cacheformer.selection import Chooser
+
+TILE_TOKENS = 128
+# Scores that are held at once, unless those of one key-value head are more: what stays in a processor's cache, or keeps
+# a GPU busy.
+SCORES_AT_ONCE = {"cpu": 2**19, "cuda": 2**26}
+# Where each token has a list of its own, this many times a list's columns are better all multiplied, and most of them
+# hidden, than gathered for each token.
+ALL_AT_ONCE = 32
+
+
+class Stores(NamedTuple):
+    """What tokens attend to; values are None where keys are values too.
+
+    Attributes:
+        keys, values: of tokens, from each row's first on, normed, `[rows, kv_heads, tokens, head_dim]`.
+        long_keys, overlap_keys, long_values, overlap_values: of segments, `[rows, kv_heads, segments*r_s, head_dim]`;
+            empty where no branch needs them.
+    """
+
+    keys: Tensor
+    long_keys: Tensor
+    overlap_keys: Tensor
+    values: Tensor | None = None
+    long_values: Tensor | None = None
+    overlap_values: Tensor | None = None
+
+
+class Columns(NamedTuple):
+    """What a branch shows a tile.
+
+    Attributes:
+        keys, values: the names of the stores they are in.
+        where: columns of the store: from where to where, the same for all; or their numbers `[rows, kv_heads,
+            columns]`; or those of each token `[rows, kv_heads, time, columns]`.
+        limit: how many of the columns each token sees, `[rows or 1, time]`, on the host.
+        seen: which segments of the columns it sees at all, `[rows, kv_heads, time, segments]`; None for all.
+    """
+
+    keys: str
+    values: str
+    where: tuple[int, int] | Tensor
+    limit: Tensor
+    seen: Tensor | None = None
+
+    @property
+    def each_its_own(self) -> bool:
+        """Whether every token has columns of its own."""
+        return isinstance(self.where, Tensor) and self.where.dim() == 4
+
+    @property
+    def most(self) -> int:
+        """How many of the columns are there at most."""
+        return self.where.shape[-1] if isinstance(self.where, Tensor) else self.where[1] - self.where[0]
+
+    def pieces(self, queries: Tensor, kv_heads: int) -> list[slice]:
+        """Key-value heads whose scores are held at once."""
+        rows, heads, time, _ = queries.shape
+        budget = SCORES_AT_ONCE.get(queries.device.type, SCORES_AT_ONCE["cpu"])
+        step = max(budget * kv_heads // (rows * heads * time * self.most), 1)
+        return [slice(begin, min(begin + step, kv_heads)) for begin in range(0, kv_heads, step)]
+
+    def of(self, heads: slice) -> tuple[int, int] | Tensor:
+        """The columns of some key-value heads."""
+        return self.where[:, heads] if isinstance(self.where, Tensor) else self.where
+
+    def fetch(self, stores: Stores, heads: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of some key-value heads, `[rows, kv_heads, (time,) columns, head_dim]`."""
+        keys = take(getattr(stores, self.keys), heads, self.of(heads)).to(dtype)
+        values = getattr(stores, self.values)
+        return keys, keys if values is None else take(values, heads, self.of(heads)).to(dtype)
+
+    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Of queries `[rows, heads, time, head_dim]`, in the layout of `fold`."""
+        return fold(queries, keys.shape[1], self.each_its_own) @ keys.transpose(-1, -2)
+
+    def hide(self, scores: Tensor, heads: slice, value: float) -> None:
+        """Overwrite some heads' scores of columns that a token does not see."""
+        full, most = int(self.limit.min()), scores.shape[-1]
+        if self.seen is not None:
+            by_segment = unfold(scores, self.limit.shape[1], False).unflatten(-1, (self.seen.shape[-1], -1))
+            by_segment.masked_fill_(~self.seen[:, heads, None, ..., None], value)
+            return
+        if full < most:
+            hidden = (torch.arange(full, most) >= self.limit[..., None]).to(scores.device)
+            by_head = unfold(scores, self.limit.shape[1], self.each_its_own)
+            by_head[..., full:].masked_fill_(hidden[:, None, None], value)
+
+
+def take(store: Tensor, heads: slice, where: tuple[int, int] | Tensor) -> Tensor:
+    """Columns of some heads of a store `[rows, kv_heads, tokens, head_dim]`."""
+    if isinstance(where, tuple):
+        return store[:, heads, where[0] : where[1]]
+    return store.flatten(0, 2).index_select(0, flat_places(store, heads, where)).unflatten(0, where.shape)
+
+
+def add(gradient: Tensor, heads: slice, where: tuple[int, int] | Tensor, added: Tensor) -> None:
+    """The opposite of `take`: add to the columns of a contiguous gradient."""
+    if isinstance(where, tuple):
+        gradient[:, heads, where[0] : where[1]] += added
+    else:
+        index = flat_places(gradient, heads, where)[:, None].expand(-1, added.shape[-1])
+        gradient.view(-1, gradient.shape[-1]).scatter_add_(0, index, added.flatten(0, -2))
+
+
+def flat_places(store: Tensor, heads: slice, where: Tensor) -> Tensor:
+    """Where columns `[rows, some kv_heads, ...]` of a store are when its first three dimensions are one."""
+    rows, kv_heads, tokens = store.shape[:3]
+    begins = torch.arange(0, rows * kv_heads * tokens, tokens, device=store.device).view(rows, kv_heads)[:, heads]
+    return (where.to(store.device) + begins[..., *[None] * (where.dim() - 2)]).flatten()
+
+
+def by_kv_head(tensor: Tensor, pieces: list[slice], kv_heads: int) -> Iterator[tuple[slice, Tensor]]:
+    """The query heads of `[rows, heads, ...]` that belong to some key-value heads."""
+    group = tensor.shape[1] // kv_heads
+    for heads in pieces:
+        yield heads, tensor[:, heads.start * group : heads.stop * group]
+
+
+def fold(tensor: Tensor, kv_heads: int, each_its_own: bool) -> Tensor:
+    """`[rows, heads, time, ...]` as what is multiplied with columns: `[rows, kv_heads, group*time or time, ...]`."""
+    grouped = tensor.unflatten(1, (kv_heads, -1))
+    if each_its_own:
+        return grouped.transpose(2, 3)  # [rows, kv_heads, time, group, ...]
+    return grouped.flatten(2, 3)
+
+
+def unfold(tensor: Tensor, time: int, each_its_own: bool) -> Tensor:
+    """The opposite, `[rows, kv_heads, group, time, ...]`."""
+    return tensor.transpose(2, 3) if each_its_own else tensor.unflatten(2, (-1, time))
+
+
+class Attended(NamedTuple):
+    """What a branch by itself gives a tile.
+
+    Attributes:
+        read: `[rows, heads, time, head_dim]`; empty where only probabilities were asked for.
+        total: logarithm of the sum of its columns' exponentials, `[rows, heads, time]`.
+        opinions: what was made of the columns' probabilities; None where nothing was asked.
+    """
+
+    read: Tensor
+    total: Tensor
+    opinions: Tensor | None
+
+
+def attend(
+    queries: Tensor,
+    stores: Stores,
+    columns: Columns,
+    read: bool = True,
+    weigh: Callable[[Tensor], Tensor] | None = None,
+) -> Attended:
+    """Softmax attention of a tile `[rows, heads, time, head_dim]` to the columns of one branch.
+
+    Args:
+        read: whether the values are wanted.
+        weigh: makes opinions `[rows, kv_heads or heads, ...]` of probabilities `[rows, kv_heads, group, time,
+            columns]`.
+    """
+    own, time, kv_heads = columns.each_its_own, queries.shape[2], stores.keys.shape[1]
+    lowest, none_visible = torch.finfo(queries.dtype).min, int(columns.limit.min()) == 0
+    reads, totals, opinions = [], [], []
+    for heads, tile in by_kv_head(queries, columns.pieces(queries, kv_heads), kv_heads):
+        keys, values = columns.fetch(stores, heads, queries.dtype)
+        scores = columns.scores(tile, keys)
+        columns.hide(scores, heads, lowest)
+        top = scores.amax(-1)
+        probabilities = torch.softmax(scores, -1)
+        totals.append(unfold(top - probabilities.amax(-1).log(), time, own).flatten(1, 2))
+        if none_visible:
+            columns.hide(probabilities, heads, 0.0)
+        if read:
+            reads.append(unfold(probabilities @ values, time, own).flatten(1, 2))
+        if weigh is not None:
+            opinions.append(weigh(unfold(probabilities, time, own)))
+    return Attended(
+        torch.cat(reads, 1) if read else queries[..., :0],
+        torch.cat(totals, 1),
+        None if weigh is None else torch.cat(opinions, 1),
+    )
+
+
+@dataclass
+class Run:
+    """Attention of some tokens to stores.
+
+    Attributes:
+        starts: position of the first token in each row, or one number where all rows are alike.
+        time: how many tokens.
+        scale: what queries are multiplied with.
+        chooser: None without a cache.
+        real: which tokens count for the choice of segments, `[rows, time]` on the host; None for all.
+        lists: the segments that each tile retrieved, filled by `forward`.
+    """
+
+    options: CacheFormerOptions
+    starts: tuple[int, ...]
+    time: int
+    scale: float
+    chooser: Chooser | None = None
+    real: Tensor | None = None
+    lists: list[Tensor] = field(default_factory=list)
+
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """Begin and end of each tile: no row's tokens in it differ in window or block."""
+        periods = {self.options.window_tokens}
+        if self.options.cache and self.options.selection != "token":
+            periods.add(self.options.block_rows)
+        cuts = {self.time, *range(0, self.time, TILE_TOKENS)}
+        for start in set(self.starts):
+            for period in periods:
+                cuts.update(range(-start % period, self.time, period))
+        ordered = sorted(cuts)
+        return iter(zip(ordered[:-1], ordered[1:], strict=True))
+
+    def positions(self, begin: int, end: int) -> Tensor:
+        """`[rows or 1, time]`, on the host."""
+        return torch.tensor(self.starts)[:, None] + torch.arange(begin, end)
+
+    def columns(self, positions: Tensor, lists: Tensor | None) -> dict[str, Columns]:
+        """What each branch shows a tile; branches that show nothing are left out."""
+        options = self.options
+        begin, last = options.window_start(positions[:, :1]), positions[:, -1:]
+        limit = positions - begin + 1
+        where: tuple[int, int] | Tensor = (int(begin[0]), int(last[0]) + 1)
+        if len(begin) > 1:
+            window = (begin + torch.arange(int(limit.max()))).minimum(last)
+            where = window[:, None].expand(-1, options.kv_heads, -1)
+        shown = {"short": Columns("keys", "values", where, limit)}
+        horizon, size = options.horizon(positions), options.pool_tokens
+        complete = {"long": horizon // size, "overlap": (horizon + size // 2) // size}
+        for name, on in (("long", options.long or options.cache), ("overlap", options.overlap)):
+            if on:
+                limit = complete[name] * options.pool_vectors
+                shown[name] = Columns(f"{name}_keys", f"{name}_values", (0, int(limit.max())), limit)
+        if lists is not None:
+            shown["cache"] = self.retrieved(positions, lists)
+        return {name: columns for name, columns in shown.items() if int(columns.limit.max()) > 0}
+
+    def retrieved(self, positions: Tensor, lists: Tensor) -> Columns:
+        """The tokens of the listed segments."""
+        options, size = self.options, self.options.pool_tokens
+        filled = options.filled(positions)
+        segments = int(options.admissible(options.block_start(positions)).max())
+        if lists.dim() == 4 and segments <= min(lists.shape[2], ALL_AT_ONCE) * options.retrieved:
+            nowhere = torch.where(lists < 0, segments, lists)
+            seen = lists.new_zeros(*lists.shape[:3], segments + 1, dtype=torch.bool).scatter_(-1, nowhere, True)
+            return Columns("keys", "values", (0, segments * size), filled * size, seen[..., :segments])
+        chosen = lists[..., : int(filled.max()), None].clamp(min=0) * size
+        tokens = (chosen + torch.arange(size, device=lists.device)).flatten(-2)
+        return Columns("keys", "values", tokens, filled * size)
+
+    def shares(self, shown: dict[str, Columns], gates: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
+        """Each branch's part of the sum where a softmax does not decide it, and what was divided by.
+
+        Args:
+            gates: `[rows, heads, time, branches]`.
+
+        Returns:
+            Tensors that broadcast with `[rows, heads, time]`.
+        """
+        branches = self.options.branches
+        there = {name: (shown[name].limit > 0)[:, None] for name in branches if name in shown}
+        if gates is None:
+            opened = {name: filled.double() for name, filled in there.items()}
+        else:
+            opened = {name: gates[..., branches.index(name)] * there[name].to(gates.device) for name in there}
+        total = torch.stack([*opened.values()]).sum(0)
+        return {name: gate / total for name, gate in opened.items()}, total
+
+    @torch.no_grad()
+    def forward(self, queries: Tensor, stores: Stores, gates: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Attend.
+
+        Args:
+            queries: `[rows, heads, time, head_dim]`.
+            gates: `[rows, heads, time, branches]`.
+
+        Returns:
+            What heads read `[rows, heads, time, head_dim]`; and what makes their weights of scores, exp(score - shift),
+            `[1 or branches, rows, heads, time]`.
+        """
+        options, branches = self.options, self.options.branches
+        dtype = torch.promote_types(queries.dtype, torch.float32)
+        output = torch.zeros_like(queries)
+        kinds = 1 if options.aggregation == "joint" else len(branches)
+        shifts = output.new_zeros(kinds, *queries.shape[:3], dtype=dtype)
+        with torch.autocast(queries.device.type, enabled=False):
+            if self.chooser is not None:
+                self.chooser.grow(stores.long_keys.shape[2] // options.pool_vectors)
+                if not options.causal:
+                    self.look_ahead(queries, stores)
+            for begin, end in self.tiles():
+                part = slice(begin, end)
+                shown, done = self.attend_branches(queries[:, :, part].to(dtype) * self.scale, stores, begin, end)
+                if options.aggregation == "joint":
+                    shift = torch.logsumexp(torch.stack([branch.total for branch in done.values()]), 0)
+                    shares = {name: (branch.total - shift).exp() for name, branch in done.items()}
+                    shifts[0, :, :, part] = shift
+                else:
+                    given, _ = self.shares(shown, None if gates is None else gates[:, :, part])
+                    shares = {name: share.to(shifts) for name, share in given.items()}
+                    for name, share in shares.items():
+                        shifts[branches.index(name), :, :, part] = done[name].total - share.log()
+                read = [share[..., None] * done[name].read for name, share in shares.items()]
+                output[:, :, part] = torch.stack(read).sum(0)
+        return output, shifts
+
+    def attend_branches(
+        self, tile: Tensor, stores: Stores, begin: int, end: int
+    ) -> tuple[dict[str, Columns], dict[str, Attended]]:
+        """Choose the segments of a tile `[rows, heads, time, head_dim]`, and attend to each branch by itself."""
+        positions = self.positions(begin, end)
+        shown, done = self.columns(positions, None), {}
+        real = None if self.real is None else self.real[:, begin:end]
+        weigh = None if self.chooser is None else partial(self.chooser.weigh, real=real)
+        if "long" in shown:
+            done["long"] = attend(tile, stores, shown["long"], self.options.long, weigh)
+        if self.chooser is not None:
+            lists = self.chooser(positions, done["long"].opinions if "long" in done else None, real)
+            self.lists.append(lists)
+            shown = self.columns(positions, lists)
+        shown = {name: columns for name, columns in shown.items() if name in self.options.branches}
+        return shown, {name: done.get(name) or attend(tile, stores, columns) for name, columns in shown.items()}
+
+    def look_ahead(self, queries: Tensor, stores: Stores) -> None:
+        """Tell the chooser what whole blocks think, their last tokens included (`paper_block`)."""
+        assert self.chooser is not None
+        for begin, end in self.tiles():
+            positions = self.positions(begin, end)
+            shown = self.columns(positions, None)
+            if "long" in shown:
+                dtype = torch.promote_types(queries.dtype, torch.float32)
+                tile = queries[:, :, begin:end].to(dtype) * self.scale
+                opinions = attend(tile, stores, shown["long"], False, self.chooser.weigh).opinions
+                assert opinions is not None
+                self.chooser.foresee(positions, opinions)
+
+    @torch.no_grad()
+    def backward(
+        self, queries: Tensor, stores: Stores, gates: Tensor | None, output: Tensor, shifts: Tensor, gradient: Tensor
+    ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+        """Gradients of queries, gates and stores, given those of the output; probabilities are computed again."""
+        branches, joint = self.options.branches, self.options.aggregation == "joint"
+        dtype = shifts.dtype
+        to_queries = torch.zeros_like(queries, dtype=dtype)
+        to_gates = None if gates is None else torch.zeros_like(gates)
+        to_stores = {
+            name: None if store is None else store.new_zeros(store.shape, dtype=dtype)
+            for name, store in stores._asdict().items()
+        }
+        for number, (begin, end) in enumerate(self.tiles()):
+            part = slice(begin, end)
+            tile, upstream = queries[:, :, part].to(dtype) * self.scale, gradient[:, :, part].to(dtype)
+            kept = (upstream * output[:, :, part].to(dtype)).sum(-1)  # [rows, heads, time]
+            shown = self.columns(self.positions(begin, end), self.lists[number] if self.lists else None)
+            shown = {name: columns for name, columns in shown.items() if name in branches}
+            shares, divisor = self.shares(shown, None if gates is None else gates[:, :, part])
+            for name, columns in shown.items():
+                place = branches.index(name)
+                shift = shifts[0 if joint else place, :, :, part]
+                share = None if joint else shares[name].to(kept).expand_as(kept)
+                means = self.differentiate(
+                    tile, upstream, kept, shift, share, columns, stores, to_queries[:, :, part], to_stores
+                )
+                if to_gates is not None:
+                    there = (columns.limit > 0)[:, None].to(kept.device)
+                    to_gates[:, :, part, place] = (means - kept) / divisor * there
+        cast = [
+            None if grown is None or store is None else grown.to(store.dtype)
+            for grown, store in zip(to_stores.values(), stores, strict=True)
+        ]
+        return to_queries.mul_(self.scale).to(queries.dtype), to_gates, cast
+
+    def differentiate(
+        self,
+        queries: Tensor,
+        upstream: Tensor,
+        kept: Tensor,
+        shift: Tensor,
+        share: Tensor | None,
+        columns: Columns,
+        stores: Stores,
+        to_queries: Tensor,
+        to_stores: dict[str, Tensor | None],
+    ) -> Tensor:
+        """Add one branch's gradients of a tile to `to_queries` and `to_stores`.
+
+        Args:
+            queries, upstream: of the tile and of its output, `[rows, heads, time, head_dim]`.
+            kept: product of the output and its gradient, `[rows, heads, time]`.
+            shift: `[rows, heads, time]`.
+            share: of the branch where it is not decided by its scores, `[rows, heads, time]`.
+
+        Returns:
+            Product of the branch's own output and the gradient, `[rows, heads, time]`; `kept` for a joint softmax.
+        """
+        own, time, kv_heads = columns.each_its_own, queries.shape[2], self.options.kv_heads
+        group, means = self.options.heads // kv_heads, []
+        for heads in columns.pieces(queries, kv_heads):
+            here = slice(heads.start * group, heads.stop * group)
+
+            def by_column(tensor: Tensor, here: slice = here, count: int = heads.stop - heads.start) -> Tensor:
+                return fold(tensor[:, here], count, own)
+
+            keys, values = columns.fetch(stores, heads, queries.dtype)
+            tile, incoming = by_column(queries), by_column(upstream)
+            weights = tile @ keys.transpose(-1, -2)
+            weights.sub_(by_column(shift)[..., None]).exp_()
+            columns.hide(weights, heads, 0.0)
+            to_weights = incoming @ values.transpose(-1, -2)
+            to_values = weights.transpose(-1, -2) @ incoming
+            mean = by_column(kept)
+            if share is not None:
+                given = by_column(share).clamp(min=torch.finfo(share.dtype).tiny)
+                mean = (weights * to_weights).sum(-1) / given
+            means.append(unfold(mean, time, own).flatten(1, 2))
+            to_scores = weights.mul_(to_weights.sub_(mean[..., None]))
+            to_queries[:, here] += unfold(to_scores @ keys, time, own).flatten(1, 2)
+            to_keys = to_scores.transpose(-1, -2) @ tile
+            key_gradient, value_gradient = to_stores[columns.keys], to_stores[columns.values]
+            assert key_gradient is not None
+            if value_gradient is None:
+                to_keys += to_values
+            else:
+                add(value_gradient, heads, columns.of(heads), to_values)
+            add(key_gradient, heads, columns.of(heads), to_keys)
+        return torch.cat(means, 1)
+
+
+class TiledAttention(torch.autograd.Function):
+    """`Run` for autograd: keeps the inputs, the output and one number a token, and computes the rest again."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, queries: Tensor, gates: Tensor | None, *stores: Tensor | None) -> Tensor:
+        output, shifts = run.forward(queries, Stores(*stores), gates)  # type: ignore[arg-type]
+        ctx.run = run
+        ctx.save_for_backward(queries, gates, output, shifts, *stores)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        queries, gates, output, shifts, *stores = ctx.saved_tensors
+        with torch.autocast(queries.device.type, enabled=False):  # a loop may call backward inside its autocast
+            grown = ctx.run.backward(queries, Stores(*stores), gates, output, shifts, gradient)
+        to_queries, to_gates, to_stores = grown
+        return None, to_queries, to_gates, *to_stores

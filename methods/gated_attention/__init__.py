@@ -1,0 +1,74 @@
+"""Gated attention: settings and equations in `gated_attention.py`, its state, and fused near and far attention."""
+
+from dataclasses import dataclass
+
+from cacheformers.adapters.config import MemoryAdapterConfig
+from cacheformers.adapters.registration import register
+from cacheformers.methods.gated_attention.gated_attention import (
+    GatedAttentionOptions,
+    GatedAttentionSettings,
+    GatedParts,
+    attend_inputs,
+    make_parts,
+)
+from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
+from cacheformers.modeling.method import MemoryMethod
+
+
+@dataclass
+class GatedAttentionAdapterConfig(GatedAttentionSettings, MemoryAdapterConfig):
+    """Gated attention beside LoRA (Liao & Chang, MIT 6.7960 course report)."""
+
+
+class GatedAttentionConfig(GatedAttentionSettings, CompositeConfig):
+    """A base model with gated attention in it (Liao & Chang, MIT 6.7960 course report)."""
+
+    model_type = "gated_attention"
+
+
+class GatedAttentionModel(CompositeModel):
+    """A base model with gated attention, without a head."""
+
+    config_class = GatedAttentionConfig
+
+
+class GatedAttentionForCausalLM(CompositeForCausalLM):
+    """A base language model with gated attention."""
+
+    config_class = GatedAttentionConfig
+    model_class = GatedAttentionModel
+
+
+register(
+    MemoryMethod(
+        adapter_config=GatedAttentionAdapterConfig,
+        config=GatedAttentionConfig,
+        model=GatedAttentionModel,
+        causal_lm=GatedAttentionForCausalLM,
+        options=GatedAttentionOptions,
+        parts=GatedParts,
+        make_parts=make_parts,
+        attend=attend_inputs,
+        title="Gated attention",
+        paper="Liao & Chang, MIT 6.7960 course report",
+        citation="""@misc{liao2024gated,
+  title = {Optimizing Long-Context Understanding with Gated Attention Mechanisms},
+  author = {Liao and Chang},
+  howpublished = {Course report, MIT 6.7960}
+}""",
+        summary=(
+            "Every token decides by a gate whether attention looks beyond the last {window_tokens:,} tokens (gated "
+            "attention, after Liao and Chang's course report)."
+        ),
+        limits=(
+            "All keys and values are kept: bytes grow with the text, whatever gates do. What closed gates save is "
+            "reading them, and with the default threshold of 0 nothing is saved.",
+            "Text may be as long as the base model's positions allow.",
+        ),
+        grows="all keys and values; reads of closed tokens do not",
+        starts_as="nearly the base model (gates of 0.98)",
+        stores="everything",
+        frozen_layers=lambda options: tuple(layer for layer, _ in options.far_heads),
+        test_settings={"window_tokens": 6},
+    )
+)

@@ -1,0 +1,254 @@
+"""Attention over a near window and over everything before it, each key read once.
+
+Queries go in tiles. For a tile that begins at token s, window w and query t:
+
+    near     t - w < j <= t     a band of the last keys
+    far      j <= t - w         keys before s - w, which every query of the tile sees, and a small triangle
+
+Each part is a softmax with its log-sum-exp, and parts are merged by those. No n x n matrix is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cacheformers.modeling.attending import by_head, by_kv_head
+
+TILE = 192  # queries
+
+
+@dataclass
+class Reads:
+    """What attention read.
+
+    Attributes:
+        decisions: gates of tokens that have something far.
+        skipped: of these, closed ones, for which nothing far was read.
+        near_pairs, far_pairs: pairs of a query and a key in each query head, masked ones included.
+    """
+
+    decisions: int = 0
+    skipped: int = 0
+    near_pairs: int = 0
+    far_pairs: int = 0
+
+    def add(self, other: Reads) -> None:
+        self.decisions += other.decisions
+        self.skipped += other.skipped
+        self.near_pairs += other.near_pairs
+        self.far_pairs += other.far_pairs
+
+    @property
+    def skipped_share(self) -> float:
+        return self.skipped / self.decisions if self.decisions else 0.0
+
+
+class Part(NamedTuple):
+    """Softmax over some keys: its output `[..., queries, d]` and log-sum-exp `[..., queries]`, float32 or better."""
+
+    output: Tensor
+    lse: Tensor
+
+    def joined(self, other: Part, share: Tensor | None = None) -> Tensor:
+        """The output over the keys of both; `share` `[..., queries]` is how much of it, beside this part alone."""
+        weight = torch.sigmoid(other.lse - self.lse)
+        weight = (weight if share is None else share * weight)[..., None]
+        return torch.lerp(self.output, other.output, weight)
+
+
+def softmax_part(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, bias: Tensor | None) -> Part:
+    """One softmax, without a gradient: fused on the CPU; elsewhere by a matrix of scores, as large as a tile needs.
+
+    Args:
+        queries: `[rows, heads, queries, d]`.
+        keys, values: `[rows, heads, keys, d]`.
+        bias: 0 for the keys that each query sees, at least one, and -inf for the others, `[queries, keys]`.
+    """
+    exact = torch.promote_types(queries.dtype, torch.float32)
+    if queries.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            queries, keys, values, attn_mask=bias, scale=scaling
+        )
+        return Part(output.to(exact), lse.to(exact))
+    scores = (queries @ keys.mT).to(exact) * scaling
+    if bias is not None:
+        scores = scores + bias
+    return Part((torch.softmax(scores, -1).to(values.dtype) @ values).to(exact), torch.logsumexp(scores, -1))
+
+
+def tiles(first: int, total: int, window: int) -> Iterator[tuple[int, int]]:
+    """Tokens from `first` on, in tiles (start, end) of which none has both tokens with and without something far."""
+    start = first
+    while start < total:
+        end = min(start + TILE, total)
+        if start < window:
+            end = min(end, window)
+        yield start, end
+        start = end
+
+
+def bias_of(seen: Tensor, like: Tensor) -> Tensor:
+    """0 where a key is seen and -inf elsewhere, in the dtype of `like`."""
+    return like.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+
+
+class Bands:
+    """Biases by which queries see their window; tiles of the same shape share one."""
+
+    def __init__(self, window: int, like: Tensor) -> None:
+        self.window, self.like = window, like
+        self.made: dict[tuple[int, int], Tensor] = {}
+
+    def bias(self, start: int, end: int, near: int) -> Tensor | None:
+        """For queries start to end and the keys from `near` on, `[queries, keys]`; None for one query."""
+        if end - start == 1:
+            return None
+        shape = (end - start, start - near)
+        if shape not in self.made:
+            time = torch.arange(near, end, device=self.like.device)
+            back = time[start - near :, None] - time
+            self.made[shape] = bias_of((back >= 0) & (back < self.window), self.like)
+        return self.made[shape]
+
+
+def one_pass(
+    queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, window: int, scaling: float
+) -> tuple[Tensor, Reads]:
+    """Local and global attention mixed by gates, without a gradient; nothing far is read where a gate is 0.
+
+    Args:
+        queries: of the last tokens, `[rows, heads, time, d]`.
+        keys, values: of all tokens, `[rows, kv_heads, total, d]`.
+        gates: the share of global attention, `[rows, 1 or kv_heads or heads, time]`.
+        window: tokens that local attention sees, the token itself included.
+
+    Returns:
+        `[rows, heads, time, d]`, and what was read.
+    """
+    total, heads = keys.shape[2], queries.shape[1]
+    first = total - queries.shape[2]
+    bands = Bands(window, queries)
+    output, reads = queries.new_empty(*queries.shape[:3], values.shape[-1]), Reads()
+    for start, end in tiles(first, total, window):
+        asked, from_near = queries[:, :, start - first : end - first], max(start - window + 1, 0)
+        bias = bands.bias(start, end, from_near)
+        near = attention(asked, keys[:, :, from_near:end], values[:, :, from_near:end], scaling, bias)
+        mixed = output[:, :, start - first : end - first]
+        mixed.copy_(near.output)
+        reads.near_pairs += near.lse.numel() * (end - from_near)
+        if start < window:
+            continue
+        gate = gates[:, :, start - first : end - first]
+        is_open = gate > 0
+        reads.decisions += gate.numel()
+        reads.skipped += gate.numel() - int(is_open.sum())
+        for rows, channels, chosen in open_queries(is_open):
+            mine = slice(channels.start * heads // gate.shape[1], channels.stop * heads // gate.shape[1])
+            here = slice(None) if len(chosen) == end - start else chosen
+            far = far_part(
+                asked[rows, mine, here], keys[rows], values[rows], mine, heads, start, window, chosen, scaling
+            )
+            alone = Part(near.output[rows, mine, here], near.lse[rows, mine, here])
+            share = gate[rows, channels, here].to(far.lse.dtype)
+            share = share.repeat_interleave(far.lse.shape[1] // share.shape[1], 1)
+            mixed[rows, mine, here] = alone.joined(far, share).to(output.dtype)
+            reads.far_pairs += far.lse.numel() * (end - window)
+    return output, reads
+
+
+def open_queries(is_open: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Rows, channels and queries of open gates `[rows, channels, queries]`: all at once where all are open."""
+    rows, channels, queries = is_open.shape
+    if bool(is_open.all()):
+        yield slice(0, rows), slice(0, channels), torch.arange(queries, device=is_open.device)
+        return
+    for row in range(rows):
+        for channel in range(channels):
+            chosen = is_open[row, channel].nonzero()[:, 0]
+            if len(chosen):
+                yield slice(row, row + 1), slice(channel, channel + 1), chosen
+
+
+def attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, bias: Tensor | None) -> Part:
+    """`softmax_part` for grouped queries `[rows, heads, queries, d]`; no key is repeated."""
+    kv_heads, count = keys.shape[1], queries.shape[2]
+    if bias is not None:
+        bias = bias.repeat(queries.shape[1] // kv_heads, 1)
+    part = softmax_part(by_kv_head(queries, kv_heads), keys, values, scaling, bias)
+    return Part(by_head(part.output, count), by_head(part.lse[..., None], count)[..., 0])
+
+
+def far_part(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mine: slice,
+    heads: int,
+    start: int,
+    window: int,
+    chosen: Tensor,
+    scaling: float,
+) -> Part:
+    """Softmax over what is far from some queries of the tile that begins at token `start`.
+
+    Args:
+        queries: `[rows, heads of mine, chosen, d]`.
+        keys, values: of all kv heads, `[rows, kv_heads, total, d]`.
+        mine: which of the `heads` query heads.
+        chosen: places of the queries in their tile.
+    """
+    kv_heads = keys.shape[1]
+    shared_heads = slice(mine.start * kv_heads // heads, -(-mine.stop * kv_heads // heads))
+    keys, values = keys[:, shared_heads], values[:, shared_heads]
+    last = int(chosen[-1])
+    border = start - window if last else start - window + 1  # keys before are far from all queries
+    shared = attention(queries, keys[:, :, :border], values[:, :, :border], scaling, None) if border else None
+    if not last:
+        assert shared is not None
+        return shared
+    end = border + last + 1
+    triangle = torch.arange(last + 1, device=chosen.device) <= chosen[:, None]
+    bias = bias_of(triangle, queries)
+    rest = attention(queries, keys[:, :, border:end], values[:, :, border:end], scaling, bias)
+    return rest if shared is None else Part(shared.joined(rest), torch.logaddexp(shared.lse, rest.lse))
+
+
+def two_passes(queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, window: int, scaling: float) -> Tensor:
+    """The same as `one_pass`, with gradients: the mixture of two fused attentions, which reads near keys twice."""
+    everything = windowed(queries, keys, values, None, scaling)
+    near = everything if keys.shape[2] <= window else windowed(queries, keys, values, window, scaling)
+    share = gates.repeat_interleave(queries.shape[1] // gates.shape[1], 1)[..., None]
+    return ((1 - share) * near + share * everything).to(queries.dtype)
+
+
+def windowed(queries: Tensor, keys: Tensor, values: Tensor, window: int | None, scaling: float) -> Tensor:
+    """Causal attention of the last tokens over a window, or over everything.
+
+    Args:
+        queries: `[rows, heads, time, d]`.
+        keys, values: `[rows, kv_heads, total, d]`.
+    """
+    total = keys.shape[2]
+    first = total - queries.shape[2]
+    if window is None and first == 0:
+        return F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
+    bands, outputs = Bands(window or total, queries), []
+    for start, end in tiles(first, total, window or 1):
+        near = 0 if window is None else max(start - window + 1, 0)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                queries[:, :, start - first : end - first],
+                keys[:, :, near:end],
+                values[:, :, near:end],
+                attn_mask=bands.bias(start, end, near),
+                scale=scaling,
+                enable_gqa=True,
+            )
+        )
+    return torch.cat(outputs, 2)

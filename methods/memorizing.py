@@ -1,0 +1,371 @@
+"""Memorizing Transformer: attention to the nearest key/value pairs of the past (Wu et al. 2022, arXiv 2203.08913).
+
+    R_t = the k pairs of earlier segments whose keys score highest with q_t, for each head           (section 3.1)
+    M_t = softmax(s <q_t, k_i>) v_i over R_t,   keys and queries of length 1                         (section 3.2)
+    V_t = g M_t + (1 - g) L_t,   g = sigmoid(b)                                                      (equation 1)
+
+q, k, v are the layer's own, head by head; L is what self-attention gives that head; V goes through the layer's own W_o.
+b and s are one number a head. No gradient reaches stored pairs. A token for which nothing is stored keeps L alone.
+
+The paper leaves open, chosen here: q and k are taken before their rotary rotation (its model has relative biases, which
+memory attention does not use); s is learned, as Henry et al. 2020 do for keys and queries of length 1, and starts at
+sqrt(d_head); local attention stays what the base makes it; query heads that share a key head (GQA) search its keys,
+each for itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cacheformers.adapters.config import MemoryAdapterConfig
+from cacheformers.adapters.registration import register
+from cacheformers.modeling.attending import AttentionInputs
+from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
+from cacheformers.modeling.memory import BaseShape, SegmentCall
+from cacheformers.modeling.method import MemoryMethod, first_numbers
+from cacheformers.modeling.rings import STORE_DTYPES, RingState, StoreOptions
+from cacheformers.modeling.search import get_search
+from cacheformers.modeling.search.store import Entries, Ring
+from cacheformers.modeling.settings import (
+    LocalWindowOptions,
+    LocalWindowSettings,
+    check_at_least,
+    check_choices,
+    check_layers,
+    setting,
+    values_of,
+)
+
+
+@dataclass(repr=False)  # transformers prints a configuration
+class MemorizingSettings(LocalWindowSettings):
+    """Fields of `MemorizingAdapterConfig` and `MemorizingConfig`. Layers count from 0."""
+
+    cache_size: int = setting(
+        8192, "Pairs of a key and a value that a document may keep; the oldest go first.", free=True
+    )
+    topk: int = setting(64, "Pairs that each head of each token retrieves (k).", free=True)
+    attention_layers: list[int] | None = setting(
+        None, "Layers with a memory, each one of its own. Default: three quarters up (the 9th of 12)."
+    )
+    gate_start: float = setting(
+        0.0, "The gates' bias at first: 0 mixes both attentions evenly, -4 begins near the base.", free=True
+    )
+    search: str = setting(
+        "auto", "'auto', 'exact', 'faiss', 'bfloat16', or 'faiss:' and a faiss index factory string.", free=True
+    )
+    cache_dtype: str | None = setting(None, "Pairs' dtype. Default: float32 on the CPU, bfloat16 on a GPU.", free=True)
+
+    def resolve(self, base: BaseShape) -> MemorizingOptions:
+        """The method's options for one base model.
+
+        Raises:
+            ValueError: an option that does not fit the base model.
+        """
+        options = values_of(self, MemorizingSettings)
+        layers = [default_layer(base.layers)] if self.attention_layers is None else self.attention_layers
+        return MemorizingOptions(base=base, **{**options, "attention_layers": tuple(sorted(layers))})
+
+
+@dataclass(kw_only=True)
+class MemorizingOptions(StoreOptions, MemorizingSettings, LocalWindowOptions):
+    """`MemorizingSettings` resolved against a base model.
+
+    Raises:
+        ValueError: an option that does not fit the base model.
+    """
+
+    attention_layers: tuple[int, ...]  # type: ignore[assignment]  # resolved
+
+    def __post_init__(self) -> None:
+        check_layers(self.attention_layers, self.base)
+        check_at_least(1, self, "cache_size", "topk")
+        if self.topk > self.cache_size:
+            raise ValueError(f"topk {self.topk} must not exceed cache_size {self.cache_size}.")
+        if not math.isfinite(self.gate_start):
+            raise ValueError(f"gate_start must be a finite number, got {self.gate_start}.")
+        check_choices(self, cache_dtype=STORE_DTYPES)
+        self.check_local_window()
+        get_search(self.search)
+
+    @property
+    def width(self) -> int:
+        """Numbers in the keys of one token, as many as in its values."""
+        return self.base.kv_heads * self.base.head_dim
+
+    @property
+    def entry_numbers(self) -> int:
+        """Numbers that one token's entries take in all layers that store."""
+        return 2 * self.width * len(self.layers)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Every layer that takes part."""
+        return tuple(sorted(self.attention_layers))
+
+    def new_state(
+        self,
+        rows: int,
+        devices: dict[int, torch.device],
+        dtype: torch.dtype,
+        keep_values: bool,
+        cache_size: int | None = None,
+    ) -> MemorizingState:
+        """An empty memory.
+
+        Args:
+            devices: of each augmented layer.
+            dtype: of the model's activations.
+            keep_values: means nothing here: values are always kept.
+            cache_size: another number of pairs than the configured one (0: nothing is remembered).
+        """
+        capacity = self.cache_size if cache_size is None else cache_size
+        return MemorizingState(
+            {
+                layer: Ring(
+                    rows,
+                    capacity,
+                    self.width,
+                    self.width,
+                    self.store_dtype(devices[layer], dtype),
+                    devices[layer],
+                )
+                for layer in self.layers
+            }
+        )
+
+
+def default_layer(layers: int) -> int:
+    """The paper's layer, three quarters up: the 9th of 12, counted from 0."""
+    return max(3 * layers // 4 - 1, 0)
+
+
+class PerHead(nn.Module):
+    """One learned number per query head."""
+
+    def __init__(self, heads: int, start: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((heads,), start))
+
+
+class MemorizingParts(NamedTuple):
+    """What one layer trains: `gate` is b, `scale` is s, both `[heads]`."""
+
+    gate: PerHead
+    scale: PerHead
+
+    @property
+    def fingerprint(self) -> tuple[float, ...]:
+        return first_numbers(self.gate.weight, self.scale.weight)
+
+
+def make_parts(options: MemorizingOptions, *_: Any) -> dict[str, nn.Module]:
+    """The parts that one layer trains, the same in each and on every base."""
+    heads = options.base.heads
+    return {"gate": PerHead(heads, options.gate_start), "scale": PerHead(heads, options.base.head_dim**0.5)}
+
+
+@dataclass
+class MemorizingReading:
+    """What one forward reads and leaves behind, by layer."""
+
+    stores: dict[int, Ring]
+    hits: dict[int, Tensor] = field(default_factory=dict)
+    new_keys: dict[int, Tensor] = field(default_factory=dict)
+    new_values: dict[int, Tensor] = field(default_factory=dict)
+
+
+class MemorizingState(RingState):
+    """A ring of pairs per layer: all key heads of a token side by side, and so its values."""
+
+    def begin(self) -> MemorizingReading:
+        return MemorizingReading({layer: ring.view() for layer, ring in self.rings.items()})
+
+    def end(self, reading: MemorizingReading) -> None:
+        self.add(keys=reading.new_keys, values=reading.new_values)
+
+
+def unit(states: Tensor) -> Tensor:
+    """Vectors of length 1, so that keys of different age and heads differ by direction alone."""
+    return F.normalize(states, dim=-1)
+
+
+def mix(options: MemorizingOptions, layer: int, parts: MemorizingParts, inputs: AttentionInputs) -> Tensor:
+    """Self-attention mixed with attention to the memory, head by head, `[rows, time, heads, d_head]`."""
+    reading: MemorizingReading = inputs.call.reading
+    ring = reading.stores[layer]
+    queries = unit(inputs.plain_query)
+    with torch.no_grad():
+        reading.new_keys[layer] = side_by_side(unit(inputs.plain_key)).to(ring.keys.dtype)
+        reading.new_values[layer] = side_by_side(inputs.new_value).to(ring.keys.dtype)
+    if layer not in reading.hits:  # activation checkpointing runs this twice, and searches once
+        reading.hits[layer] = search_heads(options, ring, queries, inputs.call)
+    local, _ = inputs.local
+    remembered, anything = recall(options, ring, queries, reading.hits[layer], parts.scale.weight)
+    gate = torch.sigmoid(parts.gate.weight).to(local.dtype)[:, None] * anything[..., None].to(local.dtype)
+    return local + gate * (remembered.to(local.dtype) - local)
+
+
+def side_by_side(heads: Tensor) -> Tensor:
+    """`[rows, heads, time, d_head]` as `[rows, time, heads * d_head]`."""
+    return heads.transpose(1, 2).flatten(2)
+
+
+@torch.no_grad()
+def search_heads(options: MemorizingOptions, ring: Ring, queries: Tensor, call: SegmentCall) -> Tensor:
+    """Search each row's and head's own keys: hits `[rows, heads, time, k]` from the oldest pair, -1 for none."""
+    search, base = get_search(options.search), options.base
+    rows, heads, time, size = queries.shape
+    groups = heads // base.kv_heads
+    hits = torch.full((rows, heads, time, options.topk), -1, dtype=torch.long, device=queries.device)
+    for physical in sorted(set(ring.owner)):
+        sharing = [row for row in range(rows) if ring.owner[row] == physical]
+        entries = ring.entries(sharing[0])
+        if entries.count == 0:
+            continue
+        chosen = torch.tensor(sharing, device=queries.device)
+        for head in range(base.kv_heads):
+            asking = slice(head * groups, (head + 1) * groups)
+            asked = queries[chosen, asking]
+            found = search(asked.reshape(-1, size), one_head(entries, head, size), options.topk, "dot")[1]
+            hits[chosen, asking] = found.view(*asked.shape[:3], -1)
+    return hits.masked_fill_(~call.real.to(hits.device)[:, None, :, None], -1)
+
+
+def one_head(entries: Entries, head: int, size: int) -> Entries:
+    """The keys of one head, with an index of their own."""
+    spans = tuple(span[:, head * size : (head + 1) * size] for span in entries.spans)
+    return Entries(spans, entries.first, entries.index.setdefault(f"head {head}", {}))
+
+
+def recall(
+    options: MemorizingOptions, ring: Ring, queries: Tensor, hits: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention to what was retrieved.
+
+    Args:
+        queries: of length 1, `[rows, heads, time, d_head]`.
+        hits: `[rows, heads, time, k]`.
+        scale: s, `[heads]`.
+
+    Returns:
+        M `[rows, time, heads, d_head]`, 0 where nothing was found; whether anything was, `[rows, time, heads]`.
+    """
+    base = options.base
+    filled = hits >= 0
+    slots = ring.slots(hits)
+    head = torch.arange(base.heads, device=hits.device) // (base.heads // base.kv_heads)
+    place = slots * base.kv_heads + head[:, None, None]  # of one head's vector in the store, [rows, heads, time, k]
+    assert ring.values is not None
+    keys, values = (vectors(store, base.head_dim)[place.to(store.device)] for store in (ring.keys, ring.values))
+    scores = torch.einsum("bhtd,bhtkd->bhtk", queries, keys.to(queries.device, queries.dtype))
+    scores = scores * scale.to(scores.dtype)[:, None, None]
+    weights = torch.softmax(scores.masked_fill(~filled, torch.finfo(scores.dtype).min), -1) * filled
+    found = torch.einsum("bhtk,bhtkd->bthd", weights, values.to(queries.device, queries.dtype))
+    return found, filled.any(-1).transpose(1, 2)
+
+
+def vectors(store: Tensor, size: int) -> Tensor:
+    """Every head's vectors of a store, `[rows * allocated * kv_heads, size]`; one of zeros where it is empty."""
+    return store.new_zeros(store.shape[-1] // size, size) if store.shape[1] == 0 else store.reshape(-1, size)
+
+
+def naive(
+    options: MemorizingOptions, parts: MemorizingParts, queries: Tensor, keys: Tensor, values: Tensor, local: Tensor
+) -> Tensor:
+    """The specification: one document, token by token, head by head.
+
+    Args:
+        queries: before their rotation, `[time, heads, d_head]`.
+        keys, values: before their rotation, `[time, kv_heads, d_head]`.
+        local: what self-attention gives each head, `[time, heads, d_head]`.
+
+    Returns:
+        What each head gives with the memory, `[time, heads, d_head]`. Stored pairs take no gradient.
+    """
+    base, length = options.base, options.segment_tokens
+    keys, values = keys.detach(), values.detach()
+    mixed = []
+    for t in range(len(queries)):
+        start = t // length * length  # of the open segment
+        oldest = max(start - options.cache_size, 0)
+        for head in range(base.heads):
+            own = head // (base.heads // base.kv_heads)
+            query = queries[t, head] / queries[t, head].norm()
+            scores = [float((query @ (keys[i, own] / keys[i, own].norm())).detach()) for i in range(oldest, start)]
+            found = sorted((-score, i) for i, score in enumerate(scores, oldest))
+            chosen = [i for _, i in found[: options.topk]]
+            if not chosen:
+                mixed.append(local[t, head])
+                continue
+            near = keys[chosen, own] / keys[chosen, own].norm(dim=-1, keepdim=True)
+            weights = torch.softmax(parts.scale.weight[head] * (near @ query), 0)
+            gate = torch.sigmoid(parts.gate.weight[head])
+            mixed.append(gate * (weights @ values[chosen, own]) + (1 - gate) * local[t, head])
+    return torch.stack(mixed).view_as(local)
+
+
+@dataclass
+class MemorizingAdapterConfig(MemorizingSettings, MemoryAdapterConfig):
+    """A Memorizing Transformer's memory beside LoRA (Wu et al. 2022, arXiv 2203.08913)."""
+
+
+class MemorizingConfig(MemorizingSettings, CompositeConfig):
+    """A base model with a Memorizing Transformer's memory in it (Wu et al. 2022, arXiv 2203.08913)."""
+
+    model_type = "memorizing"
+
+
+class MemorizingModel(CompositeModel):
+    """A base model with a Memorizing Transformer's memory, without a head."""
+
+    config_class = MemorizingConfig
+
+
+class MemorizingForCausalLM(CompositeForCausalLM):
+    """A base language model with a Memorizing Transformer's memory."""
+
+    config_class = MemorizingConfig
+    model_class = MemorizingModel
+
+
+register(
+    MemoryMethod(
+        adapter_config=MemorizingAdapterConfig,
+        config=MemorizingConfig,
+        model=MemorizingModel,
+        causal_lm=MemorizingForCausalLM,
+        options=MemorizingOptions,
+        parts=MemorizingParts,
+        make_parts=make_parts,
+        attend=mix,
+        title="Memorizing Transformer",
+        paper="[Wu et al. 2022](https://arxiv.org/abs/2203.08913)",
+        citation="""@inproceedings{wu2022memorizing,
+  title = {Memorizing Transformers},
+  author = {Wu, Yuhuai and Rabe, Markus N. and Hutchins, DeLesley and Szegedy, Christian},
+  booktitle = {ICLR},
+  year = {2022}
+}""",
+        summary=(
+            "Text is read in segments of {segment_tokens:,} tokens; of what was read before, each head keeps up to "
+            "{cache_size:,} pairs of a key and a value, and attends to the {topk} nearest of each token (Memorizing "
+            "Transformer, arXiv 2203.08913)."
+        ),
+        limits=(
+            "Self-attention sees the open segment, and what the local window keeps; all else comes through the memory.",
+            "What is older than the memory's capacity is forgotten.",
+        ),
+        grows="a ring of at most `cache_size` pairs a layer",
+        starts_as="the base model, until a segment is stored",
+        stores="entries",
+        rates={"gate": "gate"},
+        test_settings={"cache_size": 40, "topk": 4, "attention_layers": [1], "search": "exact"},
+    )
+)

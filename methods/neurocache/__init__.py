@@ -1,0 +1,81 @@
+"""Neurocache: settings in `options.py`, equations in `neurocache.py`; `reference.py` computes what was published."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from cacheformers.adapters.config import MemoryAdapterConfig
+from cacheformers.adapters.registration import register
+from cacheformers.methods.neurocache.neurocache import NeurocacheParts, branch, make_parts
+from cacheformers.methods.neurocache.options import NeurocacheOptions, NeurocacheSettings, layer_numbers
+from cacheformers.methods.neurocache.start import start_from_states
+from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
+from cacheformers.modeling.method import MemoryMethod
+
+
+@dataclass
+class NeurocacheAdapterConfig(NeurocacheSettings, MemoryAdapterConfig):
+    """Neurocache beside LoRA, in one adapter (Safaya & Yuret 2024, arXiv 2407.02486)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.retrieval_map = layer_numbers(self.retrieval_map)
+
+
+class NeurocacheConfig(NeurocacheSettings, CompositeConfig):
+    """A base model with Neurocache in it (Safaya & Yuret 2024, arXiv 2407.02486)."""
+
+    model_type = "neurocache"
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self.retrieval_map = layer_numbers(self.retrieval_map)
+
+
+class NeurocacheModel(CompositeModel):
+    """A base model with Neurocache, without a head."""
+
+    config_class = NeurocacheConfig
+
+
+class NeurocacheForCausalLM(CompositeForCausalLM):
+    """A base language model with Neurocache."""
+
+    config_class = NeurocacheConfig
+    model_class = NeurocacheModel
+
+
+register(
+    MemoryMethod(
+        adapter_config=NeurocacheAdapterConfig,
+        config=NeurocacheConfig,
+        model=NeurocacheModel,
+        causal_lm=NeurocacheForCausalLM,
+        options=NeurocacheOptions,
+        parts=NeurocacheParts,
+        make_parts=make_parts,
+        branch=branch,
+        title="Neurocache",
+        paper="[Safaya & Yuret 2024](https://arxiv.org/abs/2407.02486)",
+        citation="""@inproceedings{safaya2024neurocache,
+  title = {Neurocache: Efficient Vector Retrieval for Long-range Language Modeling},
+  author = {Safaya, Ali and Yuret, Deniz},
+  booktitle = {NAACL},
+  year = {2024}
+}""",
+        summary=(
+            "Text is read in segments of {segment_tokens:,} tokens; of what was read before, up to {cache_size:,} "
+            "compressed states are kept, and every token retrieves the {topk} nearest (Neurocache, arXiv 2407.02486)."
+        ),
+        limits=(
+            "Self-attention sees the open segment, and what the local window keeps; all else comes through the memory.",
+            "What is older than the memory's capacity is forgotten.",
+            "The paper reports text retrieval ahead of this method on questions about several documents.",
+        ),
+        grows="a ring of at most `cache_size` entries a layer",
+        starts_as="the base model (zero gates)",
+        stores="entries",
+        rates={"gate": "gate", "scores": "gate"},
+        starts={"states": start_from_states},
+        test_settings={"cache_size": 40, "topk": 4, "retrieval_map": {1: 1}, "search": "exact"},
+    )
+)

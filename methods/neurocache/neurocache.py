@@ -1,0 +1,547 @@
+"""Neurocache: k-nearest-neighbour retrieval of compressed past states (Safaya & Yuret 2024, arXiv 2407.02486).
+
+    e_t    = LayerNorm(W_p x_t)                              compress; query and entry alike          (section 3.1)
+    R_t    = the k entries of earlier segments nearest to e_t, each widened to w entries in time      (section 3.2)
+    CA_t   = softmax(W_q x_t (W_k S_t)^T / sqrt(d_head)) W_v S_t,  S_t = R_{t-c+1} ... R_t            (section 3.3)
+
+x is the input of a layer's self-attention; CA, through W_o, is added to what self-attention returns.
+
+Beyond the paper, `hit_scores` tells cache attention what the search knew: how near a hit was and where a state stands
+beside it; and it lets a head attend to nothing (see `HitScores`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from cacheformers.methods.neurocache.options import NeurocacheOptions
+from cacheformers.modeling.memory import SegmentCall, keep_columns
+from cacheformers.modeling.rings import RingState
+from cacheformers.modeling.search import get_search
+from cacheformers.modeling.search.store import Ring
+
+COMPRESSION_EPS = 1e-5
+
+# Where `HitScores` begin: a pointer of six numbers, fitted on two books with SmolLM2-135M, gave these on both alike
+# (docs/results/neurocache_recipe.md, 1d).
+NEARNESS, BESIDE, FOLLOWING, NOTHING = 15.0, -2.6, 3.8, 22.0
+NOTHING_STEP = 3.0  # of the score of nothing, for a parameter that moves by one
+
+
+class Gate(nn.Module):
+    """One learned number per query head; the head's output is multiplied by its tanh. Zero: the base model exactly."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(heads))
+
+    def forward(self, per_head: Tensor) -> Tensor:
+        return per_head * torch.tanh(self.weight).to(per_head.dtype)[:, None]
+
+
+class HitScores(nn.Module):
+    """What each query head adds to the scores of retrieved states, and the score that it gives to nothing.
+
+        score(t, s) = q_t . k_s / sqrt(d_head) + 15 exp(nearness) cos(e_t', e_hit) + beside[t - t', place of s]
+        score(t, nothing) = 22 + 3 nothing, with the value 0
+
+    t' is the token whose search brought s along, and `hit` the entry that it found, 0 ... w-1 places from s. Cosines
+    carry a gradient to W_p through the entry alone, as everything retrieved does. In float32 or better.
+    """
+
+    def __init__(self, heads: int, context: int, neighborhood: int) -> None:
+        super().__init__()
+        self.nearness = nn.Parameter(torch.zeros(heads))
+        self.beside = nn.Parameter(torch.full((heads, context, neighborhood), BESIDE))
+        self.nothing = nn.Parameter(torch.zeros(heads))
+        if neighborhood > 1:
+            self.beside.data[:, 0, neighborhood // 2] = FOLLOWING  # the entry after the token's own hit
+
+    def forward(self, cosines: list[Tensor]) -> Tensor:
+        """What to add, `[tokens, heads, N*c]`, given the cosines of hits `[tokens, k]` by how many tokens ago."""
+        slope = NEARNESS * torch.exp(self.nearness)[:, None, None]
+        added = [
+            slope * near[:, None, :, None] + self.beside[:, back, None, :]  # [tokens, heads, k, w]
+            for back, near in enumerate(cosines)
+        ]
+        return torch.cat([scores.flatten(2) for scores in added], -1)
+
+    def score_of_nothing(self) -> Tensor:
+        """By head, `[heads]`."""
+        return NOTHING + NOTHING_STEP * self.nothing
+
+
+class NeurocacheParts(NamedTuple):
+    """The trained parts that one layer holds; None where the layer has no use for one.
+
+    Shapes: `down` `[d, h]`; `norm` LayerNorm(d); `q` `[heads*d_head, h]`; `k`, `v` `[kv_heads*d_head, d]`;
+    `o` `[h, heads*d_head]`; `gate` `[heads]`; `scores` `[heads]`, `[heads, c, w]`, `[heads]`.
+    """
+
+    down: nn.Linear | None = None
+    norm: nn.LayerNorm | None = None
+    q: nn.Linear | None = None
+    k: nn.Linear | None = None
+    v: nn.Linear | None = None
+    o: nn.Linear | None = None
+    gate: Gate | None = None
+    scores: HitScores | None = None
+
+    def encode(self, hidden: Tensor) -> Tensor:
+        """Compress x `[..., h]` to entries `[..., d]`, in float32 or better (section 3.1)."""
+        if self.down is None or self.norm is None:
+            return hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        return normalise(self.norm, project(self.down, hidden))
+
+    @property
+    def fingerprint(self) -> tuple[float, ...]:
+        """A few numbers of W_p and its norm: two trained memories do not share them.
+
+        Empty where there is no W_p, or where it is divided among processes (FSDP2): gathering would take all of them.
+        """
+        if self.down is None or self.norm is None or isinstance(self.down.weight, DTensor):
+            return ()
+        return (*self.down.weight.detach().flatten()[:8].tolist(), *self.norm.weight.detach()[:4].tolist())
+
+
+def project(linear: nn.Linear, inputs: Tensor) -> Tensor:
+    """Apply a projection in the dtype of its inputs, whatever the dtype its weights are trained in."""
+    return F.linear(inputs, linear.weight.to(inputs.dtype))
+
+
+def normalise(norm: nn.LayerNorm, inputs: Tensor) -> Tensor:
+    """LayerNorm in float32 or better."""
+    dtype = torch.promote_types(inputs.dtype, torch.float32)
+    return F.layer_norm(
+        inputs.to(dtype), norm.normalized_shape, norm.weight.to(dtype), norm.bias.to(dtype), COMPRESSION_EPS
+    )
+
+
+def make_parts(options: NeurocacheOptions, layer: int, base_weights: tuple[Tensor, ...] | None) -> dict[str, nn.Module]:
+    """The parts that layer `layer` trains, initialised as for adaptation (section 4.2).
+
+    Args:
+        base_weights: the layer's own W_q, W_k, W_v, W_o, which W_q, W_o and the first d input columns of W_k, W_v start
+            from; None leaves every projection at random.
+    """
+    base, width = options.base, options.width
+    parts: dict[str, nn.Module] = {}
+    if layer == options.first_layer and options.compression_factor > 1:
+        parts["down"] = nn.Linear(base.hidden_size, width, bias=False)
+        nn.init.trunc_normal_(parts["down"].weight, std=base.hidden_size**-0.5)  # type: ignore[arg-type]
+        parts["norm"] = nn.LayerNorm(width, eps=COMPRESSION_EPS)
+    if layer in options.attention_layers:
+        parts["q"] = nn.Linear(base.hidden_size, base.heads * base.head_dim, bias=False)
+        parts["k"] = nn.Linear(width, base.kv_heads * base.head_dim, bias=False)
+        parts["v"] = nn.Linear(width, base.kv_heads * base.head_dim, bias=False)
+        parts["o"] = nn.Linear(base.heads * base.head_dim, base.hidden_size, bias=False)
+        if base_weights is not None:
+            for name, weight in zip("qkvo", base_weights, strict=True):
+                linear = parts[name]
+                assert isinstance(linear, nn.Linear)
+                linear.weight = nn.Parameter(weight[:, : linear.in_features].clone())
+        if options.gate == "zero":
+            parts["gate"] = Gate(base.heads)
+        if options.hit_scores:
+            parts["scores"] = HitScores(base.heads, options.context_size, options.neighborhood_size)
+    return parts
+
+
+class Retrieved(NamedTuple):
+    """What tokens retrieved: N = k*w states each, hit by hit, each with its neighbours in time order.
+
+    Attributes:
+        states: `[..., N, d]`.
+        filled: which of them exist, `[..., N]`.
+        cosines: of each hit and the token that found it, `[..., k]`; None without `hit_scores`.
+    """
+
+    states: Tensor
+    filled: Tensor
+    cosines: Tensor | None
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Retrieved:
+        """The same with every tensor changed."""
+        return Retrieved(
+            change(self.states), change(self.filled), None if self.cosines is None else change(self.cosines)
+        )
+
+
+@dataclass
+class NeurocacheReading:
+    """What one forward reads and leaves behind. Keyed by storing layer (`stores`, `new_*`) or retrieval layer."""
+
+    stores: dict[int, Ring]
+    past_hits: dict[int, Tensor]
+    past_queries: dict[int, Tensor]
+    new_entries: dict[int, Tensor] = field(default_factory=dict)
+    new_values: dict[int, Tensor] = field(default_factory=dict)
+    new_hits: dict[int, Tensor] = field(default_factory=dict)
+    new_queries: dict[int, Tensor] = field(default_factory=dict)
+    retrieved: dict[int, Retrieved] = field(default_factory=dict)
+    encoder: NeurocacheParts = NeurocacheParts()
+
+
+class NeurocacheState(RingState):
+    """One ring per storing layer; beside its pairs, what the tokens of open segments retrieved, and asked with."""
+
+    def __init__(
+        self,
+        options: NeurocacheOptions,
+        rows: int,
+        devices: dict[int, torch.device],
+        dtype: torch.dtype,
+        keep_values: bool,
+        cache_size: int | None = None,
+    ) -> None:
+        value_width = options.base.hidden_size if keep_values and options.compression_factor > 1 else None
+        capacity = options.cache_size if cache_size is None else cache_size
+        rings = {
+            storing: Ring(
+                rows,
+                capacity,
+                options.width,
+                value_width,
+                options.store_dtype(devices[storing], dtype),
+                devices[storing],
+            )
+            for _, storing in options.retrieval_map
+        }
+        super().__init__(rings, ("hits", "queries"))
+
+    @property
+    def hits(self) -> dict[int, Tensor]:
+        """What the tokens of open segments retrieved, by layer, `[rows, columns, k]`, counted from the oldest entry."""
+        return self.open["hits"]
+
+    def begin(self) -> NeurocacheReading:
+        stores = {layer: ring.view() for layer, ring in self.rings.items()}
+        return NeurocacheReading(stores, dict(self.hits), dict(self.open["queries"]))
+
+    def end(self, reading: NeurocacheReading) -> None:
+        self.add(
+            keys=reading.new_entries, values=reading.new_values, hits=reading.new_hits, queries=reading.new_queries
+        )
+
+
+def branch(
+    options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidden: Tensor, call: SegmentCall, training: bool
+) -> Tensor | None:
+    """What Neurocache adds to layer `layer`'s self-attention output, or None in a layer that only retrieves or stores.
+
+    Args:
+        hidden: x, the input of the layer's self-attention, `[rows, time, h]`.
+        training: re-encode retrieved entries from their stored x, with gradients to W_p.
+    """
+    if options.compatibility is not None:
+        from cacheformers.methods.neurocache.reference import reference_branch
+
+        return reference_branch(options, layer, parts, hidden, call, training)
+    if hidden.dtype == torch.float32 and torch.is_autocast_enabled(hidden.device.type):
+        # Every product would do it, with retrieved states again and again.
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    reading: NeurocacheReading = call.reading
+    if layer == options.first_layer:
+        reading.encoder = parts
+    retrieving, storing = dict(options.retrieval_map), {storing for _, storing in options.retrieval_map}
+    if layer in retrieving or layer in storing:
+        with torch.no_grad():
+            entries = reading.encoder.encode(hidden)
+        if layer in retrieving:
+            retrieve(options, layer, retrieving[layer], entries, hidden, call, training)
+        if layer in storing:
+            ring = reading.stores[layer]
+            reading.new_entries[layer] = entries.to(ring.keys.dtype)
+            if ring.values is not None:
+                reading.new_values[layer] = hidden.detach().to(ring.keys.dtype)
+    if layer in options.attention_layers:
+        return attend(options, layer, parts, hidden, call)
+    return None
+
+
+def retrieve(
+    options: NeurocacheOptions,
+    layer: int,
+    storing: int,
+    queries: Tensor,
+    hidden: Tensor,
+    call: SegmentCall,
+    training: bool,
+) -> None:
+    """Find each token's k nearest entries, widen them in time, and fetch the states (section 3.2)."""
+    reading: NeurocacheReading = call.reading
+    ring = reading.stores[storing]
+    if layer not in reading.new_hits:  # activation checkpointing runs this twice; both runs see the same hits
+        reading.new_hits[layer] = search_rows(options, ring, queries, call)
+    sources = context_sources(options.context_size, call, hidden.device)
+    earlier = earlier_hits(reading.past_hits.get(layer), sources, options.topk)
+    hits = torch.cat([earlier, reading.new_hits[layer]], 1)
+
+    half = options.neighborhood_size // 2
+    offsets = torch.arange(-half + 1, half + 1) if half else torch.zeros(1, dtype=torch.long)
+    counts = torch.tensor([searchable(options, ring, row, call) for row in range(ring.rows)]).view(-1, 1, 1, 1)
+    counts = counts.to(hits.device)
+    wide = hits[..., None] + offsets.to(hits.device)  # [rows, c-1+time, k, w]
+    filled = (hits[..., None] >= 0) & (wide >= 0) & (wide < counts)
+    wide, filled = wide.flatten(2), filled.flatten(2)  # [rows, c-1+time, N]
+    slots = ring.slots(wide.masked_fill(~filled, 0))
+    states = fetch(options, ring, slots, reading.encoder, hidden.dtype, training)
+    near = None
+    if options.hit_scores:
+        reading.new_queries[layer] = queries.clone()  # not one tensor with new entries: it could not be saved
+        before = earlier_queries(reading.past_queries.get(layer), sources, queries)
+        alone = states.unflatten(2, (options.topk, -1))[..., max(half - 1, 0), :]  # hits without neighbours
+        near = cosines(torch.cat([before, queries], 1), alone)
+    reading.retrieved[layer] = Retrieved(states, filled, near)
+
+
+def searchable(options: NeurocacheOptions, ring: Ring, row: int, call: SegmentCall) -> int:
+    """How many of a row's oldest entries may be retrieved."""
+    return max(ring.count(row) - (call.window_tokens[row] if options.exclude_window else 0), 0)
+
+
+def search_rows(options: NeurocacheOptions, ring: Ring, queries: Tensor, call: SegmentCall) -> Tensor:
+    """Search each row's own entries: hits `[rows, time, k]` counted from the oldest entry, -1 for none."""
+    search = get_search(options.search)
+    rows, time, width = queries.shape
+    hits = torch.full((rows, time, options.topk), -1, dtype=torch.long, device=queries.device)
+    real = call.real.to(queries.device)
+    for physical in sorted(set(ring.owner)):
+        sharing = [row for row in range(rows) if ring.owner[row] == physical]
+        groups = [[row] for row in sharing] if options.exclude_window else [sharing]
+        for group in groups:
+            entries = ring.entries(group[0]).oldest(searchable(options, ring, group[0], call))
+            if entries.count == 0:
+                continue
+            chosen = torch.tensor(group, device=queries.device)
+            if call.padded:
+                asked = real[chosen]
+                found = hits[chosen]
+                found[asked] = search(queries[chosen][asked], entries, options.topk, options.similarity)[1]
+            else:
+                flat = queries[chosen].reshape(-1, width)
+                found = search(flat, entries, options.topk, options.similarity)[1].view(len(group), time, -1)
+            hits[chosen] = found
+    return hits
+
+
+class ContextSources(NamedTuple):
+    """Where the last c tokens of each token's segment are, over (c-1 earlier columns, new columns)."""
+
+    columns: Tensor  # the c-1 columns before the new ones that open segments end with, [rows, c-1]
+    present: Tensor  # whether there is such a column, [rows, c-1]
+    place: Tensor  # [rows, time, c], newest first
+    valid: Tensor  # [rows, time, c]
+    shifted: bool  # place is the new column's own minus 0 ... c-1
+
+
+def context_sources(context: int, call: SegmentCall, device: torch.device) -> ContextSources:
+    """Work out whose retrieved states each new token attends to: its own and those of the c-1 tokens before it."""
+    key = f"context {context} {device}"
+    if key not in call.scratch:
+        time = call.real.shape[1]
+        old = call.open.shape[1] - time
+        opened = call.open[:, :old].sum(1, keepdim=True)  # [rows, 1]
+        by_rank = torch.argsort((~call.open).long(), dim=1, stable=True)  # open columns first, in order
+        rank = opened + call.real.cumsum(1) - 1  # [rows, time]
+        wanted = rank[..., None] - torch.arange(context)  # [rows, time, c]
+        valid = (wanted >= 0) & call.real[..., None]
+        column = by_rank.gather(1, wanted.clamp(min=0).flatten(1)).view_as(wanted)
+        place = torch.where(column >= old, context - 1 + column - old, wanted - opened[..., None] + context - 1)
+        tail = opened - torch.arange(context - 1, 0, -1)  # ranks of the last c-1 old tokens, [rows, c-1]
+        columns = by_rank.gather(1, tail.clamp(min=0)).masked_fill(tail < 0, 0)
+        place = place.masked_fill(~valid, 0)
+        present = tail >= 0
+        call.scratch[key] = ContextSources(
+            columns.to(device), present.to(device), place.to(device), valid.to(device), bool(call.real.all())
+        )
+    found: ContextSources = call.scratch[key]
+    return found
+
+
+def earlier_hits(past: Tensor | None, sources: ContextSources, topk: int) -> Tensor:
+    """Hits of the c-1 tokens before the new ones, `[rows, c-1, k]`, -1 where there is no such token."""
+    if past is not None and past.shape[2] != topk:
+        raise ValueError(
+            f"The open segment was read with topk={past.shape[2]}, not {topk}: close it with read() first."
+        )
+    if past is None or past.shape[1] == 0:
+        return sources.columns.new_full((*sources.columns.shape, topk), -1)
+    return keep_columns(past, sources.columns, 1).masked_fill(~sources.present[..., None], -1)
+
+
+def earlier_queries(past: Tensor | None, sources: ContextSources, queries: Tensor) -> Tensor:
+    """Entries of the c-1 tokens before the new ones, `[rows, c-1, d]`, 0 where there is no such token."""
+    if past is None or past.shape[1] == 0:
+        return queries.new_zeros(*sources.columns.shape, queries.shape[-1])
+    return keep_columns(past, sources.columns, 1)
+
+
+def cosines(queries: Tensor, entries: Tensor) -> Tensor:
+    """Cosines of queries `[..., d]` and entries `[..., k, d]`, `[..., k]`, in float32 or better.
+
+    Products are taken in the entries' dtype, so that training keeps no wider copy of them.
+    """
+    products = torch.matmul(entries, queries.to(entries.dtype)[..., None])[..., 0]
+    norms = torch.linalg.vector_norm(entries, dim=-1, dtype=queries.dtype)
+    norms = norms * torch.linalg.vector_norm(queries, dim=-1, keepdim=True)
+    return products.to(queries.dtype) / norms.clamp(min=torch.finfo(queries.dtype).tiny)
+
+
+def fetch(
+    options: NeurocacheOptions,
+    ring: Ring,
+    slots: Tensor,
+    encoder: NeurocacheParts,
+    dtype: torch.dtype,
+    training: bool,
+) -> Tensor:
+    """Entries at `slots` `[rows, time, N]` as states `[rows, time, N, d]`; in training encoded anew from their x."""
+    slots = slots.to(ring.keys.device)
+    if not (training and options.compression_factor > 1):
+        stored = ring.keys.flatten(0, 1)
+        if len(stored) == 0:
+            stored = stored.new_zeros(1, options.width)
+        return stored[slots].to(dtype)
+    if ring.values is None:
+        raise ValueError(
+            "This memory was begun in evaluation mode and keeps no values, so W_p would get no gradient. Begin it with "
+            "the model in training mode (model.train())."
+        )
+    values = ring.values.flatten(0, 1)
+    if len(values) == 0:
+        values = values.new_zeros(1, options.base.hidden_size)
+    unique, place = torch.unique(slots, return_inverse=True)
+    return encoder.encode(values[unique].to(dtype)).to(dtype)[place]
+
+
+def attend(options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidden: Tensor, call: SegmentCall) -> Tensor:
+    """Cache attention of one layer (section 3.3), `[rows, time, h]`.
+
+    W_k and W_v are absorbed: queries go into the space of the entries and one weighted sum of entries a head comes
+    back, so no retrieved state is ever projected.
+    """
+    assert parts.q is not None and parts.k is not None and parts.v is not None and parts.o is not None
+    base, width = options.base, options.width
+    rows, time, size = hidden.shape
+    groups = base.heads // base.kv_heads
+    source: Retrieved = call.reading.retrieved[options.source(layer)]
+    retrieved = source.each(lambda tensor: tensor.to(hidden.device))  # [rows, c-1+time, ...]
+    sources = context_sources(options.context_size, call, hidden.device)
+    before = options.context_size - 1 if sources.shifted else 0
+    # One axis of tokens over all rows, from here to the end; where nothing is padded each row's begins with c-1 zeros,
+    # so that what was retrieved `back` tokens ago lies `back` places before, and is not copied.
+    tokens = F.pad(hidden, (0, 0, before, 0)).flatten(0, 1)[before:]
+    window = [taken(retrieved, sources, back, options.context_size) for back in range(options.context_size)]
+
+    queries = project(parts.q, tokens).view(-1, base.kv_heads, groups, base.head_dim)
+    keys_weight = parts.k.weight.to(hidden.dtype).view(base.kv_heads, base.head_dim, width)
+    absorbed = torch.einsum("tkgh,khd->tkgd", queries * base.head_dim**-0.5, keys_weight).flatten(1, 2)
+    scores = torch.cat([torch.matmul(absorbed, near.states.transpose(-1, -2)) for near in window], -1)
+    seen = torch.cat([near.filled for near in window], -1)[:, None]  # [tokens, 1, N*c]
+    if parts.scores is None:
+        shares = masked_softmax(scores, seen)  # [tokens, heads, N*c]
+    else:
+        scores = scores + parts.scores([near.cosines for near in window if near.cosines is not None])
+        nothing = parts.scores.score_of_nothing()[:, None].expand(*scores.shape[:2], 1).to(scores.dtype)
+        shares = masked_softmax(torch.cat([scores, nothing], -1), F.pad(seen, (0, 1), value=True))[..., :-1]
+    by_back = shares.to(hidden.dtype).split(retrieved.states.shape[2], dim=-1)
+    mixed = sum(torch.matmul(share, near.states) for share, near in zip(by_back, window, strict=True))
+
+    values_weight = parts.v.weight.to(hidden.dtype).view(base.kv_heads, base.head_dim, width)
+    mixed = mixed.view(-1, base.kv_heads, groups, width)  # type: ignore[union-attr]
+    per_head = torch.einsum("tkgd,khd->tkgh", mixed, values_weight).flatten(1, 2)  # [tokens, heads, d_head]
+    if parts.gate is not None:
+        per_head = parts.gate(per_head)
+    added = project(parts.o, per_head.flatten(1))
+    return F.pad(added, (0, 0, before, 0)).view(rows, before + time, size)[:, before:]
+
+
+def taken(retrieved: Retrieved, sources: ContextSources, back: int, context: int) -> Retrieved:
+    """What was retrieved `back` tokens before each token, `[tokens, ...]`, and which of it exists."""
+    if sources.shifted:
+        start, end = context - 1 - back, retrieved.filled.shape[:2].numel() - back
+        return retrieved.each(lambda tensor: tensor.flatten(0, 1)[start:end])
+    place = sources.place[..., back]
+    near = retrieved.each(lambda tensor: keep_columns(tensor, place, 1).flatten(0, 1))
+    return near._replace(filled=near.filled & sources.valid[..., back].flatten()[:, None])
+
+
+def masked_softmax(scores: Tensor, seen: Tensor) -> Tensor:
+    """Softmax in float32 or better over what is seen; exactly 0 where nothing is, every score still in the graph."""
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return torch.softmax(scores.masked_fill(~seen, torch.finfo(scores.dtype).min), -1) * seen
+
+
+def naive(
+    options: NeurocacheOptions, encoder: NeurocacheParts, parts: NeurocacheParts, searched: Tensor, hidden: Tensor
+) -> Tensor:
+    """The specification: cache attention over one document, token by token, in the plainest way.
+
+    Args:
+        encoder: holds W_p and its norm.
+        parts: of the attention layer.
+        searched: x of the retrieval layer (also the storing layer) for the whole document, `[time, h]`.
+        hidden: x of the attention layer for the whole document, `[time, h]`.
+
+    Returns:
+        What the branch adds, `[time, h]`. Gradients reach W_p through retrieved entries only, as in training.
+    """
+    assert parts.q is not None and parts.k is not None and parts.v is not None and parts.o is not None
+    base, length = options.base, options.segment_tokens
+    entries = encoder.encode(searched.detach())
+    retrieved: list[list[tuple[int, int, int]]] = []  # of each token: entries, the hits beside which they stand, places
+    outputs = []
+    for t in range(len(hidden)):
+        start = t // length * length  # of the open segment
+        oldest = max(start - options.cache_size, 0)
+        found: list[tuple[float, int]] = []
+        for i in range(oldest, start):
+            if options.similarity == "l2":
+                score = -float(((entries[t] - entries[i]) ** 2).sum())
+            else:
+                score = float(entries[t] @ entries[i])
+            found.append((-score, i))
+        half = options.neighborhood_size // 2
+        offsets = list(range(-half + 1, half + 1)) if half else [0]
+        hits = [i for _, i in sorted(found)[: options.topk]]
+        retrieved.append(
+            [(i + o, i, place) for i in hits for place, o in enumerate(offsets) if oldest <= i + o < start]
+        )
+        seen = [
+            (back, *entry) for back in range(min(options.context_size, t - start + 1)) for entry in retrieved[t - back]
+        ]
+        chosen = [i for _, i, _, _ in seen]
+        query = parts.q(hidden[t]).view(base.heads, base.head_dim)
+        keys = parts.k(entries[chosen]).view(len(chosen), base.kv_heads, base.head_dim)
+        values = parts.v(entries[chosen]).view(len(chosen), base.kv_heads, base.head_dim)
+        heads = []
+        for head in range(base.heads):
+            kv_head = head // (base.heads // base.kv_heads)
+            scores = keys[:, kv_head] @ query[head] / base.head_dim**0.5
+            if parts.scores is None:
+                weights = torch.softmax(scores, 0)
+            else:
+                slope = NEARNESS * torch.exp(parts.scores.nearness[head])
+                nothing = NOTHING + NOTHING_STEP * parts.scores.nothing[head]
+                added = [
+                    slope * torch.cosine_similarity(entries[t - back].detach(), entries[hit], 0)
+                    + parts.scores.beside[head, back, place]
+                    for back, _, hit, place in seen
+                ]
+                weights = torch.softmax(torch.stack([*(scores[i] + new for i, new in enumerate(added)), nothing]), 0)[
+                    :-1
+                ]
+            heads.append(weights @ values[:, kv_head])
+        per_head = torch.stack(heads)
+        if parts.gate is not None:
+            per_head = parts.gate(per_head)
+        outputs.append(parts.o(per_head.flatten()))
+    return torch.stack(outputs)

@@ -1,0 +1,206 @@
+"""What a user sets of Neurocache, and what that means on one base model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cacheformers.modeling.memory import BaseShape, LocalWindow, MemoryState
+from cacheformers.modeling.rings import STORE_DTYPES, StoreOptions
+from cacheformers.modeling.search import get_search
+from cacheformers.modeling.settings import (
+    LocalWindowOptions,
+    LocalWindowSettings,
+    check_at_least,
+    check_choices,
+    setting,
+    values_of,
+)
+
+
+@dataclass(repr=False)  # transformers prints a configuration
+class NeurocacheSettings(LocalWindowSettings):
+    """Fields of `NeurocacheAdapterConfig` and `NeurocacheConfig`. Layers count from 0."""
+
+    cache_size: int = setting(16384, "Entries a document may keep (m); the oldest go first.", free=True)
+    compression_factor: int = setting(4, "Hidden size over entry size (h/d). 1 stores states as they are.")
+    topk: int = setting(16, "Entries that each token retrieves (k).", free=True)
+    neighborhood_size: int = setting(2, "Entries that each hit brings along in time order (w): 1 or even.", free=True)
+    context_size: int = setting(2, "A token attends to what the last c tokens of its segment retrieved (c).", free=True)
+    retrieval_map: dict[int, int] | None = setting(
+        None, "Retrieval layer -> layer whose states are stored. Default: three quarters up, onto itself."
+    )
+    attention_layers: list[int] | None = setting(
+        None, "Layers with cache attention. Default: from the lowest retrieval layer to the top."
+    )
+    similarity: str = setting("l2", "'l2' (nearest) or 'dot' (largest inner product).")
+    exclude_window: bool = setting(False, "Do not retrieve entries whose tokens a sliding window still shows.")
+    gate: str = setting(
+        "zero",
+        "'zero': a gate per head, 0 at first, so adaptation starts at the base. 'none': as published.",
+        free=True,
+    )
+    hit_scores: bool = setting(
+        False,
+        "Beyond the paper: cache attention knows how near each hit was and where a state stands beside it, "
+        "and can attend to nothing. Measured better where it was tried.",
+    )
+    search: str = setting(
+        "auto", "'auto', 'exact', 'faiss', 'bfloat16', or 'faiss:' and a faiss index factory string.", free=True
+    )
+    cache_dtype: str | None = setting(
+        None, "Entries' dtype. Default: float32 on the CPU, bfloat16 on a GPU.", free=True
+    )
+    compatibility: str | None = setting(
+        None,
+        "'reference' computes what the published package computes, 'reference-fixed-heads' the same with "
+        "its head axis corrected. For its checkpoints only: it is neither causal across chunks nor exact.",
+    )
+
+    def resolve(self, base: BaseShape) -> NeurocacheOptions:
+        """The method's options for one base model.
+
+        Raises:
+            ValueError: an option that does not fit the base model.
+        """
+        retrieval_map = self.retrieval_map
+        if retrieval_map is None:
+            layer = 3 * base.layers // 4
+            retrieval_map = {layer: layer}
+        attention_layers = self.attention_layers
+        if attention_layers is None:
+            attention_layers = list(range(min(retrieval_map, default=0), base.layers))
+        if self.attention_layers is not None and len(set(attention_layers)) != len(attention_layers):
+            raise ValueError(f"attention_layers {attention_layers} names a layer twice.")
+        options = values_of(self, NeurocacheSettings)
+        options["retrieval_map"] = tuple(sorted(retrieval_map.items()))
+        options["attention_layers"] = tuple(sorted(attention_layers))
+        return NeurocacheOptions(base=base, **options)
+
+
+@dataclass(kw_only=True)
+class NeurocacheOptions(StoreOptions, NeurocacheSettings, LocalWindowOptions):
+    """`NeurocacheSettings` resolved against a base model.
+
+    Raises:
+        ValueError: an option that does not fit the base model, or that would let a token see its future.
+    """
+
+    retrieval_map: tuple[tuple[int, int], ...]  # type: ignore[assignment]  # resolved
+    attention_layers: tuple[int, ...]  # type: ignore[assignment]  # resolved
+
+    def __post_init__(self) -> None:
+        layers, size = self.base.layers, self.base.hidden_size
+        wrong = [layer for layer in {*sum(self.retrieval_map, ()), *self.attention_layers} if not 0 <= layer < layers]
+        if wrong:
+            raise ValueError(f"Layers {sorted(wrong)} do not exist: this base model has layers 0 to {layers - 1}.")
+        if not self.retrieval_map or not self.attention_layers:
+            raise ValueError("retrieval_map and attention_layers need at least one layer each.")
+        for retrieval, storing in self.retrieval_map:
+            if storing < retrieval:
+                raise ValueError(
+                    f"retrieval_map {{{retrieval}: {storing}}}: the storing layer comes before the retrieval layer, so "
+                    "a search could find states of its own segment (the future leaks). Store at the retrieval layer or "
+                    "above it."
+                )
+        lowest = min(retrieval for retrieval, _ in self.retrieval_map)
+        if min(self.attention_layers) < lowest:
+            raise ValueError(
+                f"attention_layers {list(self.attention_layers)}: nothing has been retrieved before layer {lowest}. "
+                "Attend at the lowest retrieval layer or above it."
+            )
+        check_at_least(1, self, "cache_size", "compression_factor", "topk")
+        check_at_least(1, self, "neighborhood_size", "context_size")
+        if size % self.compression_factor:
+            raise ValueError(f"compression_factor {self.compression_factor} does not divide the hidden size {size}.")
+        if self.topk > self.cache_size or self.neighborhood_size > self.cache_size:
+            raise ValueError(
+                f"topk {self.topk} and neighborhood_size {self.neighborhood_size} must not exceed cache_size "
+                f"{self.cache_size}."
+            )
+        if self.neighborhood_size > 1 and self.neighborhood_size % 2:
+            raise ValueError(f"neighborhood_size must be 1 or even, got {self.neighborhood_size}.")
+        check_choices(
+            self,
+            similarity=("l2", "dot"),
+            gate=("zero", "none"),
+            cache_dtype=STORE_DTYPES,
+            compatibility=(None, "reference", "reference-fixed-heads"),
+        )
+        if self.compatibility is None:
+            self.check_local_window()
+        buckets = min(max(self.topk, 512), self.cache_size)
+        if self.compatibility is not None and self.cache_size % buckets:
+            raise ValueError(
+                f"The published package needs a cache_size that its {buckets} buckets divide, got {self.cache_size}."
+            )
+        if self.compatibility is not None and self.hit_scores:
+            raise ValueError("compatibility modes compute what was published: set hit_scores=False.")
+        get_search(self.search)
+
+    @property
+    def width(self) -> int:
+        """Size d of an entry."""
+        return self.base.hidden_size // self.compression_factor
+
+    @property
+    def entry_numbers(self) -> int:
+        """Numbers that one token's entries take in all layers that store."""
+        return self.width * len({storing for _, storing in self.retrieval_map})
+
+    @property
+    def window(self) -> LocalWindow:
+        """What self-attention sees."""
+        if self.compatibility is not None:
+            return LocalWindow(2**62)
+        return super().window
+
+    @property
+    def first_layer(self) -> int:
+        """The lowest retrieval layer; W_p and its norm are kept there."""
+        return min(retrieval for retrieval, _ in self.retrieval_map)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Every layer that takes part."""
+        return tuple(sorted({*sum(self.retrieval_map, ()), *self.attention_layers}))
+
+    def source(self, layer: int) -> int:
+        """The retrieval layer whose states an attention layer reads: the last one at or below it."""
+        return max(retrieval for retrieval, _ in self.retrieval_map if retrieval <= layer)
+
+    def new_state(
+        self,
+        rows: int,
+        devices: dict[int, torch.device],
+        dtype: torch.dtype,
+        keep_values: bool,
+        cache_size: int | None = None,
+    ) -> MemoryState:
+        """An empty memory.
+
+        Args:
+            devices: of each augmented layer.
+            dtype: of the model's activations.
+            keep_values: keep x beside each entry, from which training re-encodes it.
+            cache_size: another number of entries than the configured one (0: nothing is remembered).
+        """
+        # These build on the options.
+        from cacheformers.methods.neurocache.neurocache import NeurocacheState
+        from cacheformers.methods.neurocache.reference import ReferenceState
+
+        if self.compatibility is not None:
+            if cache_size is not None:
+                raise ValueError("compatibility modes have the cache_size of their configuration.")
+            return ReferenceState(self, rows, devices, dtype, keep_values)
+        return NeurocacheState(self, rows, devices, dtype, keep_values, cache_size)
+
+
+def layer_numbers(retrieval_map: Mapping[Any, Any] | None) -> dict[int, int] | None:
+    """A retrieval map with numbers for keys, which JSON turns into text."""
+    if retrieval_map is None:
+        return None
+    return {int(retrieval): int(storing) for retrieval, storing in retrieval_map.items()}

@@ -1,0 +1,244 @@
+"""What the published Neurocache package computes, for its checkpoints (alisafaya/neurocache, commit 5253048).
+
+It differs from the paper in several places, kept here on purpose: each forward is a segment; the search takes one
+entry a bucket; empty slots are zero states that compete in the softmax; the window is clipped and ignores the ring's
+seam; the first tokens repeat their context; padding is stored; and, unless `compatibility="reference-fixed-heads"`, the
+head and neighbour axes of keys and values are mixed up. It is neither causal across chunkings nor exact: not for new
+adapters.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from cacheformers.methods.neurocache.neurocache import NeurocacheParts, project
+from cacheformers.methods.neurocache.options import NeurocacheOptions
+from cacheformers.modeling.memory import MemoryState, SegmentCall, by_layer, joined, part
+
+BUCKETS = 512
+EMPTY_SCORE = -1e8
+
+
+@dataclass
+class ReferenceReading:
+    """What one forward reads and leaves behind."""
+
+    keys: dict[int, Tensor]
+    values: dict[int, Tensor]
+    context: dict[int, Tensor]
+    new_entries: dict[int, Tensor] = field(default_factory=dict)
+    new_values: dict[int, Tensor] = field(default_factory=dict)
+    slots: dict[int, Tensor] = field(default_factory=dict)
+    states: dict[int, Tensor] = field(default_factory=dict)
+    encoder: NeurocacheParts = NeurocacheParts()
+
+
+class ReferenceState(MemoryState):
+    """Zero-initialised rings written after every forward, and the last retrieved states of the running generation.
+
+    Attributes:
+        frozen: forwards read but store nothing (the package's `generation_mode`).
+    """
+
+    forward_is_segment = True
+
+    def __init__(
+        self,
+        options: NeurocacheOptions,
+        rows: int,
+        devices: dict[int, torch.device],
+        dtype: torch.dtype,
+        keep_values: bool,
+    ) -> None:
+        self.context_size, self.frozen = options.context_size, False
+        self.keys: dict[int, Tensor] = {}  # storing layer -> [rows, m, d]
+        self.values: dict[int, Tensor] = {}  # storing layer -> [rows, m, h]
+        self.context: dict[int, Tensor] = {}  # retrieval layer -> [rows, c-1, N, d]
+        self.written = torch.zeros(rows, dtype=torch.long)
+        for _, storing in options.retrieval_map:
+            kind = options.store_dtype(devices[storing], dtype)
+            self.keys[storing] = torch.zeros(
+                rows, options.cache_size, options.width, dtype=kind, device=devices[storing]
+            )
+            if keep_values and options.compression_factor > 1:
+                self.values[storing] = self.keys[storing].new_zeros(rows, options.cache_size, options.base.hidden_size)
+
+    def begin(self) -> ReferenceReading:
+        return ReferenceReading(dict(self.keys), dict(self.values), dict(self.context))
+
+    def end(self, reading: ReferenceReading) -> None:
+        if self.context_size > 1:
+            self.context = {
+                layer: states[:, -(self.context_size - 1) :].detach() for layer, states in reading.states.items()
+            }
+        if self.frozen:
+            return
+        for stores, new in ((self.keys, reading.new_entries), (self.values, reading.new_values)):
+            for layer, tensor in new.items():
+                stores[layer] = stores[layer].clone()
+                size = stores[layer].shape[1]
+                last = tensor[:, -size:]
+                skipped = tensor.shape[1] - last.shape[1]
+                place = (self.written[:, None] + skipped + torch.arange(last.shape[1])) % size  # [rows, time]
+                row = torch.arange(len(tensor))[:, None]
+                stores[layer][row, place] = last.to(stores[layer])
+        self.written += next(iter(reading.new_entries.values())).shape[1]
+
+    def check(self, row: int, columns: Tensor) -> None:
+        """Nothing to do: nothing waits."""
+
+    def commit(self, row: int, columns: Tensor) -> None:
+        """Nothing to do: every forward was stored when it ended."""
+
+    def keep(self, columns: Tensor) -> None:
+        if columns.shape[1] == 0:
+            self.context = {}
+
+    def reset(self, rows: Sequence[int]) -> None:
+        chosen = list(rows)
+        self.written[chosen] = 0
+        for stores in (self.keys, self.values):
+            for layer in stores:
+                stores[layer] = stores[layer].clone()
+                stores[layer][chosen] = 0
+
+    def select(self, rows: Sequence[int]) -> None:
+        chosen = list(rows)
+        self.written = self.written[chosen]
+        for stores in (self.keys, self.values, self.context):
+            for layer in stores:
+                stores[layer] = stores[layer][chosen]
+
+    def clone(self) -> ReferenceState:
+        twin = copy.copy(self)
+        twin.written = self.written.clone()
+        twin.keys, twin.values, twin.context = dict(self.keys), dict(self.values), dict(self.context)
+        return twin
+
+    def to(self, device: torch.device | str) -> None:
+        for stores in (self.keys, self.values, self.context):
+            for layer in stores:
+                stores[layer] = stores[layer].to(device)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {
+            "written": self.written,
+            **joined(keys=self.keys, values=self.values, context=self.context),
+        }
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        device = next(iter(self.keys.values())).device
+        self.written = tensors["written"]
+        self.keys, self.values = by_layer(part(tensors, "keys"), device), by_layer(part(tensors, "values"), device)
+        self.context = by_layer(part(tensors, "context"), device)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for stores in (self.keys, self.values, self.context) for tensor in stores.values())
+
+
+def reference_branch(
+    options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidden: Tensor, call: SegmentCall, training: bool
+) -> Tensor | None:
+    """Retrieve, then store, then cache attention, in this order; arguments as in `neurocache.branch`."""
+    reading: ReferenceReading = call.reading
+    if layer == options.first_layer:
+        reading.encoder = parts
+    retrieving = dict(options.retrieval_map)
+    if layer in retrieving or layer in retrieving.values():
+        with torch.no_grad():
+            entries = reading.encoder.encode(hidden)
+        if layer in retrieving:
+            reference_retrieve(options, layer, retrieving[layer], entries, hidden, reading, training)
+        if layer in retrieving.values():
+            reading.new_entries[layer] = entries
+            if layer in reading.values:
+                reading.new_values[layer] = hidden.detach()
+    return reference_attend(options, layer, parts, hidden, call) if layer in options.attention_layers else None
+
+
+def reference_retrieve(
+    options: NeurocacheOptions,
+    layer: int,
+    storing: int,
+    queries: Tensor,
+    hidden: Tensor,
+    reading: ReferenceReading,
+    training: bool,
+) -> None:
+    """Bucketed search, clipped neighbourhood, and the states (the package's sections of the same names)."""
+    keys = reading.keys[storing]
+    if layer not in reading.slots:
+        hits = bucket_search(queries.to(keys.dtype), keys, options.topk, options.similarity)
+        half = options.neighborhood_size // 2
+        offsets = torch.arange(-half + 1, half + 1) if half else torch.zeros(1, dtype=torch.long)
+        wide = hits[..., None] + offsets.to(hits.device)
+        reading.slots[layer] = wide.clamp(0, keys.shape[1] - 1).flatten(2)  # [rows, time, N]
+    rows = torch.arange(len(keys), device=keys.device)[:, None, None]
+    if training and options.compression_factor > 1:
+        states = reading.encoder.encode(reading.values[storing][rows, reading.slots[layer]].to(hidden.dtype))
+    else:
+        states = keys[rows, reading.slots[layer]]
+    states = states.to(hidden.dtype)
+    past = reading.context.get(layer)
+    if past is None:
+        past = states[:, :1].expand(-1, options.context_size - 1, -1, -1)  # repeated, not truncated
+    reading.states[layer] = torch.cat([past, states], 1)  # [rows, c-1+time, N, d]
+
+
+def bucket_search(queries: Tensor, keys: Tensor, topk: int, similarity: str) -> Tensor:
+    """Slots `[rows, time, k]` of the best entry in each of the k best buckets; slot i is in bucket i mod 512.
+
+    Args:
+        queries: `[rows, time, d]`.
+        keys: `[rows, m, d]`.
+    """
+    size = keys.shape[1]
+    buckets = min(max(topk, BUCKETS), size)
+    scores = queries @ keys.transpose(1, 2)  # [rows, time, m]
+    if similarity == "l2":
+        scores = 2 * scores - keys.square().sum(-1)[:, None]
+    empty = keys.sum(-1) == 0  # also hits real entries: the package's rule
+    penalty = float("-inf") if keys.dtype == torch.float16 else EMPTY_SCORE
+    scores = scores + torch.where(empty, penalty, 0.0).to(scores.dtype)[:, None]
+    best, row = scores.unflatten(-1, (size // buckets, buckets)).max(-2)  # [rows, time, buckets]
+    slots = row * buckets + torch.arange(buckets, device=keys.device)
+    if buckets == topk:
+        return slots
+    return slots.gather(-1, best.topk(topk, -1).indices)
+
+
+def reference_attend(
+    options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidden: Tensor, call: SegmentCall
+) -> Tensor:
+    """Cache attention over the last c tokens' states, without a mask, `[rows, time, h]`."""
+    assert parts.q is not None and parts.k is not None and parts.v is not None and parts.o is not None
+    base, context = options.base, options.context_size
+    rows, time, _ = hidden.shape
+    states = call.reading.states[options.source(layer)].to(hidden.device)
+    found = states.shape[2]
+
+    def by_head(projected: Tensor) -> Tensor:
+        """`[rows, c-1+time, kv_heads, N, d_head]`, with or without the published mix-up of the two axes."""
+        if options.compatibility == "reference":
+            return projected.view(rows, -1, base.kv_heads, found, base.head_dim)
+        return projected.view(rows, -1, found, base.kv_heads, base.head_dim).transpose(2, 3)
+
+    def with_context(tensor: Tensor) -> Tensor:
+        """`[rows, time, heads, c*N, d_head]`."""
+        windows = [tensor[:, back : back + time] for back in range(context)]
+        return torch.cat(windows, 3).repeat_interleave(base.heads // base.kv_heads, 2)
+
+    queries = project(parts.q, hidden).view(rows, time, base.heads, 1, base.head_dim) * base.head_dim**-0.5
+    keys = with_context(by_head(project(parts.k, states)))
+    values = with_context(by_head(project(parts.v, states)))
+    weights = torch.softmax(queries @ keys.transpose(-1, -2), -1)
+    per_head = (weights @ values).squeeze(3)
+    if parts.gate is not None:
+        per_head = parts.gate(per_head)
+    return project(parts.o, per_head.flatten(2))
