@@ -26,7 +26,8 @@ from cacheformers.adapters.folders import new_folder
 from cacheformers.evaluation.gate_pictures import by_layer, page, save_figure, share_history, share_map
 from cacheformers.evaluation.remembering import own_tokenizer
 from cacheformers.evaluation.texts import raw_text
-from cacheformers.methods.gated_attention.gated_attention import GatedAttentionOptions, fix_heads
+from cacheformers.methods.gated_attention.gated_attention import fix_heads
+from cacheformers.methods.gated_attention.options import GatedAttentionOptions
 from cacheformers.methods.infini_attention import InfiniAttentionOptions
 from cacheformers.modeling.attach import active_memories, active_options, find_decoder, new_memory, unwrap
 

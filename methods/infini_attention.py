@@ -92,29 +92,6 @@ class InfiniAttentionOptions(InfiniAttentionSettings, LocalWindowOptions):
         """Layers whose output the method changes."""
         return self.layers
 
-    def new_state(
-        self,
-        rows: int,
-        devices: dict[int, torch.device],
-        dtype: torch.dtype,
-        keep_values: bool = False,
-        cache_size: int | None = None,
-    ) -> InfiniState:
-        """An empty memory.
-
-        Args:
-            devices: of each augmented layer.
-            dtype: of the model's activations.
-            keep_values: nothing is encoded anew in training, so this changes nothing.
-            cache_size: 0 for a memory that stays empty.
-
-        Raises:
-            ValueError: another cache_size was asked for.
-        """
-        if cache_size:
-            raise ValueError("Infini-attention has a memory of one size: leave cache_size out, or 0 for none.")
-        return InfiniState(self, rows, devices, dtype, stays_empty=cache_size == 0)
-
 
 class Beta(nn.Module):
     """One learned number per query head, whose sigmoid is the memory's share. It wants a high rate and no decay."""
@@ -532,6 +509,30 @@ def naive(
     return NaiveDocument(outputs, dots, mems, matrices, norms)
 
 
+def new_state(
+    options: InfiniAttentionOptions,
+    rows: int,
+    devices: dict[int, torch.device],
+    dtype: torch.dtype,
+    keep_values: bool = False,
+    cache_size: int | None = None,
+) -> InfiniState:
+    """An empty memory.
+
+    Args:
+        devices: of each augmented layer.
+        dtype: of the model's activations.
+        keep_values: nothing is encoded anew in training, so this changes nothing.
+        cache_size: 0 for a memory that stays empty.
+
+    Raises:
+        ValueError: another cache_size was asked for.
+    """
+    if cache_size:
+        raise ValueError("Infini-attention has a memory of one size: leave cache_size out, or 0 for none.")
+    return InfiniState(options, rows, devices, dtype, stays_empty=cache_size == 0)
+
+
 @dataclass
 class InfiniAttentionAdapterConfig(InfiniAttentionSettings, MemoryAdapterConfig):
     """Infini-attention beside LoRA (Munkhdalai et al. 2024, arXiv 2404.07143)."""
@@ -563,6 +564,7 @@ register(
         model=InfiniAttentionModel,
         causal_lm=InfiniAttentionForCausalLM,
         options=InfiniAttentionOptions,
+        new_state=new_state,
         parts=InfiniParts,
         make_parts=make_parts,
         attend=attend_inputs,

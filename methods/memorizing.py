@@ -109,37 +109,6 @@ class MemorizingOptions(StoreOptions, MemorizingSettings, LocalWindowOptions):
         """Every layer that takes part."""
         return tuple(sorted(self.attention_layers))
 
-    def new_state(
-        self,
-        rows: int,
-        devices: dict[int, torch.device],
-        dtype: torch.dtype,
-        keep_values: bool,
-        cache_size: int | None = None,
-    ) -> MemorizingState:
-        """An empty memory.
-
-        Args:
-            devices: of each augmented layer.
-            dtype: of the model's activations.
-            keep_values: means nothing here: values are always kept.
-            cache_size: another number of pairs than the configured one (0: nothing is remembered).
-        """
-        capacity = self.cache_size if cache_size is None else cache_size
-        return MemorizingState(
-            {
-                layer: Ring(
-                    rows,
-                    capacity,
-                    self.width,
-                    self.width,
-                    self.store_dtype(devices[layer], dtype),
-                    devices[layer],
-                )
-                for layer in self.layers
-            }
-        )
-
 
 def default_layer(layers: int) -> int:
     """The paper's layer, three quarters up: the 9th of 12, counted from 0."""
@@ -189,6 +158,38 @@ class MemorizingState(RingState):
 
     def end(self, reading: MemorizingReading) -> None:
         self.add(keys=reading.new_keys, values=reading.new_values)
+
+
+def new_state(
+    options: MemorizingOptions,
+    rows: int,
+    devices: dict[int, torch.device],
+    dtype: torch.dtype,
+    keep_values: bool,
+    cache_size: int | None = None,
+) -> MemorizingState:
+    """An empty memory.
+
+    Args:
+        devices: of each augmented layer.
+        dtype: of the model's activations.
+        keep_values: means nothing here: values are always kept.
+        cache_size: another number of pairs than the configured one (0: nothing is remembered).
+    """
+    capacity = options.cache_size if cache_size is None else cache_size
+    return MemorizingState(
+        {
+            layer: Ring(
+                rows,
+                capacity,
+                options.width,
+                options.width,
+                options.store_dtype(devices[layer], dtype),
+                devices[layer],
+            )
+            for layer in options.layers
+        }
+    )
 
 
 def unit(states: Tensor) -> Tensor:
@@ -342,6 +343,7 @@ register(
         model=MemorizingModel,
         causal_lm=MemorizingForCausalLM,
         options=MemorizingOptions,
+        new_state=new_state,
         parts=MemorizingParts,
         make_parts=make_parts,
         attend=mix,

@@ -59,23 +59,6 @@ class WindowedOptions(WindowedSettings, LocalWindowOptions):
         """Layers whose output the method changes: all."""
         return tuple(range(self.base.layers))
 
-    def new_state(
-        self,
-        rows: int,
-        devices: dict[int, torch.device],
-        dtype: torch.dtype,
-        keep_values: bool = False,
-        cache_size: int | None = None,
-    ) -> WindowedState:
-        """A state that holds nothing.
-
-        Raises:
-            ValueError: something is to be remembered.
-        """
-        if cache_size:
-            raise ValueError("A local window remembers nothing beside it: leave cache_size out.")
-        return WindowedState()
-
 
 class WindowedParts(NamedTuple):
     """Nothing is trained."""
@@ -131,6 +114,24 @@ class WindowedState(MemoryState):
         """There are no tensors."""
 
 
+def new_state(
+    options: WindowedOptions,
+    rows: int,
+    devices: dict[int, torch.device],
+    dtype: torch.dtype,
+    keep_values: bool = False,
+    cache_size: int | None = None,
+) -> WindowedState:
+    """A state that holds nothing.
+
+    Raises:
+        ValueError: something is to be remembered.
+    """
+    if cache_size:
+        raise ValueError("A local window remembers nothing beside it: leave cache_size out.")
+    return WindowedState()
+
+
 @dataclass
 class WindowedAdapterConfig(WindowedSettings, MemoryAdapterConfig):
     """LoRA on a base that sees only a local window, to compare memories with."""
@@ -162,6 +163,7 @@ register(
         model=WindowedModel,
         causal_lm=WindowedForCausalLM,
         options=WindowedOptions,
+        new_state=new_state,
         parts=WindowedParts,
         make_parts=make_parts,
         title="Local window",

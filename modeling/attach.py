@@ -27,7 +27,7 @@ from cacheformers.modeling.inputs import (
     check_positions,
     real_tokens,
 )
-from cacheformers.modeling.memory import BaseShape, SegmentCall
+from cacheformers.modeling.memory import BaseShape, MemoryOptions, SegmentCall
 from cacheformers.modeling.method import MethodOnLayer
 from cacheformers.modeling.origin import identify
 from cacheformers.modeling.whole import WholeConfig
@@ -80,28 +80,6 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 WRAPPED_AS = ("_orig_mod", "module", "base_model", "model")  # by torch.compile, DDP, PeftModel, PEFT's tuners
-
-
-class MemoryOptions(Protocol):
-    """A method's options, resolved against a base model."""
-
-    @property
-    def window(self) -> Any: ...
-
-    @property
-    def signature(self) -> dict[str, Any]: ...
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Layers with a memory."""
-
-    @property
-    def attention_layers(self) -> tuple[int, ...]:
-        """Layers whose output the method changes: LoRA's, unless others are named."""
-
-    def new_state(
-        self, rows: int, devices: dict[int, torch.device], dtype: torch.dtype, keep_values: bool, cache_size: int | None
-    ) -> Any: ...
 
 
 class LayerMemory(Protocol):

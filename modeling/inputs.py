@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from cacheformers.modeling.attach import MemoryOptions
+from cacheformers.modeling.memory import MemoryOptions
 
 
 def check_positions(position_ids: Tensor | None, real: Tensor) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from cacheformers.modeling.search.store import Ring
+from cacheformers.modeling.search.store import Ring
 
 
 @dataclass(frozen=True)
@@ -95,6 +94,28 @@ class SegmentCall:
     def padded(self) -> bool:
         """Whether some column, old or new, holds nothing for some row."""
         return not bool(self.visible.all())
+
+
+class MemoryOptions(Protocol):
+    """A method's options, resolved against a base model."""
+
+    @property
+    def window(self) -> Any: ...
+
+    @property
+    def signature(self) -> dict[str, Any]: ...
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers with a memory."""
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers whose output the method changes: LoRA's, unless others are named."""
+
+    def new_state(
+        self, rows: int, devices: dict[int, torch.device], dtype: torch.dtype, keep_values: bool, cache_size: int | None
+    ) -> Any: ...
 
 
 class MemoryState(ABC):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from cacheformers.modeling.attending import AttentionInputs
-from cacheformers.modeling.memory import SegmentCall
+from cacheformers.modeling.memory import MemoryState, SegmentCall
 
 if TYPE_CHECKING:
     from cacheformers.modeling.cache import MemoryCache
@@ -27,6 +27,9 @@ class MemoryMethod:
         config, model, causal_lm: its model classes on a base. The config's `model_type` is the method's name, which in
             upper case is its PEFT type.
         options: class of the settings resolved against one base model.
+        new_state: given options, number of rows, the device of each augmented layer, dtype of the activations, whether
+            training will encode anew what is stored, and `cache_size` (None: as configured; 0: remember nothing), an
+            empty memory.
         parts: `NamedTuple` of what one layer trains, with a `fingerprint`; None or absent is a part that it lacks.
         make_parts: given options, layer and the layer's own W_q, W_k, W_v, W_o (or None), new parts by name.
         branch: given options, layer, parts, the input of self-attention `[rows, time, h]`, the call and whether this is
@@ -52,6 +55,7 @@ class MemoryMethod:
     model: Any
     causal_lm: Any
     options: Any
+    new_state: Callable[..., MemoryState]
     parts: Any
     make_parts: Callable[..., dict[str, nn.Module]]
     branch: Callable[..., Tensor | None] | None = None

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from cacheformers.modeling.memory import BaseShape, LocalWindow
+import torch
+
+from cacheformers.modeling.memory import BaseShape, LocalWindow, MemoryState
 from cacheformers.modeling.method import MemoryMethod, method_of
 
 
@@ -56,6 +58,17 @@ class MethodOptions:
     def signature(self) -> dict[str, Any]:
         """What two models must share to exchange a memory."""
         return self.method.signature(self)
+
+    def new_state(
+        self,
+        rows: int,
+        devices: dict[int, torch.device],
+        dtype: torch.dtype,
+        keep_values: bool = False,
+        cache_size: int | None = None,
+    ) -> MemoryState:
+        """An empty memory, see `MemoryMethod.new_state`."""
+        return self.method.new_state(self, rows, devices, dtype, keep_values, cache_size)
 
 
 @dataclass(kw_only=True)

@@ -5,13 +5,8 @@ from __future__ import annotations
 import torch
 from attention_core import SHAPE, run_pieces
 
-from cacheformers.methods.gated_attention.gated_attention import (
-    GatedAttentionOptions,
-    GatedParts,
-    attend,
-    make_parts,
-    naive,
-)
+from cacheformers.methods.gated_attention.gated_attention import GatedParts, attend, make_parts, naive
+from cacheformers.methods.gated_attention.options import GatedAttentionOptions
 
 DEVICES = {0: torch.device("cpu")}
 SCALING = 8**-0.5

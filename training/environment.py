@@ -5,26 +5,21 @@ from __future__ import annotations
 import platform
 import subprocess
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import accelerate
-import datasets
-import peft
 import torch
-import transformers
-
-import cacheformers
 
 
 def environment(device: torch.device, processes: int = 1) -> dict[str, Any]:
     """Date, commit, versions and machine."""
-    libraries = (cacheformers, torch, transformers, peft, accelerate, datasets)
+    libraries = ("cacheformers", "torch", "transformers", "peft", "accelerate", "datasets")
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": git_commit(Path(__file__).resolve().parents[1]),
         "python": platform.python_version(),
-        **{module.__name__: module.__version__ for module in libraries},
+        **{name: version(name) for name in libraries},
         "machine": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "processes": processes,

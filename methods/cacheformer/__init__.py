@@ -11,6 +11,7 @@ from cacheformers.methods.cacheformer.memory import (
     CacheFormerOnBaseSettings,
     attend_inputs,
     make_layer_parts,
+    new_state,
 )
 from cacheformers.methods.cacheformer.modeling import CacheFormerForCausalLM, CacheFormerModel
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
@@ -49,6 +50,7 @@ register(
         model=CacheFormerOnBaseModel,
         causal_lm=CacheFormerOnBaseForCausalLM,
         options=CacheFormerOnBaseOptions,
+        new_state=new_state,
         parts=CacheFormerParts,
         make_parts=make_layer_parts,
         attend=attend_inputs,

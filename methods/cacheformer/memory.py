@@ -100,30 +100,6 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
         """What stays visible: everything. (Near and far are the attention's own matter.)"""
         return LocalWindow(self.segment_tokens if self.causal else EVERYTHING, EVERYTHING)
 
-    def new_state(
-        self,
-        rows: int,
-        devices: dict[int, torch.device],
-        dtype: torch.dtype,
-        keep_values: bool = False,
-        cache_size: int | None = None,
-    ) -> CacheFormerMemory:
-        """An empty memory.
-
-        Args:
-            devices: of each layer with the method.
-            dtype: of the model's activations.
-            keep_values: nothing is encoded anew in training, so this changes nothing.
-            cache_size: 0 for one that sees the windows alone.
-
-        Raises:
-            ValueError: another cache_size was asked for.
-        """
-        if cache_size:
-            raise ValueError("CacheFormer keeps every key and value: leave cache_size out, or 0 for windows alone.")
-        kept = self if cache_size is None else replace(self, long=False, overlap=False, cache=False)
-        return CacheFormerMemory(kept, rows, devices, dtype)
-
 
 def make_layer_parts(options: CacheFormerOnBaseOptions, *_: Any) -> dict[str, nn.Module]:
     """What a layer trains. Nothing of it is used until a text is longer than two windows."""
@@ -256,3 +232,28 @@ class CacheFormerMemory(MemoryState):
             state.load_state_dict(
                 {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
             )
+
+
+def new_state(
+    options: CacheFormerOnBaseOptions,
+    rows: int,
+    devices: dict[int, torch.device],
+    dtype: torch.dtype,
+    keep_values: bool = False,
+    cache_size: int | None = None,
+) -> CacheFormerMemory:
+    """An empty memory.
+
+    Args:
+        devices: of each layer with the method.
+        dtype: of the model's activations.
+        keep_values: nothing is encoded anew in training, so this changes nothing.
+        cache_size: 0 for one that sees the windows alone.
+
+    Raises:
+        ValueError: another cache_size was asked for.
+    """
+    if cache_size:
+        raise ValueError("CacheFormer keeps every key and value: leave cache_size out, or 0 for windows alone.")
+    kept = options if cache_size is None else replace(options, long=False, overlap=False, cache=False)
+    return CacheFormerMemory(kept, rows, devices, dtype)

@@ -4,13 +4,9 @@ from dataclasses import dataclass
 
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
-from cacheformers.methods.gated_attention.gated_attention import (
-    GatedAttentionOptions,
-    GatedAttentionSettings,
-    GatedParts,
-    attend_inputs,
-    make_parts,
-)
+from cacheformers.methods.gated_attention.gated_attention import GatedParts, attend_inputs, make_parts
+from cacheformers.methods.gated_attention.options import GatedAttentionOptions, GatedAttentionSettings
+from cacheformers.methods.gated_attention.state import new_state
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
 from cacheformers.modeling.method import MemoryMethod
 
@@ -46,6 +42,7 @@ register(
         model=GatedAttentionModel,
         causal_lm=GatedAttentionForCausalLM,
         options=GatedAttentionOptions,
+        new_state=new_state,
         parts=GatedParts,
         make_parts=make_parts,
         attend=attend_inputs,

@@ -5,17 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cacheformers.methods.gated_attention.columns import Columns
 from cacheformers.methods.gated_attention.near_far import Reads, one_pass, two_passes
+from cacheformers.methods.gated_attention.options import GatedAttentionOptions
 from cacheformers.modeling.memory import MemoryState, SegmentCall, joined, part
-
-if TYPE_CHECKING:
-    from cacheformers.methods.gated_attention.gated_attention import GatedAttentionOptions
 
 
 class GateLosses(NamedTuple):
@@ -239,3 +237,27 @@ def first_needed(visible: Tensor, window: int) -> int:
     reached = visible & (after < window)
     columns = reached.any(0).nonzero()[:, 0]
     return int(columns[0]) if len(columns) else visible.shape[1]
+
+
+def new_state(
+    options: GatedAttentionOptions,
+    rows: int,
+    devices: dict[int, torch.device],
+    dtype: torch.dtype,
+    keep_values: bool = False,
+    cache_size: int | None = None,
+) -> GatedState:
+    """An empty memory.
+
+    Args:
+        devices: of each augmented layer.
+        dtype: of the model's activations.
+        keep_values: nothing is encoded anew in training, so this changes nothing.
+        cache_size: 0 for one in which all gates are closed: tokens see their window.
+
+    Raises:
+        ValueError: another cache_size was asked for.
+    """
+    if cache_size:
+        raise ValueError("Gated attention keeps every key and value: leave cache_size out, or 0 for closed gates.")
+    return GatedState(options, devices, closed=cache_size == 0)

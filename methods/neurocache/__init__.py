@@ -3,12 +3,18 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
-from cacheformers.methods.neurocache.neurocache import NeurocacheParts, branch, make_parts
+from cacheformers.methods.neurocache.neurocache import NeurocacheParts, NeurocacheState, make_parts
+from cacheformers.methods.neurocache.neurocache import branch as neurocache_branch
 from cacheformers.methods.neurocache.options import NeurocacheOptions, NeurocacheSettings, layer_numbers
+from cacheformers.methods.neurocache.reference import ReferenceState, reference_branch
 from cacheformers.methods.neurocache.start import start_from_states
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
+from cacheformers.modeling.memory import MemoryState, SegmentCall
 from cacheformers.modeling.method import MemoryMethod
 
 
@@ -44,6 +50,37 @@ class NeurocacheForCausalLM(CompositeForCausalLM):
     model_class = NeurocacheModel
 
 
+def new_state(
+    options: NeurocacheOptions,
+    rows: int,
+    devices: dict[int, torch.device],
+    dtype: torch.dtype,
+    keep_values: bool,
+    cache_size: int | None = None,
+) -> MemoryState:
+    """An empty memory.
+
+    Args:
+        devices: of each augmented layer.
+        dtype: of the model's activations.
+        keep_values: keep x beside each entry, from which training re-encodes it.
+        cache_size: another number of entries than the configured one (0: nothing is remembered).
+    """
+    if options.compatibility is not None:
+        if cache_size is not None:
+            raise ValueError("compatibility modes have the cache_size of their configuration.")
+        return ReferenceState(options, rows, devices, dtype, keep_values)
+    return NeurocacheState(options, rows, devices, dtype, keep_values, cache_size)
+
+
+def branch(
+    options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidden: Tensor, call: SegmentCall, training: bool
+) -> Tensor | None:
+    """`neurocache.branch`, or what the published package computes; see there."""
+    computed = neurocache_branch if options.compatibility is None else reference_branch
+    return computed(options, layer, parts, hidden, call, training)
+
+
 register(
     MemoryMethod(
         adapter_config=NeurocacheAdapterConfig,
@@ -51,6 +88,7 @@ register(
         model=NeurocacheModel,
         causal_lm=NeurocacheForCausalLM,
         options=NeurocacheOptions,
+        new_state=new_state,
         parts=NeurocacheParts,
         make_parts=make_parts,
         branch=branch,

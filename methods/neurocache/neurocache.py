@@ -240,10 +240,6 @@ def branch(
         hidden: x, the input of the layer's self-attention, `[rows, time, h]`.
         training: re-encode retrieved entries from their stored x, with gradients to W_p.
     """
-    if options.compatibility is not None:
-        from cacheformers.methods.neurocache.reference import reference_branch
-
-        return reference_branch(options, layer, parts, hidden, call, training)
     if hidden.dtype == torch.float32 and torch.is_autocast_enabled(hidden.device.type):
         # Every product would do it, with retrieved states again and again.
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))

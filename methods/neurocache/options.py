@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from cacheformers.modeling.memory import BaseShape, LocalWindow, MemoryState
+from cacheformers.modeling.memory import BaseShape, LocalWindow
 from cacheformers.modeling.rings import STORE_DTYPES, StoreOptions
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.settings import (
@@ -171,32 +169,6 @@ class NeurocacheOptions(StoreOptions, NeurocacheSettings, LocalWindowOptions):
     def source(self, layer: int) -> int:
         """The retrieval layer whose states an attention layer reads: the last one at or below it."""
         return max(retrieval for retrieval, _ in self.retrieval_map if retrieval <= layer)
-
-    def new_state(
-        self,
-        rows: int,
-        devices: dict[int, torch.device],
-        dtype: torch.dtype,
-        keep_values: bool,
-        cache_size: int | None = None,
-    ) -> MemoryState:
-        """An empty memory.
-
-        Args:
-            devices: of each augmented layer.
-            dtype: of the model's activations.
-            keep_values: keep x beside each entry, from which training re-encodes it.
-            cache_size: another number of entries than the configured one (0: nothing is remembered).
-        """
-        # These build on the options.
-        from cacheformers.methods.neurocache.neurocache import NeurocacheState
-        from cacheformers.methods.neurocache.reference import ReferenceState
-
-        if self.compatibility is not None:
-            if cache_size is not None:
-                raise ValueError("compatibility modes have the cache_size of their configuration.")
-            return ReferenceState(self, rows, devices, dtype, keep_values)
-        return NeurocacheState(self, rows, devices, dtype, keep_values, cache_size)
 
 
 def layer_numbers(retrieval_map: Mapping[Any, Any] | None) -> dict[int, int] | None:

@@ -1,4 +1,4 @@
-"""Write a memory to a folder: new files first, then the index that names them, then what is no longer named goes."""
+"""Write a `MemoryCache` to a folder: new files, then the index that names them; files no longer named are removed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -30,9 +30,6 @@ from cacheformers.modeling.files.shards import NAMES, describe, write_file
 from cacheformers.modeling.origin import Source
 from cacheformers.modeling.search.store import Ring
 
-if TYPE_CHECKING:
-    from cacheformers.modeling.cache import MemoryCache
-
 
 @dataclass(frozen=True)
 class Stream:
@@ -43,7 +40,7 @@ class Stream:
     take: Callable[[int, int], Tensor]
 
 
-def save_memory(memory: MemoryCache, folder: Path, append: bool) -> None:
+def save_memory(memory: Any, folder: Path, append: bool) -> None:
     """See `MemoryCache.save`."""
     if memory.options is None:
         raise ValueError("Only a memory made by read(), new_memory() or a forward can be saved.")
@@ -79,7 +76,7 @@ def prepare(folder: Path) -> None:
         raise MemoryFileError(f"{folder} holds something else ({', '.join(foreign[:3])}): choose another folder.")
 
 
-def earlier_save(memory: MemoryCache, folder: Path) -> Index | None:
+def earlier_save(memory: Any, folder: Path) -> Index | None:
     """The save that a memory goes on from; None where the folder holds none.
 
     Raises:
@@ -96,7 +93,7 @@ def earlier_save(memory: MemoryCache, folder: Path) -> Index | None:
     return index
 
 
-def write(memory: MemoryCache, folder: Path, save: str, before: Index | None) -> Index:
+def write(memory: Any, folder: Path, save: str, before: Index | None) -> Index:
     """Write what is not in the folder yet, then the index."""
     new, tail = f"{save}.new.safetensors", f"{save}.tail.safetensors"
     fresh: dict[str, Tensor] = {}
@@ -129,13 +126,13 @@ def write(memory: MemoryCache, folder: Path, save: str, before: Index | None) ->
     return index
 
 
-def sharing(memory: MemoryCache, row: int) -> int:
+def sharing(memory: Any, row: int) -> int:
     """The first row that shares all its rings with `row`."""
     rings = memory.state.rings.values()
     return next(first for first in range(row + 1) if all(ring.owner[first] == ring.owner[row] for ring in rings))
 
 
-def row_streams(memory: MemoryCache, row: int) -> dict[str, Stream]:
+def row_streams(memory: Any, row: int) -> dict[str, Stream]:
     """Everything of a row that only grows."""
     streams: dict[str, Stream] = {}
     for layer, ring in memory.state.rings.items():
@@ -187,7 +184,7 @@ def describe_ring(ring: Ring) -> Store:
     return Store(ring.capacity, ring.keys.shape[2], value_width, NAMES[ring.keys.dtype])
 
 
-def reader(memory: MemoryCache) -> Reader:
+def reader(memory: Any) -> Reader:
     """What the index says of the model that read."""
     origin = memory.origin
     return Reader(

@@ -1,0 +1,136 @@
+"""What a user sets of gated attention, and what that means on one base model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cacheformers.modeling.memory import BaseShape, LocalWindow
+from cacheformers.modeling.settings import (
+    MethodOptions,
+    check_at_least,
+    check_choices,
+    check_layers,
+    chosen_layers,
+    setting,
+    values_of,
+)
+
+EVERYTHING = 2**40  # tokens that stay visible
+
+
+@dataclass(repr=False)  # transformers prints a configuration
+class GatedAttentionSettings:
+    """Fields of `GatedAttentionAdapterConfig` and `GatedAttentionConfig`. Layers count from 0."""
+
+    window_tokens: int = setting(512, "Tokens that a closed gate sees (w); the token itself counts.")
+    layers: list[int] | None = setting(None, "Layers with gates. Default: all.")
+    gate_hidden: int | None = setting(None, "Width of the gate's hidden layer. Default: a linear gate.", free=True)
+    gate_per: str = setting("layer", "One gate a 'layer', 'head' or 'kv_head'.", free=True)
+    gate_bias: float = setting(
+        4.0,
+        "Where gates start, before the sigmoid: 4 keeps the base's function nearly, inf exactly; 0 is for "
+        "a model from scratch.",
+        free=True,
+    )
+    gate_choice: str = setting(
+        "soft",
+        "How gates are made in training: 'soft'; or, for the last phase, 'straight_through' (0 or 1 "
+        "forward, soft backward), 'gumbel' (a noisy sigmoid) or 'hard_concrete' (noisy, stretched, clipped).",
+        free=True,
+    )
+    gate_temperature: float = setting(2 / 3, "Temperature of the noisy choices.", free=True)
+    sparsity_weight: float = setting(
+        0.0, "Weight of mean g(1 - g) in `memory.state.loss`: gates go to 0 or 1.", free=True
+    )
+    mean_weight: float = setting(0.0, "Weight of mean g in `memory.state.loss`: gates close.", free=True)
+    sparsity_sign: str = setting("+", "'+', or for study 'paper', which pushes gates to 0.5 instead.", free=True)
+    threshold: float = setting(
+        0.0,
+        "In inference gates below it are 0, and nothing far is read; gates above 1 - threshold are 1. 0 "
+        "computes what was trained.",
+        free=True,
+    )
+    segment_tokens: int = setting(
+        2048, "Tokens that one forward takes; it bounds activations, and changes no result.", free=True
+    )
+    far_heads: dict[int, list[int]] | None = setting(
+        None,
+        "Layer -> its kv heads that see everything; the others see the window, and keep no more. The gates "
+        "of such a layer are not asked. Default: gates decide everywhere.",
+    )
+
+    def resolve(self, base: BaseShape) -> GatedAttentionOptions:
+        """The method's options for one base model.
+
+        Raises:
+            ValueError: an option that does not fit the base model.
+        """
+        options = values_of(self, GatedAttentionSettings)
+        far_heads = {int(layer): tuple(heads) for layer, heads in (self.far_heads or {}).items()}  # JSON has text keys
+        return GatedAttentionOptions(
+            base=base,
+            **{
+                **options,
+                "layers": chosen_layers(self.layers, base),
+                "far_heads": tuple(sorted(far_heads.items())),
+            },
+        )
+
+
+@dataclass(kw_only=True)
+class GatedAttentionOptions(GatedAttentionSettings, MethodOptions):
+    """`GatedAttentionSettings` resolved against a base model.
+
+    Raises:
+        ValueError: an option that does not fit the base model.
+    """
+
+    layers: tuple[int, ...]  # type: ignore[assignment]  # resolved
+    far_heads: tuple[tuple[int, tuple[int, ...]], ...] = ()  # type: ignore[assignment]  # resolved
+
+    def __post_init__(self) -> None:
+        check_layers(self.layers, self.base)
+        check_at_least(1, self, "window_tokens", "segment_tokens", *(["gate_hidden"] if self.gate_hidden else []))
+        check_at_least(0, self, "sparsity_weight", "mean_weight")
+        check_choices(
+            self,
+            gate_per=("layer", "head", "kv_head"),
+            gate_choice=("soft", "straight_through", "gumbel", "hard_concrete"),
+            sparsity_sign=("+", "paper"),
+        )
+        if self.gate_hidden == 0:
+            raise ValueError("gate_hidden 0 has no units: leave it out for a linear gate.")
+        if not self.gate_temperature > 0:
+            raise ValueError(f"gate_temperature must be positive, got {self.gate_temperature}.")
+        if not 0 <= self.threshold <= 0.5:
+            raise ValueError(f"threshold must be between 0 and 0.5, got {self.threshold}.")
+        if self.base.sliding_window is not None:
+            raise ValueError(
+                f"This base's layers see only {self.base.sliding_window} tokens back, and gates would open on "
+                "everything: load the base with sliding_window=None, or choose another."
+            )
+        for layer, kv_heads in self.far_heads:
+            if layer not in self.layers or not set(kv_heads) <= set(range(self.base.kv_heads)):
+                raise ValueError(
+                    f"far_heads names layer {layer} with kv heads {list(kv_heads)}: the method's layers are "
+                    f"{list(self.layers)}, and this base model has {self.base.kv_heads} kv heads."
+                )
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers whose output the method changes."""
+        return self.layers
+
+    @property
+    def window(self) -> LocalWindow:
+        """What stays visible: everything. (Near and far are the attention's own matter.)"""
+        return LocalWindow(self.segment_tokens, EVERYTHING)
+
+    @property
+    def channels(self) -> int:
+        """Gates of a token in a layer."""
+        return {"layer": 1, "head": self.base.heads, "kv_head": self.base.kv_heads}[self.gate_per]
+
+    def fixed(self, layer: int) -> tuple[int, ...] | None:
+        """The kv heads of a layer that see everything; None where gates decide."""
+        return dict(self.far_heads).get(layer)
