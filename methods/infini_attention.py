@@ -24,7 +24,6 @@ from cacheformers.adapters.registration import register
 from cacheformers.modeling.attending import AttentionInputs, by_head, by_kv_head
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
 from cacheformers.modeling.memory import (
-    BaseShape,
     MemoryState,
     SegmentCall,
     joined,
@@ -39,7 +38,6 @@ from cacheformers.modeling.settings import (
     check_layers,
     chosen_layers,
     setting,
-    values_of,
 )
 
 
@@ -62,15 +60,6 @@ class InfiniAttentionSettings(LocalWindowSettings):
         False, "No gradient through what was stored, for study: the model cannot learn what to store.", free=True
     )
 
-    def resolve(self, base: BaseShape) -> InfiniAttentionOptions:
-        """The method's options for one base model.
-
-        Raises:
-            ValueError: an option that does not fit the base model.
-        """
-        options = values_of(self, InfiniAttentionSettings)
-        return InfiniAttentionOptions(base=base, **{**options, "layers": chosen_layers(self.layers, base)})
-
 
 @dataclass(kw_only=True)
 class InfiniAttentionOptions(InfiniAttentionSettings, LocalWindowOptions):
@@ -83,6 +72,7 @@ class InfiniAttentionOptions(InfiniAttentionSettings, LocalWindowOptions):
     layers: tuple[int, ...]  # type: ignore[assignment]  # resolved
 
     def __post_init__(self) -> None:
+        self.layers = chosen_layers(self.layers, self.base)
         check_layers(self.layers, self.base)
         check_choices(self, rule=("linear", "delta"), empty=("bypass", "literal"))
         self.check_local_window()
@@ -560,8 +550,6 @@ class InfiniAttentionForCausalLM(CompositeForCausalLM):
 register(
     MemoryMethod(
         adapter_config=InfiniAttentionAdapterConfig,
-        config=InfiniAttentionConfig,
-        model=InfiniAttentionModel,
         causal_lm=InfiniAttentionForCausalLM,
         options=InfiniAttentionOptions,
         new_state=new_state,

@@ -27,9 +27,9 @@ from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
 from cacheformers.modeling.attending import AttentionInputs
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
-from cacheformers.modeling.memory import BaseShape, SegmentCall
-from cacheformers.modeling.method import MemoryMethod, first_numbers
-from cacheformers.modeling.rings import STORE_DTYPES, RingState, StoreOptions
+from cacheformers.modeling.memory import SegmentCall
+from cacheformers.modeling.method import MemoryMethod, PerHead, first_numbers
+from cacheformers.modeling.rings import STORE_DTYPES, RingState, StoreOptions, StoreSettings
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.search.store import Entries, Ring
 from cacheformers.modeling.settings import (
@@ -39,12 +39,11 @@ from cacheformers.modeling.settings import (
     check_choices,
     check_layers,
     setting,
-    values_of,
 )
 
 
 @dataclass(repr=False)  # transformers prints a configuration
-class MemorizingSettings(LocalWindowSettings):
+class MemorizingSettings(StoreSettings, LocalWindowSettings):
     """Fields of `MemorizingAdapterConfig` and `MemorizingConfig`. Layers count from 0."""
 
     cache_size: int = setting(
@@ -60,17 +59,6 @@ class MemorizingSettings(LocalWindowSettings):
     search: str = setting(
         "auto", "'auto', 'exact', 'faiss', 'bfloat16', or 'faiss:' and a faiss index factory string.", free=True
     )
-    cache_dtype: str | None = setting(None, "Pairs' dtype. Default: float32 on the CPU, bfloat16 on a GPU.", free=True)
-
-    def resolve(self, base: BaseShape) -> MemorizingOptions:
-        """The method's options for one base model.
-
-        Raises:
-            ValueError: an option that does not fit the base model.
-        """
-        options = values_of(self, MemorizingSettings)
-        layers = [default_layer(base.layers)] if self.attention_layers is None else self.attention_layers
-        return MemorizingOptions(base=base, **{**options, "attention_layers": tuple(sorted(layers))})
 
 
 @dataclass(kw_only=True)
@@ -84,6 +72,8 @@ class MemorizingOptions(StoreOptions, MemorizingSettings, LocalWindowOptions):
     attention_layers: tuple[int, ...]  # type: ignore[assignment]  # resolved
 
     def __post_init__(self) -> None:
+        layers = [default_layer(self.base.layers)] if self.attention_layers is None else self.attention_layers
+        self.attention_layers = tuple(sorted(layers))
         check_layers(self.attention_layers, self.base)
         check_at_least(1, self, "cache_size", "topk")
         if self.topk > self.cache_size:
@@ -107,20 +97,12 @@ class MemorizingOptions(StoreOptions, MemorizingSettings, LocalWindowOptions):
     @property
     def layers(self) -> tuple[int, ...]:
         """Every layer that takes part."""
-        return tuple(sorted(self.attention_layers))
+        return self.attention_layers
 
 
 def default_layer(layers: int) -> int:
     """The paper's layer, three quarters up: the 9th of 12, counted from 0."""
     return max(3 * layers // 4 - 1, 0)
-
-
-class PerHead(nn.Module):
-    """One learned number per query head."""
-
-    def __init__(self, heads: int, start: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((heads,), start))
 
 
 class MemorizingParts(NamedTuple):
@@ -179,14 +161,7 @@ def new_state(
     capacity = options.cache_size if cache_size is None else cache_size
     return MemorizingState(
         {
-            layer: Ring(
-                rows,
-                capacity,
-                options.width,
-                options.width,
-                options.store_dtype(devices[layer], dtype),
-                devices[layer],
-            )
+            layer: options.new_ring(rows, capacity, devices[layer], dtype, options.width, options.width)
             for layer in options.layers
         }
     )
@@ -339,8 +314,6 @@ class MemorizingForCausalLM(CompositeForCausalLM):
 register(
     MemoryMethod(
         adapter_config=MemorizingAdapterConfig,
-        config=MemorizingConfig,
-        model=MemorizingModel,
         causal_lm=MemorizingForCausalLM,
         options=MemorizingOptions,
         new_state=new_state,

@@ -20,22 +20,14 @@ from torch import Tensor, nn
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
-from cacheformers.modeling.memory import BaseShape, MemoryState
+from cacheformers.modeling.memory import MemoryState
 from cacheformers.modeling.method import MemoryMethod
-from cacheformers.modeling.settings import LocalWindowOptions, LocalWindowSettings, values_of
+from cacheformers.modeling.settings import LocalWindowOptions, LocalWindowSettings
 
 
 @dataclass(repr=False)  # transformers prints a configuration
 class WindowedSettings(LocalWindowSettings):
     """Fields of `WindowedAdapterConfig` and `WindowedConfig`."""
-
-    def resolve(self, base: BaseShape) -> WindowedOptions:
-        """The method's options for one base model.
-
-        Raises:
-            ValueError: an option that does not fit the base model.
-        """
-        return WindowedOptions(base=base, **values_of(self, WindowedSettings))
 
 
 @dataclass(kw_only=True)
@@ -45,9 +37,6 @@ class WindowedOptions(WindowedSettings, LocalWindowOptions):
     Raises:
         ValueError: an option that does not fit the base model.
     """
-
-    def __post_init__(self) -> None:
-        self.check_local_window()
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -159,8 +148,6 @@ class WindowedForCausalLM(CompositeForCausalLM):
 register(
     MemoryMethod(
         adapter_config=WindowedAdapterConfig,
-        config=WindowedConfig,
-        model=WindowedModel,
         causal_lm=WindowedForCausalLM,
         options=WindowedOptions,
         new_state=new_state,

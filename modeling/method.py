@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -24,13 +25,14 @@ class MemoryMethod:
 
     Attributes:
         adapter_config: PEFT config class of the method, a subclass of its settings.
-        config, model, causal_lm: its model classes on a base. The config's `model_type` is the method's name, which in
-            upper case is its PEFT type.
+        causal_lm: its language model class on a base. The `model_type` of its configuration is the method's name,
+            which in upper case is its PEFT type.
         options: class of the settings resolved against one base model.
         new_state: given options, number of rows, the device of each augmented layer, dtype of the activations, whether
             training will encode anew what is stored, and `cache_size` (None: as configured; 0: remember nothing), an
             empty memory.
-        parts: `NamedTuple` of what one layer trains, with a `fingerprint`; None or absent is a part that it lacks.
+        parts: `NamedTuple` of what one layer trains, by name; None or absent is a part that it lacks. A property
+            `fingerprint` may name other numbers to tell two memories apart than the first ones of each parameter.
         make_parts: given options, layer and the layer's own W_q, W_k, W_v, W_o (or None), new parts by name.
         branch: given options, layer, parts, the input of self-attention `[rows, time, h]`, the call and whether this is
             training, what is added to the output of self-attention, or None for nothing.
@@ -51,8 +53,6 @@ class MemoryMethod:
     """
 
     adapter_config: Any
-    config: Any
-    model: Any
     causal_lm: Any
     options: Any
     new_state: Callable[..., MemoryState]
@@ -61,13 +61,13 @@ class MemoryMethod:
     branch: Callable[..., Tensor | None] | None = None
     attend: Callable[..., Tensor] | None = None
     title: str
-    paper: str
-    citation: str
     summary: str
-    limits: tuple[str, ...]
-    grows: str
-    starts_as: str
     stores: Literal["entries", "matrix", "everything", "nothing"]
+    paper: str = ""
+    citation: str = ""
+    limits: tuple[str, ...] = ()
+    grows: str = ""
+    starts_as: str = ""
     rates: Mapping[str, str] = field(default_factory=dict)
     frozen_layers: Callable[[Any], tuple[int, ...]] = lambda options: ()
     starts: Mapping[str, Callable[..., None]] = field(default_factory=dict)
@@ -82,7 +82,18 @@ class MemoryMethod:
     @property
     def name(self) -> str:
         """The model type; in upper case the PEFT type."""
-        return self.config.model_type
+        model_type: str = self.config.model_type
+        return model_type
+
+    @property
+    def config(self) -> Any:
+        """Configuration class of its models."""
+        return self.causal_lm.config_class
+
+    @property
+    def model(self) -> Any:
+        """Its model class without a head."""
+        return self.causal_lm.model_class
 
     def signature(self, options: Any) -> dict[str, Any]:
         """What two models must share to exchange a memory: every option that is not marked as free to differ."""
@@ -127,6 +138,14 @@ def first_numbers(*parameters: Tensor) -> tuple[float, ...]:
     return tuple(number for parameter in parameters for number in parameter.detach().flatten()[:4].tolist())
 
 
+class PerHead(nn.Module):
+    """One learned number per query head."""
+
+    def __init__(self, heads: int, start: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((heads,), start))
+
+
 class MethodOnLayer:
     """A method on one attention module, with the options and parts that are active there."""
 
@@ -148,8 +167,11 @@ class MethodOnLayer:
     @property
     def fingerprint(self) -> tuple[float, ...]:
         """A few trained numbers by which two memories differ."""
-        found: tuple[float, ...] = self.active_parts.fingerprint
-        return found
+        parts = self.active_parts
+        if hasattr(parts, "fingerprint"):
+            own: tuple[float, ...] = parts.fingerprint
+            return own
+        return first_numbers(*(parameter for part in parts if part is not None for parameter in part.parameters()))
 
     def branch(self, hidden: Tensor, call: SegmentCall) -> Tensor | None:
         """What the memory adds to the self-attention output, `[rows, time, h]`."""

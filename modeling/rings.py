@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from cacheformers.modeling.memory import MemoryState, by_layer, joined, keep_columns, part
 from cacheformers.modeling.search.store import Ring
+from cacheformers.modeling.settings import setting
 
 Self = TypeVar("Self", bound="RingState")
 
 STORE_DTYPES = (None, "float32", "float64", "bfloat16", "float16")
 
 
+@dataclass(repr=False)
+class StoreSettings:
+    """Settings of a method that stores entries."""
+
+    cache_dtype: str | None = setting(
+        None, "Precision of what is stored. Default: float32 on the CPU, bfloat16 on a GPU.", free=True
+    )
+
+
 class StoreOptions:
-    """Options of a method that stores: which dtype its entries have."""
+    """Options of a method that stores entries."""
 
     cache_dtype: str | None
 
@@ -26,6 +38,18 @@ class StoreOptions:
     def entry_numbers(self) -> int:
         """Numbers that one token's entries take in all layers that store."""
         raise NotImplementedError
+
+    def new_ring(
+        self,
+        rows: int,
+        capacity: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        width: int,
+        value_width: int | None = None,
+    ) -> Ring:
+        """An empty store of one layer, for activations of some dtype; see `Ring`."""
+        return Ring(rows, capacity, width, value_width, self.store_dtype(device, dtype), device)
 
     def store_dtype(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
         """As asked for, else float64 for a float64 model, bfloat16 on a GPU, float32 on the CPU."""
@@ -36,10 +60,18 @@ class StoreOptions:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
+@dataclass
+class RingReading:
+    """What one forward reads, and what it leaves behind by name (`keys`, `values`, ...) and layer."""
+
+    stores: dict[int, Ring]
+    new: dict[str, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+
+
 class RingState(MemoryState):
     """Rings of keys and values, filled when segments close.
 
-    What a forward reads and leaves behind is the method's own: its `end` calls `add`.
+    A method whose forwards read and leave behind more than `RingReading` has its own `begin` and `end`.
 
     Attributes:
         rings: by layer.
@@ -50,6 +82,12 @@ class RingState(MemoryState):
     def __init__(self, rings: dict[int, Ring], beside: Sequence[str] = ()) -> None:
         self.rings = rings
         self.open: dict[str, dict[int, Tensor]] = {name: {} for name in ("keys", "values", *beside)}
+
+    def begin(self) -> Any:
+        return RingReading({layer: ring.view() for layer, ring in self.rings.items()})
+
+    def end(self, reading: Any) -> None:
+        self.add(**reading.new)
 
     def add(self, **new: Mapping[int, Tensor]) -> None:
         """Append `[rows, time, ...]` as new columns, by name and layer."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
 from cacheformers.modeling.memory import BaseShape, LocalWindow, MemoryState
-from cacheformers.modeling.method import MemoryMethod, method_of
+from cacheformers.modeling.method import METHODS, MemoryMethod, method_of
 
 
 def setting(default: Any, help: str, free: bool = False) -> Any:
@@ -21,8 +21,22 @@ def setting(default: Any, help: str, free: bool = False) -> Any:
     return field(default=default, metadata={"help": help, "free": free})
 
 
+class MethodSettings:
+    """Base of every settings class, which becomes part of a method's adapter config and configuration."""
+
+    def resolve(self, base: BaseShape) -> Any:
+        """The method's options for one base model.
+
+        Raises:
+            ValueError: a setting that does not fit the base model or another setting.
+        """
+        method = next(known for known in METHODS.values() if isinstance(self, (known.adapter_config, known.config)))
+        chosen = {entry.name: getattr(self, entry.name) for entry in fields(self) if "free" in entry.metadata}  # type: ignore[arg-type]
+        return method.options(base=base, **chosen)
+
+
 @dataclass(repr=False)  # transformers prints a configuration
-class LocalWindowSettings:
+class LocalWindowSettings(MethodSettings):
     """Fields of the adapter configs and configurations of every method with a local window."""
 
     segment_tokens: int = setting(1024, "Tokens after which a segment enters the memory (n).")
@@ -75,6 +89,10 @@ class MethodOptions:
 class LocalWindowOptions(MethodOptions, LocalWindowSettings):
     """The local window, resolved against a base model."""
 
+    def __post_init__(self) -> None:
+        check_layers(self.layers, self.base)  # type: ignore[attr-defined]  # a field in some methods
+        self.check_local_window()
+
     def check_local_window(self) -> None:
         """Fill in the default of `window_tokens`; raise ValueError for an option that does not fit the base model."""
         if self.window_tokens is None:
@@ -91,12 +109,7 @@ class LocalWindowOptions(MethodOptions, LocalWindowSettings):
         return LocalWindow(self.segment_tokens, kept or 0, self.sink_tokens)
 
 
-def values_of(settings: Any, kind: type) -> dict[str, Any]:
-    """The fields that a settings class declares, as an adapter config or a model configuration has them."""
-    return {field.name: getattr(settings, field.name) for field in fields(kind)}
-
-
-def chosen_layers(layers: list[int] | None, base: BaseShape) -> tuple[int, ...]:
+def chosen_layers(layers: Sequence[int] | None, base: BaseShape) -> tuple[int, ...]:
     """Layers in their order; None for all of the base model's."""
     if layers is None:
         return tuple(range(base.layers))

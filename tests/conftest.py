@@ -14,6 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import datasets
 import pytest
 import torch
+import toy_method  # noqa: F401  # registers itself, and so goes through every shared test
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftModel, get_peft_model
 from recipe import WORDS, write_documents
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -13,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from cacheformers.adapters import convert as converter
+from cacheformers.methods.neurocache import convert as converter
 from cacheformers.methods.neurocache.convert import convert, main
 
 sys.path.append(str(Path(__file__).parent))

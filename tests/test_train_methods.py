@@ -21,6 +21,7 @@ from cacheformers.training.documents import Documents
 from cacheformers.training.methods import chosen_options, head_map, options_of
 
 METHODS: dict[str, tuple[str, ...]] = {
+    "toy": ("--cache_size=40",),
     "memorizing": ("--cache_size=40", "--topk=4", "--attention_layers=1"),
     "infini_attention": ("--layers", "1", "2"),
     "gated_attention": ("--layers", "1", "2", "--window_tokens=6", "--mean_weight=0.1", "--max_tokens=64"),
@@ -36,6 +37,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "windowed": ("--local_window=sliding", "--window_tokens=10", "--sink_tokens=2"),
 }
 READERS = {
+    "toy": {"cache off": Remembering(0), "cache 40": Remembering(40)},
     "memorizing": {"cache off": Remembering(0), "cache 40": Remembering(40)},
     "infini_attention": {"off": Remembering(0), "memory": Remembering()},
     "gated_attention": {"off": Remembering(0), "memory": Remembering()},

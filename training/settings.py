@@ -54,7 +54,7 @@ class TrainOptions:
     memory_start: str = option(
         "copies",
         help="What the memory's new projections start from. 'copies': W_k and W_v are the first columns of the layer's "
-        "own, W_p is random (paper). 'states' (Neurocache): the base reads start_segments segments first; W_p takes the "
+        "own, W_p is random (paper). 'states' (Neurocache): the base reads start_segments segments; W_p takes the "
         "main directions of its states, and W_k and W_v are the layer's own over what an entry tells of them.",
     )
     start_segments: int = option(8, help="With memory_start 'states': segments that the base reads for it.")

@@ -46,8 +46,6 @@ register_model(CacheFormerConfig, CacheFormerModel, CacheFormerForCausalLM)
 register(
     MemoryMethod(
         adapter_config=CacheFormerAdapterConfig,
-        config=CacheFormerOnBaseConfig,
-        model=CacheFormerOnBaseModel,
         causal_lm=CacheFormerOnBaseForCausalLM,
         options=CacheFormerOnBaseOptions,
         new_state=new_state,

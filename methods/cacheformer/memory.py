@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -31,18 +31,18 @@ from cacheformers.modeling.attending import AttentionInputs, unrotated
 from cacheformers.modeling.memory import BaseShape, LocalWindow, MemoryState, SegmentCall
 from cacheformers.modeling.settings import (
     MethodOptions,
+    MethodSettings,
     check_at_least,
     check_layers,
     chosen_layers,
     setting,
-    values_of,
 )
 
 EVERYTHING = 2**40  # tokens that stay visible to layers without the method
 
 
 @dataclass(repr=False)  # transformers prints a configuration
-class CacheFormerOnBaseSettings(CacheFormerSettings):
+class CacheFormerOnBaseSettings(CacheFormerSettings, MethodSettings):
     """Fields of `CacheFormerAdapterConfig` and `CacheFormerOnBaseConfig`. Layers count from 0."""
 
     layers: list[int] | None = setting(None, "Layers that attend so; the others see everything. Default: all.")
@@ -59,7 +59,7 @@ class CacheFormerOnBaseSettings(CacheFormerSettings):
         Raises:
             ValueError: options that contradict each other, or do not fit the base model.
         """
-        chosen = {**values_of(self, CacheFormerOnBaseSettings), "layers": chosen_layers(self.layers, base)}
+        chosen = {entry.name: getattr(self, entry.name) for entry in fields(CacheFormerOnBaseSettings)}
         return CacheFormerOnBaseOptions(
             heads=base.heads, kv_heads=base.kv_heads, head_dim=base.head_dim, base=base, **chosen
         )
@@ -81,6 +81,7 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.layers = chosen_layers(self.layers, self.base)
         check_layers(self.layers, self.base)
         check_at_least(1, self, "segment_tokens")
         own = self.base.sliding_window

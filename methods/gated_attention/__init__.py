@@ -38,8 +38,6 @@ class GatedAttentionForCausalLM(CompositeForCausalLM):
 register(
     MemoryMethod(
         adapter_config=GatedAttentionAdapterConfig,
-        config=GatedAttentionConfig,
-        model=GatedAttentionModel,
         causal_lm=GatedAttentionForCausalLM,
         options=GatedAttentionOptions,
         new_state=new_state,

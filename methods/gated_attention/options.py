@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cacheformers.modeling.memory import BaseShape, LocalWindow
+from cacheformers.modeling.memory import LocalWindow
 from cacheformers.modeling.settings import (
     MethodOptions,
+    MethodSettings,
     check_at_least,
     check_choices,
     check_layers,
     chosen_layers,
     setting,
-    values_of,
 )
 
 EVERYTHING = 2**40  # tokens that stay visible
 
 
 @dataclass(repr=False)  # transformers prints a configuration
-class GatedAttentionSettings:
+class GatedAttentionSettings(MethodSettings):
     """Fields of `GatedAttentionAdapterConfig` and `GatedAttentionConfig`. Layers count from 0."""
 
     window_tokens: int = setting(512, "Tokens that a closed gate sees (w); the token itself counts.")
@@ -59,23 +59,6 @@ class GatedAttentionSettings:
         "of such a layer are not asked. Default: gates decide everywhere.",
     )
 
-    def resolve(self, base: BaseShape) -> GatedAttentionOptions:
-        """The method's options for one base model.
-
-        Raises:
-            ValueError: an option that does not fit the base model.
-        """
-        options = values_of(self, GatedAttentionSettings)
-        far_heads = {int(layer): tuple(heads) for layer, heads in (self.far_heads or {}).items()}  # JSON has text keys
-        return GatedAttentionOptions(
-            base=base,
-            **{
-                **options,
-                "layers": chosen_layers(self.layers, base),
-                "far_heads": tuple(sorted(far_heads.items())),
-            },
-        )
-
 
 @dataclass(kw_only=True)
 class GatedAttentionOptions(GatedAttentionSettings, MethodOptions):
@@ -89,6 +72,10 @@ class GatedAttentionOptions(GatedAttentionSettings, MethodOptions):
     far_heads: tuple[tuple[int, tuple[int, ...]], ...] = ()  # type: ignore[assignment]  # resolved
 
     def __post_init__(self) -> None:
+        self.layers = chosen_layers(self.layers, self.base)
+        if isinstance(self.far_heads, dict) or self.far_heads is None:
+            heads = {int(layer): tuple(heads) for layer, heads in (self.far_heads or {}).items()}  # JSON has text keys
+            self.far_heads = tuple(sorted(heads.items()))
         check_layers(self.layers, self.base)
         check_at_least(1, self, "window_tokens", "segment_tokens", *(["gate_hidden"] if self.gate_hidden else []))
         check_at_least(0, self, "sparsity_weight", "mean_weight")

@@ -84,8 +84,6 @@ def branch(
 register(
     MemoryMethod(
         adapter_config=NeurocacheAdapterConfig,
-        config=NeurocacheConfig,
-        model=NeurocacheModel,
         causal_lm=NeurocacheForCausalLM,
         options=NeurocacheOptions,
         new_state=new_state,

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cacheformers.modeling.memory import BaseShape, LocalWindow
-from cacheformers.modeling.rings import STORE_DTYPES, StoreOptions
+from cacheformers.modeling.memory import LocalWindow
+from cacheformers.modeling.rings import STORE_DTYPES, StoreOptions, StoreSettings
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.settings import (
     LocalWindowOptions,
@@ -15,12 +15,11 @@ from cacheformers.modeling.settings import (
     check_at_least,
     check_choices,
     setting,
-    values_of,
 )
 
 
 @dataclass(repr=False)  # transformers prints a configuration
-class NeurocacheSettings(LocalWindowSettings):
+class NeurocacheSettings(StoreSettings, LocalWindowSettings):
     """Fields of `NeurocacheAdapterConfig` and `NeurocacheConfig`. Layers count from 0."""
 
     cache_size: int = setting(16384, "Entries a document may keep (m); the oldest go first.", free=True)
@@ -49,34 +48,11 @@ class NeurocacheSettings(LocalWindowSettings):
     search: str = setting(
         "auto", "'auto', 'exact', 'faiss', 'bfloat16', or 'faiss:' and a faiss index factory string.", free=True
     )
-    cache_dtype: str | None = setting(
-        None, "Entries' dtype. Default: float32 on the CPU, bfloat16 on a GPU.", free=True
-    )
     compatibility: str | None = setting(
         None,
         "'reference' computes what the published package computes, 'reference-fixed-heads' the same with "
         "its head axis corrected. For its checkpoints only: it is neither causal across chunks nor exact.",
     )
-
-    def resolve(self, base: BaseShape) -> NeurocacheOptions:
-        """The method's options for one base model.
-
-        Raises:
-            ValueError: an option that does not fit the base model.
-        """
-        retrieval_map = self.retrieval_map
-        if retrieval_map is None:
-            layer = 3 * base.layers // 4
-            retrieval_map = {layer: layer}
-        attention_layers = self.attention_layers
-        if attention_layers is None:
-            attention_layers = list(range(min(retrieval_map, default=0), base.layers))
-        if self.attention_layers is not None and len(set(attention_layers)) != len(attention_layers):
-            raise ValueError(f"attention_layers {attention_layers} names a layer twice.")
-        options = values_of(self, NeurocacheSettings)
-        options["retrieval_map"] = tuple(sorted(retrieval_map.items()))
-        options["attention_layers"] = tuple(sorted(attention_layers))
-        return NeurocacheOptions(base=base, **options)
 
 
 @dataclass(kw_only=True)
@@ -91,6 +67,16 @@ class NeurocacheOptions(StoreOptions, NeurocacheSettings, LocalWindowOptions):
     attention_layers: tuple[int, ...]  # type: ignore[assignment]  # resolved
 
     def __post_init__(self) -> None:
+        if self.retrieval_map is None:
+            self.retrieval_map = ((3 * self.base.layers // 4,) * 2,)
+        elif isinstance(self.retrieval_map, Mapping):
+            self.retrieval_map = tuple(sorted(self.retrieval_map.items()))
+        if self.attention_layers is None:
+            lowest = min((retrieval for retrieval, _ in self.retrieval_map), default=0)
+            self.attention_layers = tuple(range(lowest, self.base.layers))
+        elif len(set(self.attention_layers)) != len(self.attention_layers):
+            raise ValueError(f"attention_layers {list(self.attention_layers)} names a layer twice.")
+        self.attention_layers = tuple(sorted(self.attention_layers))
         layers, size = self.base.layers, self.base.hidden_size
         wrong = [layer for layer in {*sum(self.retrieval_map, ()), *self.attention_layers} if not 0 <= layer < layers]
         if wrong:
