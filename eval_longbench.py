@@ -18,6 +18,11 @@ from accelerate import PartialState
 from peft import PeftConfig
 from transformers import PreTrainedTokenizerBase
 
+from cacheformers.common.base_model import ModelOptions, base_config, base_folder, load_tokenizer
+from cacheformers.common.environment import environment
+from cacheformers.common.files import write_text
+from cacheformers.common.gguf_base import is_gguf
+from cacheformers.common.recipe import RecipeParser
 from cacheformers.evaluation.longbench.methods import PromptMaker, check_limit, load_model, make_method
 from cacheformers.evaluation.longbench.metrics import check_scorers
 from cacheformers.evaluation.longbench.options import CompareOptions, LongBenchOptions
@@ -32,11 +37,6 @@ from cacheformers.evaluation.longbench.settings import adapter_identity, method_
 from cacheformers.evaluation.longbench.tasks import chosen_tasks
 from cacheformers.evaluation.longbench.templates import load_templates
 from cacheformers.evaluation.processes import make_state
-from cacheformers.training.base_model import ModelOptions, base_config, base_folder, load_tokenizer
-from cacheformers.training.checkpoints import write_text
-from cacheformers.training.environment import environment
-from cacheformers.training.gguf_base import is_gguf
-from cacheformers.training.options import RecipeParser
 
 DESCRIPTION = (
     "Evaluate a model on LongBench, as the official code does. With --compare RESULT ... (and --output) nothing is "

@@ -21,8 +21,12 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from cacheformers.common.base_model import StartOptions, base_config
+from cacheformers.common.documents import DataOptions, DocumentRow, Documents, check_lengths, open_documents
+from cacheformers.common.environment import environment
+from cacheformers.common.files import write_text
+from cacheformers.common.recipe import RecipeParser
 from cacheformers.evaluation.model import check_evaluation, evaluate_model
-from cacheformers.evaluation.model_card import adapter_card, scratch_card
 from cacheformers.evaluation.options import EvalOptions
 from cacheformers.evaluation.perplexity import HeldOut, held_out
 from cacheformers.evaluation.plots import save_plots
@@ -30,17 +34,14 @@ from cacheformers.evaluation.run import scores
 from cacheformers.evaluation.tables import print_runs
 from cacheformers.hub.card import earlier_card, renewed
 from cacheformers.training.adapter import Adaptation, adapter_config
-from cacheformers.training.base_model import StartOptions, base_config
-from cacheformers.training.checkpoints import CheckpointError, Checkpoints, write_text
-from cacheformers.training.documents import DataOptions, DocumentRow, Documents, check_lengths, open_documents
-from cacheformers.training.environment import environment
+from cacheformers.training.checkpoints import CheckpointError, Checkpoints
 from cacheformers.training.estimate import Estimate, estimate
 from cacheformers.training.groups import make_groups
 from cacheformers.training.history import History
 from cacheformers.training.loop import ProcessLost, Stopped, TrainingRun, train
 from cacheformers.training.methods import MethodOptions, chosen_options, names, of_other_methods
+from cacheformers.training.model_card import adapter_card, scratch_card
 from cacheformers.training.optim import freeze_idle_gates, make_optimizer, make_schedule, trained_parameters
-from cacheformers.training.options import RecipeParser
 from cacheformers.training.processes import check_division, check_processes, make_accelerator, prepare, uses_deepspeed
 from cacheformers.training.publishing import HubOptions, check_hub, publish
 from cacheformers.training.run_state import inner, save_trained, trained_state

@@ -29,9 +29,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import cacheformers
+from cacheformers.common.loss import token_losses
 from cacheformers.modeling.attach import architecture
 from cacheformers.training.estimate import Estimate, estimate
-from cacheformers.training.loss import token_losses
 
 ROOT = Path(__file__).resolve().parents[1]
 # glibc then maps and unmaps every larger tensor by itself: resident memory follows live tensors.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cacheformers.training.environment import environment
+from cacheformers.common.environment import environment
 
 RESULTS = Path("docs/results")
 

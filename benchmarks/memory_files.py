@@ -26,10 +26,10 @@ from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import cacheformers
+from cacheformers.common.environment import environment
 from cacheformers.modeling.attach import base_shape
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.origin import Source
-from cacheformers.training.environment import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 ENTRIES, REPEATS = 131_072, 5

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from cacheformers.benchmarks.measuring import RESULTS, about, held, write_json
+from cacheformers.common.sources import load_texts
 from cacheformers.evaluation.remembering import own_tokenizer
 from cacheformers.evaluation.run import Run, compare
 from cacheformers.evaluation.tables import between
 from cacheformers.modeling.attach import new_memory
-from cacheformers.training.sources import load_texts
 
 
 @dataclass

@@ -31,7 +31,7 @@ from cacheformers.benchmarks.measuring import (
     write_json,
 )
 from cacheformers.benchmarks.models import full_memory, lora_model, memory_model, shapes
-from cacheformers.training.loss import token_losses
+from cacheformers.common.loss import token_losses
 
 TOKENS = 1024
 ASKED = {"time": 1.4, "peak memory": 1.25}

@@ -79,7 +79,7 @@ def load_text(path: str, document: int | None) -> tuple[str, str]:
     Raises:
         FileNotFoundError, ValueError: no such file or document.
     """
-    from cacheformers.training.sources import load_texts  # imports datasets, which takes a second
+    from cacheformers.common.sources import load_texts  # imports datasets, which takes a second
 
     texts = list(load_texts([path]))
     if document is None:

@@ -18,10 +18,9 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers.utils.peft_utils import find_adapter_config_file
 
+from cacheformers.common.loss import IGNORED, token_losses
 from cacheformers.evaluation.readers import unfinished
 from cacheformers.modeling.attach import active_options, find_decoder, new_memory, unwrap
-from cacheformers.training.lanes import IGNORED
-from cacheformers.training.loss import token_losses
 
 try:
     from lm_eval.__main__ import cli_evaluate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cacheformers.training.options import option
+from cacheformers.common.recipe import option
 
 CONTROLS = ("other_document", "shuffled", "longer_window")
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from cacheformers.common.documents import Documents
 from cacheformers.evaluation.readers import Reader
-from cacheformers.training.documents import Documents
 
 Losses = NDArray[np.float32]
 

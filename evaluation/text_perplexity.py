@@ -23,6 +23,11 @@ from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import PretrainedConfig
 
+from cacheformers.common.base_model import ModelOptions, base_config, base_folder, load_base, load_tokenizer
+from cacheformers.common.environment import environment
+from cacheformers.common.files import write_text
+from cacheformers.common.gguf_base import is_gguf
+from cacheformers.common.recipe import RecipeParser, option
 from cacheformers.evaluation.perplexity import HeldOut, Losses, token_nats
 from cacheformers.evaluation.plots import by_position, can_draw
 from cacheformers.evaluation.processes import make_state
@@ -35,11 +40,6 @@ from cacheformers.evaluation.tokens import bucket_name, position_edges
 from cacheformers.evaluation.windows import window_nats
 from cacheformers.modeling.attach import active_options, find_decoder, unwrap
 from cacheformers.modeling.whole import WholeConfig
-from cacheformers.training.base_model import ModelOptions, base_config, base_folder, load_base, load_tokenizer
-from cacheformers.training.checkpoints import write_text
-from cacheformers.training.environment import environment
-from cacheformers.training.gguf_base import is_gguf
-from cacheformers.training.options import RecipeParser, option
 
 FIRST_BUCKET, FIRST_IN_WINDOW = 1024, 128  # tokens; later buckets of positions double
 LONGEST_WORD = 100  # nats; what takes more is no word

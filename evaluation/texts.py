@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from cacheformers.training.sources import FORMATS, load_texts
+from cacheformers.common.sources import FORMATS, load_texts
 
 
 @dataclass(frozen=True)

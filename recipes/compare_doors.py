@@ -12,7 +12,7 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cacheformers  # noqa: F401  (makes the adapter types known)
-from cacheformers.training.sources import load_texts
+from cacheformers.common.sources import load_texts
 
 
 @torch.no_grad()

@@ -55,7 +55,7 @@ def main() -> None:
         gguf = download(Path(scratch))
         print("Converting to bfloat16 ...", flush=True)
         # Imported here, so that --help and a second run answer at once.
-        from cacheformers.training.gguf_base import convert
+        from cacheformers.common.gguf_base import convert
 
         convert(gguf, out)
     print(f"Wrote {out}.")

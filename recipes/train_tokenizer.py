@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cacheformers.training.sources import load_texts
+from cacheformers.common.sources import load_texts
 from cacheformers.training.tokenizer import train_tokenizer
 
 

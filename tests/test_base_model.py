@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 import cacheformers
+from cacheformers.common.base_model import ModelOptions, base_config, check_vocabulary, load_base, load_tokenizer
 from cacheformers.training import gguf_base
-from cacheformers.training.base_model import ModelOptions, base_config, check_vocabulary, load_base, load_tokenizer
 
 IDS = torch.arange(3, 15)[None]
 MERGED = "a b"  # the one pair of letters that is a token
@@ -214,7 +214,7 @@ def test_what_is_refused(folder, tmp_path, monkeypatch):
         base_config(str(tmp_path))
     with pytest.raises(ValueError, match="tokenizer has 129 entries, the model 128"):
         check_vocabulary(base_config(folder), tokenizer)
-    monkeypatch.setattr("cacheformers.training.base_model.find_spec", lambda name: None)
+    monkeypatch.setattr("cacheformers.common.base_model.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="quantize=nf4 takes bitsandbytes. Run: pip install bitsandbytes"):
         load_base(ModelOptions(folder, quantize="nf4"), "cpu")
     (tmp_path / "a.gguf").write_bytes(b"GGUF")

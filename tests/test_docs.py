@@ -17,14 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import cacheformers
 from cacheformers import CacheFormerConfig, train_adapt
 from cacheformers.adapters.export import main
+from cacheformers.common.base_model import ModelOptions
+from cacheformers.common.recipe import RecipeParser
 from cacheformers.evaluation import gates, harness, segments, text_perplexity
 from cacheformers.evaluation.passkey.options import PasskeyOptions
 from cacheformers.evaluation.passkey.wordings import INTRO, NEEDLES, REPEATED
 from cacheformers.hub import results
 from cacheformers.methods.cacheformer.configuration import VARIANTS
 from cacheformers.modeling.method import METHODS
-from cacheformers.training.base_model import ModelOptions
-from cacheformers.training.options import RecipeParser
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"```(bash|python)\n(.*?)```", re.DOTALL)

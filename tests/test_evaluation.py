@@ -18,6 +18,9 @@ from recipe import free_port, launched, make_text
 from torch import Tensor
 
 import cacheformers
+from cacheformers.common.documents import Documents
+from cacheformers.common.loss import token_losses
+from cacheformers.common.recipe import RecipeParser
 from cacheformers.evaluation import plots
 from cacheformers.evaluation.bootstrap import RESAMPLES, perplexity_interval
 from cacheformers.evaluation.controls import other_document, shuffled, window_of_equal_bytes
@@ -29,9 +32,6 @@ from cacheformers.evaluation.run import Measure, Run, compare, measure, referenc
 from cacheformers.evaluation.tables import multiple, print_runs
 from cacheformers.evaluation.tokens import position_edges, token_classes
 from cacheformers.modeling.attach import active_options, find_decoder, unwrap
-from cacheformers.training.documents import Documents
-from cacheformers.training.loss import token_losses
-from cacheformers.training.options import RecipeParser
 
 N = 16  # tokens a segment, as in conftest
 

@@ -14,9 +14,9 @@ from recipe import adapter_weights, arguments, largest_difference, make_text, ru
 from transformers import AutoModelForCausalLM
 
 from cacheformers import train_adapt
-from cacheformers.training.documents import DataOptions, Documents, open_documents
-from cacheformers.training.lanes import IGNORED, Lanes
-from cacheformers.training.loss import token_losses
+from cacheformers.common.documents import DataOptions, Documents, open_documents
+from cacheformers.common.loss import IGNORED, token_losses
+from cacheformers.training.lanes import Lanes
 
 
 def place_of(text: str, first: int, last: int) -> list[int]:

@@ -13,13 +13,13 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
 
 from cacheformers import train_adapt
+from cacheformers.common.base_model import base_config
+from cacheformers.common.documents import check_lengths
+from cacheformers.common.sources import DATASET, HUB_ID
 from cacheformers.evaluation.model import check_evaluation
 from cacheformers.evaluation.perplexity import HeldOut
 from cacheformers.training.adapter import adapter_config
-from cacheformers.training.base_model import base_config
-from cacheformers.training.documents import check_lengths
 from cacheformers.training.settings import check_train_options
-from cacheformers.training.sources import DATASET, HUB_ID
 
 # torch lists the factories that a device context redirects at its first use; conftest then replaces one of them.
 with torch.device("meta"):

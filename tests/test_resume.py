@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from cacheformers import train_adapt
-from cacheformers.training.checkpoints import CheckpointError, Checkpoints, write_tensors
+from cacheformers.common.files import write_tensors
+from cacheformers.training.checkpoints import CheckpointError, Checkpoints
 
 STEPS = 8
 SETTINGS = (

@@ -25,13 +25,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import cacheformers
 from cacheformers import train_adapt
+from cacheformers.common.base_model import StartOptions
+from cacheformers.common.documents import DataOptions, Documents
+from cacheformers.common.loss import IGNORED, token_losses
 from cacheformers.evaluation.perplexity import held_out, token_nats
 from cacheformers.evaluation.readers import Forgetting, Remembering
 from cacheformers.training.adapter import adapter_config
-from cacheformers.training.base_model import StartOptions
-from cacheformers.training.documents import DataOptions, Documents
-from cacheformers.training.lanes import IGNORED, Lanes
-from cacheformers.training.loss import token_losses
+from cacheformers.training.lanes import Lanes
 from cacheformers.training.methods import layer_map, options_of
 from cacheformers.training.optim import OPTIMIZERS, Rates, make_optimizer, make_schedule, parameter_groups
 from cacheformers.training.run_state import trained_state

@@ -10,9 +10,7 @@ from accelerate.utils import broadcast
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from cacheformers.modeling.attach import architecture, base_shape
-from cacheformers.modeling.method import METHODS, method_named
-from cacheformers.training.base_model import (
+from cacheformers.common.base_model import (
     StartOptions,
     base_config,
     base_folder,
@@ -22,8 +20,10 @@ from cacheformers.training.base_model import (
     load_base,
     load_tokenizer,
 )
-from cacheformers.training.documents import DocumentRow
-from cacheformers.training.gguf_base import is_gguf
+from cacheformers.common.documents import DocumentRow
+from cacheformers.common.gguf_base import is_gguf
+from cacheformers.modeling.attach import architecture, base_shape
+from cacheformers.modeling.method import METHODS, method_named
 from cacheformers.training.lanes import Lanes
 from cacheformers.training.methods import MethodOptions
 from cacheformers.training.optim import Rates, trained_parameters

@@ -19,8 +19,8 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
+
+from cacheformers.common.files import sync, write_text
 
 WRITING, REMOVING = ".writing-", ".removing-"  # folders that are not checkpoints yet, or no longer
 CONTENTS = "checkpoint.json"
@@ -171,24 +171,3 @@ class Checkpoints:
         if damaged:
             warnings.warn(f"The checkpoint {path} is damaged ({', '.join(damaged)}): it is not used.", stacklevel=2)
         return not damaged
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file and see it onto the disk."""
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata)
-    sync(path)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file and see it onto the disk."""
-    path.write_text(text, encoding="utf-8")
-    sync(path)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from cacheformers.common.documents import DocumentRow
 from cacheformers.modeling.attach import new_memory
 from cacheformers.modeling.cache import MemoryCache
-from cacheformers.training.documents import DocumentRow
 from cacheformers.training.lanes import Lanes
 
 

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cacheformers.training.documents import DocumentRow
-
-IGNORED = -100  # the label of a position without a target
+from cacheformers.common.documents import DocumentRow
+from cacheformers.common.loss import IGNORED
 
 
 @dataclass

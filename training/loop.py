@@ -21,11 +21,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm.auto import tqdm
 
+from cacheformers.common.loss import token_losses
 from cacheformers.training.checkpoints import CheckpointError, Checkpoints
 from cacheformers.training.groups import Group
 from cacheformers.training.history import History
 from cacheformers.training.lanes import Step
-from cacheformers.training.loss import token_losses
 from cacheformers.training.run_state import (
     optimizer_state,
     restore_own,

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, get_type_hints
 from peft import LoraConfig
 
 from cacheformers.adapters.config import MemoryAdapterConfig
+from cacheformers.common.recipe import given_options
 from cacheformers.methods import DEFAULT
 from cacheformers.modeling.method import METHODS, is_method, method_named
-from cacheformers.training.options import given_options
 
 # Not trained: the published package's errors are for its checkpoints.
 WITHOUT = ("compatibility",)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from cacheformers.common.recipe import option
 from cacheformers.hub.card import is_local
 from cacheformers.hub.push import HubError, create_repo, push_to_hub
-from cacheformers.training.options import option
 
 
 @dataclass

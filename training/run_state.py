@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from cacheformers.common.files import sync, write_tensors
 from cacheformers.modeling.memory import joined, part
-from cacheformers.training.checkpoints import sync, write_tensors
 from cacheformers.training.groups import Group
 from cacheformers.training.subject import Trained
 from cacheformers.training.zero_state import find_zero, restore_zero_share, zero_share

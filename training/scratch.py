@@ -15,13 +15,13 @@ from accelerate import Accelerator
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from cacheformers.common.base_model import StartOptions, base_identity, check_attention, check_vocabulary
+from cacheformers.common.documents import DocumentRow
+from cacheformers.common.recipe import option
 from cacheformers.modeling.attach import architecture, base_shape
 from cacheformers.modeling.memory import BaseShape, LocalWindow
 from cacheformers.modeling.whole import WholeConfig
-from cacheformers.training.base_model import StartOptions, base_identity, check_attention, check_vocabulary
-from cacheformers.training.documents import DocumentRow
 from cacheformers.training.optim import Rates
-from cacheformers.training.options import option
 from cacheformers.training.settings import TrainOptions, resumed_settings
 from cacheformers.training.start import check_start, started
 from cacheformers.training.subject import Subject

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from cacheformers.common.recipe import option
 from cacheformers.methods import DEFAULT
 from cacheformers.modeling.method import METHODS, is_method
-from cacheformers.training.options import option
 
 # May differ when a run goes on: where things are. (What lies there may not.)
 PLACES = ("base", "train", "output", "device", "init", "model_config", "tokenizer")

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cacheformers.training.documents import DocumentRow
+from cacheformers.common.documents import DocumentRow
 from cacheformers.training.optim import Rates
 
 Trained = PeftModel | PreTrainedModel

@@ -11,13 +11,13 @@ from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from cacheformers.common.base_model import ModelOptions, base_config, load_base
 from cacheformers.evaluation.longbench.options import LongBenchOptions
 from cacheformers.evaluation.longbench.prompts import Encoded, after_context, cut_middle, encode, fill, in_chat
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.retrieval import Retriever, check_retriever, retrieved
 from cacheformers.evaluation.longbench.tasks import MAX_LENGTHS, TASKS, Task
 from cacheformers.evaluation.remembering import memory_config
-from cacheformers.training.base_model import ModelOptions, base_config, load_base
 
 
 @dataclass(frozen=True)

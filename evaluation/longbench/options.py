@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from cacheformers.training.options import option
+from cacheformers.common.recipe import option
 
 METHODS = ("truncation", "full", "retrieval", "position-interpolation", "memory")
 

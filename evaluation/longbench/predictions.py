@@ -17,8 +17,8 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
+from cacheformers.common.files import sync, write_text
 from cacheformers.evaluation.longbench.records import Record
-from cacheformers.training.checkpoints import sync, write_text
 from cacheformers.training.settings import check_resumable
 
 SETTINGS = "settings.json"

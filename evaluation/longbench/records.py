@@ -13,8 +13,8 @@ from typing import Any
 
 from datasets import load_dataset
 
-from cacheformers.training.documents import fingerprint
-from cacheformers.training.sources import HUB_ID, UNREADABLE
+from cacheformers.common.documents import fingerprint
+from cacheformers.common.sources import HUB_ID, UNREADABLE
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 FIELDS = {"input": str, "context": str, "answers": list, "length": int}

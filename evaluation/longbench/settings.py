@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from cacheformers.common.base_model import ModelOptions, base_identity
 from cacheformers.evaluation.longbench.methods import Method
 from cacheformers.evaluation.longbench.options import LongBenchOptions
-from cacheformers.training.base_model import ModelOptions, base_identity
 
 RETRIEVAL = ("retriever", "chunk_words", "chunks")
 

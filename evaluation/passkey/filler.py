@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from cacheformers.common.documents import fingerprint
+from cacheformers.common.sources import FORMATS, load_texts
 from cacheformers.evaluation.passkey.wordings import REPEATED
-from cacheformers.training.documents import fingerprint
-from cacheformers.training.sources import FORMATS, load_texts
 
 REPEAT = "repeat"
 SENTENCE = re.compile(r"[.!?][\"'\u201d\u2019)_]*\s+(?=\S)")  # what stands between two sentences

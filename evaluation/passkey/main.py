@@ -17,6 +17,19 @@ from accelerate import PartialState
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel
 
+from cacheformers.common.base_model import (
+    ModelOptions,
+    base_config,
+    base_folder,
+    base_identity,
+    load_base,
+    load_tokenizer,
+)
+from cacheformers.common.documents import fingerprint
+from cacheformers.common.environment import environment
+from cacheformers.common.files import write_text
+from cacheformers.common.gguf_base import is_gguf
+from cacheformers.common.recipe import RecipeParser
 from cacheformers.evaluation.longbench.predictions import PredictionError, Predictions
 from cacheformers.evaluation.longbench.settings import adapter_identity
 from cacheformers.evaluation.passkey.filler import load_filler
@@ -27,19 +40,6 @@ from cacheformers.evaluation.passkey.run import answer_cases, check_cases
 from cacheformers.evaluation.passkey.wordings import NEEDLES
 from cacheformers.evaluation.processes import make_state
 from cacheformers.evaluation.remembering import memory_config
-from cacheformers.training.base_model import (
-    ModelOptions,
-    base_config,
-    base_folder,
-    base_identity,
-    load_base,
-    load_tokenizer,
-)
-from cacheformers.training.checkpoints import write_text
-from cacheformers.training.documents import fingerprint
-from cacheformers.training.environment import environment
-from cacheformers.training.gguf_base import is_gguf
-from cacheformers.training.options import RecipeParser
 
 COMMAND = "python -m cacheformers.evaluation.passkey"
 DESCRIPTION = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from cacheformers.common.recipe import option
 from cacheformers.evaluation.passkey.filler import REPEAT
 from cacheformers.evaluation.passkey.wordings import NEEDLES
-from cacheformers.training.options import option
 
 UNITS = {"": 1, "K": 1024, "M": 1024 * 1024}
 

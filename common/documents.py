@@ -22,8 +22,8 @@ from datasets import IterableDataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from cacheformers.training.options import option
-from cacheformers.training.sources import UNREADABLE, load_places, load_texts, stream_texts
+from cacheformers.common.recipe import option
+from cacheformers.common.sources import UNREADABLE, load_places, load_texts, stream_texts
 
 SAMPLED = 16  # documents that a fingerprint looks at
 CHECKED = 10_000  # documents of a stream among which one must be long enough

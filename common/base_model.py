@@ -19,9 +19,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from cacheformers.training.documents import fingerprint
-from cacheformers.training.gguf_base import converted, is_gguf
-from cacheformers.training.options import option
+from cacheformers.common.documents import fingerprint
+from cacheformers.common.gguf_base import converted, is_gguf
+from cacheformers.common.recipe import option
 
 
 @dataclass

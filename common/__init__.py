@@ -1,0 +1,1 @@
+"""What training, evaluation and the command line share: recipes, base models, documents, files, the environment."""
