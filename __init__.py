@@ -1,5 +1,7 @@
 """Long-context memories for Hugging Face Transformers."""
 
+from importlib.metadata import entry_points
+
 from cacheformers.adapters.registration import register
 from cacheformers.hub import push_to_hub
 from cacheformers.methods.cacheformer import (
@@ -84,3 +86,7 @@ __all__ = [
     "register",
     "start_from_states",
 ]
+
+# Methods of other packages register themselves when they are imported.
+for _entry in entry_points(group="cacheformers.methods"):
+    _entry.load()

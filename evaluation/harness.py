@@ -66,8 +66,8 @@ class MemoryLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         super().__init__(pretrained, "causal", peft=peft, batch_size=batch_size, device=device, **options)
         if is_whole(unwrap(self.model)):
             raise ValueError(
-                f"{pretrained} has its own attention for a memory: evaluate it "
-                "with --model hf, in this command."
+                f"{pretrained} was trained from scratch and has its own attention for a memory: evaluate it with "
+                "--model hf, in this command."
             )
         if active_options(find_decoder(unwrap(self.model))) is None:
             raise ValueError(f"{peft or pretrained} has no memory: evaluate it with --model hf.")
