@@ -24,7 +24,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from cacheformers.common.base_model import ModelOptions, base_config, base_folder, load_base, load_tokenizer
-from cacheformers.common.environment import environment
+from cacheformers.common.environment import environment, origin_lines
 from cacheformers.common.files import write_text
 from cacheformers.common.gguf_base import is_gguf
 from cacheformers.common.recipe import RecipeParser, option
@@ -219,7 +219,7 @@ def make_result(
         "by_place_in_window": as_dicts(places_in_window(losses, windows)),
         "options": {**asdict(model), **asdict(options)},
         "command": ["python", "-m", "cacheformers.evaluation.perplexity", *arguments],
-        "environment": environment(state.device, state.num_processes),
+        "environment": environment(state.device, state.num_processes, model.base),
     }
 
 
@@ -296,4 +296,4 @@ def report(result: dict[str, Any], options: PerplexityOptions) -> None:
         measures = {name: Measure.from_dict(part) for name, part in parts.items()}
         run = Run(result["texts"]["documents"], result["texts"]["characters"], Measure.from_dict(result), measures, {})
         by_position({result["name"]: run}).savefig(folder / "position.png")
-    print(f"\n{folder / 'result.json'} has all numbers.")
+    print("\n".join(["", *origin_lines([result]), f"{folder / 'result.json'} has all numbers."]))

@@ -15,6 +15,7 @@ from peft import LoraConfig, PeftConfig
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from transformers import AutoConfig, PretrainedConfig
 
+from cacheformers.common.gguf_base import base_origin
 from cacheformers.hub.model_index import joined
 from cacheformers.modeling.composite import CompositeConfig
 from cacheformers.modeling.method import MemoryMethod, is_method, method_named
@@ -152,6 +153,8 @@ def saved_card(folder: Path, base_model: str | None = None) -> Card:
         config = PeftConfig.from_pretrained(str(folder))
         base = base_model or config.base_model_name_or_path
         method = method_named(config.peft_type) if is_method(config.peft_type) else None
+        origin = base_origin(config.base_model_name_or_path) if config.base_model_name_or_path else None
+        trained += f"\n\nBase: {origin}." if origin else ""
         return Card("adapter", method, base, settings_of(config), has_tokenizer, trained)
     if (folder / MODEL).exists():
         model: PretrainedConfig = AutoConfig.from_pretrained(folder)

@@ -1,7 +1,7 @@
 """Print README's table of methods, from what the methods say of themselves.
 
-    python scripts/methods_table.py          # the table
-    python scripts/methods_table.py --write  # put it into README.md
+python scripts/methods_table.py          # the table
+python scripts/methods_table.py --write  # put it into README.md
 """
 
 from __future__ import annotations
