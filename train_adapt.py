@@ -26,9 +26,9 @@ from cacheformers.common.documents import DataOptions, DocumentRow, Documents, c
 from cacheformers.common.environment import environment
 from cacheformers.common.files import write_text
 from cacheformers.common.recipe import RecipeParser
+from cacheformers.evaluation.held_out import HeldOut, held_out
 from cacheformers.evaluation.model import check_evaluation, evaluate_model
 from cacheformers.evaluation.options import EvalOptions
-from cacheformers.evaluation.perplexity import HeldOut, held_out
 from cacheformers.evaluation.plots import save_plots
 from cacheformers.evaluation.run import scores
 from cacheformers.evaluation.tables import print_runs

@@ -1,6 +1,6 @@
 """Turn an adapter on its base model into one model folder: LoRA merged into the weights, the memory kept live.
 
-    python -m cacheformers.adapters.export ADAPTER OUT
+    cacheformers export ADAPTER OUT
 
 `AutoModelForCausalLM.from_pretrained(OUT)` loads it after `import cacheformers`, and with `trust_remote_code=True`
 without that line.
@@ -108,7 +108,7 @@ def has_tokenizer(place: str | Path) -> bool:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m cacheformers.adapters.export",
+        prog="cacheformers export",
         description="Write an adapter and its base as one model folder: LoRA merged, the memory kept live.",
     )
     parser.add_argument("adapter", help="folder or Hub id of the adapter")

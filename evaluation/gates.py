@@ -1,7 +1,7 @@
 """What gates have learnt: which heads use Infini-attention's memory, which words of a text look far.
 
-    python -m cacheformers.evaluation.gates runs/infini_attention --output runs/gates
-    python -m cacheformers.evaluation.gates runs/gated_attention --text book.txt --output runs/gates
+    cacheformers gates runs/infini_attention --output runs/gates
+    cacheformers gates runs/gated_attention --text book.txt --output runs/gates
 
 Infini-attention: sigmoid(beta) of every layer and head (the paper's figure 3), and how they moved where the folder has
 the log of its training. Gated attention: the mean gate of each layer over texts, how many gates are in each tenth from
@@ -49,7 +49,7 @@ class ReadText:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m cacheformers.evaluation.gates", description=__doc__)
+    parser = argparse.ArgumentParser(prog="cacheformers gates", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("model", help="Folder or Hub id of an adapter, or of a model with a memory of its own.")
     parser.add_argument("--output", type=Path, required=True, help="Folder for pictures, and their numbers as JSON.")

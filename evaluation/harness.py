@@ -1,6 +1,6 @@
 """The models of this package in lm-eval (lm-evaluation-harness): its own command line, which knows them here.
 
-    python -m cacheformers.evaluation.harness --model cacheformers --model_args pretrained=ADAPTER --tasks TASK
+    cacheformers lm-eval --model cacheformers --model_args pretrained=ADAPTER --tasks TASK
 
 Whatever is longer than a segment is read into the memory: contexts, prompts, and the whole documents of rolling
 log-likelihoods. Nothing is cut, unless `max_length` is given in `--model_args`.

@@ -9,8 +9,8 @@ from peft import PeftModel
 from torch import nn
 
 from cacheformers.evaluation.controls import free_positions, other_document, shuffled, window_of_equal_bytes
+from cacheformers.evaluation.held_out import HeldOut, token_nats
 from cacheformers.evaluation.options import EvalOptions
-from cacheformers.evaluation.perplexity import HeldOut, token_nats
 from cacheformers.evaluation.readers import Damaged, Forgetting, Reader, Remembering, has_memory
 from cacheformers.evaluation.run import Run, measure
 from cacheformers.modeling.attach import find_decoder, unwrap
@@ -18,7 +18,7 @@ from cacheformers.modeling.whole import WholeConfig
 
 LEAKS = (
     "teacher-forced, and selection='paper_block' lets a token depend on tokens after it: no decoder obtains this "
-    "(python -m cacheformers.evaluation.perplexity --stepwise says what one does)"
+    "(cacheformers perplexity --stepwise says what one does)"
 )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cacheformers.evaluation.bootstrap import Floats, perplexity_interval, ratio_interval
-from cacheformers.evaluation.perplexity import HeldOut, Losses
+from cacheformers.evaluation.held_out import HeldOut, Losses
 from cacheformers.evaluation.tokens import CLASSES, bucket_name, position_edges, token_classes
 
 

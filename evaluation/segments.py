@@ -1,6 +1,6 @@
 """Which segments a CacheFormer retrieves for each token of a text: a table, a heat map, and a file.
 
-    python -m cacheformers.evaluation.segments MODEL TEXT --output runs/segments
+    cacheformers segments MODEL TEXT --output runs/segments
 
 The table is that of the paper (Table 5) for one layer and head; the picture (its Figure 4) shows every layer.
 """
@@ -122,7 +122,7 @@ def token_ids(model: str, vocabulary: int, text: str) -> Tensor:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m cacheformers.evaluation.segments", description=__doc__)
+    parser = argparse.ArgumentParser(prog="cacheformers segments", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("model", help="Folder or Hub id of a CacheFormer model.")
     parser.add_argument("text", type=Path, help="A text file.")

@@ -1,8 +1,8 @@
 """The perplexity of a model on texts: in windows, or with its memory.
 
-python -m cacheformers.evaluation.perplexity --base BASE --mode segment --texts BOOK.txt --window 1024
-python -m cacheformers.evaluation.perplexity --base BASE --mode sliding --texts wiki.test.raw.gz --stride 512
-python -m cacheformers.evaluation.perplexity --base BASE --adapter ADAPTER --mode memory --texts books.jsonl.gz
+cacheformers perplexity --base BASE --mode segment --texts BOOK.txt --window 1024
+cacheformers perplexity --base BASE --mode sliding --texts wiki.test.raw.gz --stride 512
+cacheformers perplexity --base BASE --adapter ADAPTER --mode memory --texts books.jsonl.gz
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cacheformers.common.environment import environment, origin_lines
 from cacheformers.common.files import write_text
 from cacheformers.common.gguf_base import is_gguf
 from cacheformers.common.recipe import RecipeParser, option
-from cacheformers.evaluation.perplexity import HeldOut, Losses, token_nats
+from cacheformers.evaluation.held_out import HeldOut, Losses, token_nats
 from cacheformers.evaluation.plots import by_position, can_draw
 from cacheformers.evaluation.processes import make_state
 from cacheformers.evaluation.readers import Decoding, Remembering
@@ -218,7 +218,7 @@ def make_result(
         "by_position": as_dicts(positions(losses)),
         "by_place_in_window": as_dicts(places_in_window(losses, windows)),
         "options": {**asdict(model), **asdict(options)},
-        "command": ["python", "-m", "cacheformers.evaluation.perplexity", *arguments],
+        "command": ["cacheformers", "perplexity", *arguments],
         "environment": environment(state.device, state.num_processes, model.base),
     }
 

@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from cacheformers.evaluation.perplexity import Losses, evaluating
+from cacheformers.evaluation.held_out import Losses, evaluating
 from cacheformers.evaluation.readers import losses
 
 

@@ -1,6 +1,6 @@
 """Write results into a model card's metadata, where the Hub shows them (`model-index`).
 
-    python -m cacheformers.hub.results runs/longbench/NAME/result.json runs/perplexity/result.json --card ADAPTER
+    cacheformers results runs/longbench/NAME/result.json runs/perplexity/result.json --card ADAPTER
 
 Results that the card has already stay, but for those that are measured anew. The card's text stays as it is.
 """

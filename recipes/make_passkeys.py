@@ -1,4 +1,4 @@
-"""Write documents to train for the passkey task, in other words than `python -m cacheformers.evaluation.passkey` uses.
+"""Write documents to train for the passkey task, in other words than `cacheformers passkey` uses.
 
 python recipes/make_passkeys.py data/passkeys/train.jsonl --tokens 1024 2048 5120
 python recipes/make_passkeys.py data/passkeys/books.jsonl --books ../shared/data/books/train.jsonl.gz

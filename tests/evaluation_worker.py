@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import cacheformers
+from cacheformers.evaluation.held_out import HeldOut
 from cacheformers.evaluation.model import evaluate_model
 from cacheformers.evaluation.options import EvalOptions
-from cacheformers.evaluation.perplexity import HeldOut
 from cacheformers.modeling.attach import base_shape
 from cacheformers.training.sharding import shard
 

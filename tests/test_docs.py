@@ -125,7 +125,7 @@ def understood(text: str) -> None:
             options = train_adapt.Options(*train_adapt.make_parser(command[2:]).parse(command[2:]))
             assert (ROOT / str(options.scratch.model_config)).is_file()
         else:
-            assert command[:3] == ["python", "-m", "cacheformers.evaluation.perplexity"]
+            assert command[:3] == ["cacheformers", "perplexity"]
             RecipeParser([ModelOptions, text_perplexity.PerplexityOptions], "").parse(command[3:])
 
 

@@ -24,9 +24,9 @@ from cacheformers.common.recipe import RecipeParser
 from cacheformers.evaluation import plots
 from cacheformers.evaluation.bootstrap import RESAMPLES, perplexity_interval
 from cacheformers.evaluation.controls import other_document, shuffled, window_of_equal_bytes
+from cacheformers.evaluation.held_out import HeldOut, divide, held_out, side_by_side, token_nats
 from cacheformers.evaluation.model import evaluate_model
 from cacheformers.evaluation.options import EvalOptions
-from cacheformers.evaluation.perplexity import HeldOut, divide, held_out, side_by_side, token_nats
 from cacheformers.evaluation.readers import Damaged, Forgetting, Remembering
 from cacheformers.evaluation.run import Measure, Run, compare, measure, reference, scores
 from cacheformers.evaluation.tables import multiple, print_runs

@@ -1,4 +1,4 @@
-"""`python -m cacheformers.evaluation.harness`: lm-eval's own command line on models with a memory."""
+"""`cacheformers lm-eval`: lm-eval's own command line on models with a memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m cacheformers.evaluation.passkey`: prompts, answers, scores, going on; and documents to train for it."""
+"""`cacheformers passkey`: prompts, answers, scores, going on; and documents to train for it."""
 
 from __future__ import annotations
 
@@ -431,5 +431,5 @@ def test_options_are_explained(capsys):
     with pytest.raises(SystemExit):
         passkey.main(["--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "python -m cacheformers.evaluation.passkey" in said and "1M (1048576)" in said
+    assert "cacheformers passkey" in said and "1M (1048576)" in said
     assert PasskeyOptions().tokens == [1024, 2048, 4096]

@@ -16,8 +16,8 @@ from cacheformers import train_adapt
 from cacheformers.common.base_model import base_config
 from cacheformers.common.documents import check_lengths
 from cacheformers.common.sources import DATASET, HUB_ID
+from cacheformers.evaluation.held_out import HeldOut
 from cacheformers.evaluation.model import check_evaluation
-from cacheformers.evaluation.perplexity import HeldOut
 from cacheformers.training.adapter import adapter_config
 from cacheformers.training.settings import check_train_options
 

@@ -1,4 +1,4 @@
-"""`python -m cacheformers.hub.results`: results in a model card's metadata, and nothing else of it changed."""
+"""`cacheformers results`: results in a model card's metadata, and nothing else of it changed."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from cacheformers import CacheFormerConfig, train_adapt
 from cacheformers.common.documents import Documents
-from cacheformers.evaluation.perplexity import held_out, token_nats
+from cacheformers.evaluation.held_out import held_out, token_nats
 from cacheformers.evaluation.readers import Forgetting, Reader, Remembering
 from cacheformers.training.optim import Rates, parameter_groups
 from cacheformers.training.scratch import model_config

@@ -1,4 +1,4 @@
-"""`python -m cacheformers.evaluation.perplexity`: windows, memory, units, forms of texts, errors."""
+"""`cacheformers perplexity`: windows, memory, units, forms of texts, errors."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import cacheformers
 from cacheformers import train_adapt
 from cacheformers.common.documents import Documents
-from cacheformers.evaluation.perplexity import held_out, token_nats
+from cacheformers.evaluation.held_out import held_out, token_nats
 from cacheformers.evaluation.readers import Forgetting, Remembering
 from cacheformers.training.methods import chosen_options, head_map, options_of
 

@@ -28,7 +28,7 @@ from cacheformers import train_adapt
 from cacheformers.common.base_model import StartOptions
 from cacheformers.common.documents import DataOptions, Documents
 from cacheformers.common.loss import IGNORED, token_losses
-from cacheformers.evaluation.perplexity import held_out, token_nats
+from cacheformers.evaluation.held_out import held_out, token_nats
 from cacheformers.evaluation.readers import Forgetting, Remembering
 from cacheformers.training.adapter import adapter_config
 from cacheformers.training.lanes import Lanes

@@ -1,4 +1,4 @@
-"""`python -m cacheformers.evaluation.passkey`."""
+"""`cacheformers passkey`."""
 
 from cacheformers.evaluation.passkey.main import main
 

@@ -1,7 +1,7 @@
 """Hide a key in a long text and ask for it: by length of the text and depth of the key.
 
-python -m cacheformers.evaluation.passkey --base data/smollm2-135m-instruct --lengths 1K 2K 4K
-python -m cacheformers.evaluation.passkey --base BASE --adapter ADAPTER --lengths 4K 16K 64K --cache_size 65536
+cacheformers passkey --base data/smollm2-135m-instruct --lengths 1K 2K 4K
+cacheformers passkey --base BASE --adapter ADAPTER --lengths 4K 16K 64K --cache_size 65536
 torchrun --nproc_per_node 8 -m cacheformers.evaluation.passkey passkey.yaml
 """
 
@@ -40,7 +40,7 @@ from cacheformers.evaluation.passkey.wordings import NEEDLES
 from cacheformers.evaluation.processes import make_state
 from cacheformers.evaluation.remembering import memory_config
 
-COMMAND = "python -m cacheformers.evaluation.passkey"
+COMMAND = "cacheformers passkey"
 DESCRIPTION = (
     "The passkey task: a key is hidden in a long text and asked for at its end; greedy answer, exact score. Try the "
     "base model alone first (--base BASE --lengths 1K 2K), then a memory at lengths that the base cannot read "

@@ -233,7 +233,7 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
         if kwargs.get("output_attentions", self.config.output_attentions):
             raise ValueError(
                 "Attentions are not available: they are never held as a whole. For the segments that tokens retrieve: "
-                "python -m cacheformers.evaluation.segments."
+                "cacheformers segments."
             )
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Pass either input_ids or inputs_embeds.")

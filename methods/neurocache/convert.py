@@ -1,6 +1,6 @@
 """Convert a checkpoint folder of the published Neurocache package to an adapter of this one.
 
-    python -m cacheformers.methods.neurocache.convert PUBLISHED_FOLDER OUT --base BASE
+    cacheformers convert PUBLISHED_FOLDER OUT --base BASE
 
 The published folder (alisafaya/neurocache, `save_pretrained`) holds `neurocache_config.json` and
 `neurocache_model.safetensors` or `neurocache_model.bin`: `h_proj`, `h_norm`, `cache_attns.J.{q,k,v,o}_proj`, where J
@@ -243,7 +243,7 @@ def check(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m cacheformers.methods.neurocache.convert",
+        prog="cacheformers convert",
         description="Convert a checkpoint folder of the published Neurocache package to an adapter.",
     )
     parser.add_argument("published", type=Path, help=f"folder with {CONFIG_FILE} and {' or '.join(WEIGHTS_FILES)}")

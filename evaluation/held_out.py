@@ -1,6 +1,6 @@
 """Held-out documents, and the loss of each of their tokens: each read from its beginning with a memory of its own.
 
-`python -m cacheformers.evaluation.perplexity` measures any model on any text: see `evaluation/text_perplexity.py`.
+`cacheformers perplexity` measures any model on any text: see `evaluation/text_perplexity.py`.
 """
 
 from __future__ import annotations
