@@ -13,8 +13,8 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerBase, TextStrea
 
 import cacheformers
 from cacheformers.cli.explain import heat_map, print_tokens
+from cacheformers.cli.kept import kept
 from cacheformers.cli.model import load_model
-from cacheformers.methods.neurocache.neurocache import NeurocacheState
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import read_index
 from cacheformers.modeling.tracing import Trace
@@ -36,10 +36,7 @@ def ask(options: argparse.Namespace) -> None:
         raise ValueError(
             f"{options.memory} holds {memory.batch_size} documents: ask it in Python, with memory.select()."
         )
-    print(
-        f"{memory.tokens_read[0]:,} tokens, remembered in {time.perf_counter() - loaded:.2f} s (the model took "
-        f"{loaded - start:.1f} s)."
-    )
+    print(f"{kept(memory)} Loaded in {time.perf_counter() - loaded:.2f} s (the model took {loaded - start:.1f} s).")
     for number, question in enumerate(options.questions):
         picture = options.heat_map or Path(f"{options.memory.resolve().with_suffix('')}.png")
         if number:
@@ -56,10 +53,11 @@ def answer(
     picture: Path,
 ) -> None:
     """Print a question, its answer, and what was retrieved for them."""
-    trace = Trace(memory) if isinstance(memory.state, NeurocacheState) else None
+    trace = Trace(memory) if memory.state.retrieves else None
     if trace is None and options.explain:
         raise ValueError(
-            "--explain is for Neurocache; this memory's method does not say what it retrieved: leave it out."
+            "--explain shows what was retrieved, and this memory's method retrieves nothing: leave it out. It is for "
+            "Neurocache and the Memorizing Transformer."
         )
     ids = prompt(tokenizer, question).to(model.device)
     print(f"\nQ: {question}\nA: ", end="", flush=True)

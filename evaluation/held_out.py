@@ -1,6 +1,6 @@
 """Held-out documents, and the loss of each of their tokens: each read from its beginning with a memory of its own.
 
-`cacheformers perplexity` measures any model on any text: see `evaluation/text_perplexity.py`.
+`cacheformers perplexity` (`evaluation/text_perplexity.py`) measures any model on any text.
 """
 
 from __future__ import annotations
@@ -172,9 +172,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
-
-
-if __name__ == "__main__":
-    from cacheformers.evaluation.text_perplexity import main  # imports this module
-
-    main()

@@ -30,7 +30,7 @@ from cacheformers.modeling.memory import (
     keep_columns,
     part,
 )
-from cacheformers.modeling.method import MemoryMethod, first_numbers
+from cacheformers.modeling.method import MemoryMethod, Share, first_numbers
 from cacheformers.modeling.settings import (
     LocalWindowOptions,
     LocalWindowSettings,
@@ -83,16 +83,8 @@ class InfiniAttentionOptions(InfiniAttentionSettings, LocalWindowOptions):
         return self.layers
 
 
-class Beta(nn.Module):
-    """One learned number per query head, whose sigmoid is the memory's share. It wants a high rate and no decay."""
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(heads))
-
-    def shares(self) -> Tensor:
-        """The memory's share in each head, `[heads]`."""
-        return torch.sigmoid(self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)))
+class Beta(Share):
+    """The memory's share of each head, a half at first. It wants a high rate and no decay."""
 
 
 class InfiniParts(NamedTuple):
@@ -379,6 +371,9 @@ class InfiniState(MemoryState):
         self.held = {layer: held.detach() for layer, held in self.held.items()}
         for waiting in (self.keys, self.values):
             waiting.update({layer: tensor.detach() for layer, tensor in waiting.items()})
+
+    def kept(self, row: int, closed: int) -> int:
+        return 0 if self.stays_empty else closed
 
     def keep(self, columns: Tensor) -> None:
         for held in (self.keys, self.values):

@@ -39,6 +39,11 @@ class WindowedOptions(WindowedSettings, LocalWindowOptions):
     """
 
     @property
+    def near_tokens(self) -> None:
+        """Nothing is trained."""
+        return None
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """The layer on which the options are found: the window is the same in all."""
         return (0,)
@@ -76,6 +81,9 @@ class WindowedState(MemoryState):
 
     def commit(self, row: int, columns: Tensor) -> None:
         """Nothing is stored."""
+
+    def kept(self, row: int, closed: int) -> int:
+        return 0
 
     def keep(self, columns: Tensor) -> None:
         """There are no columns."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,9 @@ from cacheformers.modeling.inputs import (
     check_checkpointing,
     check_positions,
     real_tokens,
+    watch_training,
 )
-from cacheformers.modeling.memory import BaseShape, MemoryOptions, SegmentCall
+from cacheformers.modeling.memory import BaseShape, LayerMemory, MemoryOptions, SegmentCall
 from cacheformers.modeling.method import MethodOnLayer
 from cacheformers.modeling.origin import identify
 from cacheformers.modeling.whole import WholeConfig
@@ -80,21 +81,6 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 WRAPPED_AS = ("_orig_mod", "module", "base_model", "model")  # by torch.compile, DDP, PeftModel, PEFT's tuners
-
-
-class LayerMemory(Protocol):
-    """What sits on an attention module under the name `memory`."""
-
-    @property
-    def options(self) -> MemoryOptions | None:
-        """Options of the active memory; None while none is active here."""
-
-    @property
-    def fingerprint(self) -> tuple[float, ...]:
-        """A few trained numbers by which two adapters differ."""
-
-    def check_loaded(self) -> None:
-        """Raise if the active adapter lacks tensors."""
 
 
 def architecture(config: PretrainedConfig) -> Architecture:
@@ -322,6 +308,8 @@ def before_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
                 "use_cache out."
             )
 
+    if decoder.training and torch.is_grad_enabled():
+        watch_training(active_memories(decoder)[0], options, real, carried=memory is passed)
     pieces = memory.timeline.pieces(real)
     if len(pieces) > 1 and any(wanted(decoder, kwargs, name) for name in ("output_hidden_states", "output_attentions")):
         raise ValueError(

@@ -113,9 +113,30 @@ class MemoryOptions(Protocol):
     def attention_layers(self) -> tuple[int, ...]:
         """Layers whose output the method changes: LoRA's, unless others are named."""
 
+    @property
+    def near_tokens(self) -> int | None:
+        """How many tokens a text may have before the memory is read; None if there is nothing to train for that."""
+
     def new_state(
         self, rows: int, devices: dict[int, torch.device], dtype: torch.dtype, keep_values: bool, cache_size: int | None
     ) -> Any: ...
+
+
+class LayerMemory(Protocol):
+    """What sits on an attention module under the name `memory`."""
+
+    unread_forwards: int
+
+    @property
+    def options(self) -> MemoryOptions | None:
+        """Options of the active memory; None while none is active here."""
+
+    @property
+    def fingerprint(self) -> tuple[float, ...]:
+        """A few trained numbers by which two adapters differ."""
+
+    def check_loaded(self) -> None:
+        """Raise if the active adapter lacks tensors."""
 
 
 class MemoryState(ABC):
@@ -131,10 +152,12 @@ class MemoryState(ABC):
         own_layers: layers whose visible keys and values the state itself holds, so that the local cache does not.
         loss: what the method adds to the loss of the last forward; None for nothing.
         can_crop: the last tokens of open segments can be taken back.
+        retrieves: tokens look up single tokens of the document, which `retrieved` names.
     """
 
     forward_is_segment = False
     can_crop = True
+    retrieves = False
     own_layers: frozenset[int] = frozenset()
     loss: Tensor | None = None
     rings: dict[int, Ring] = {}
@@ -157,6 +180,17 @@ class MemoryState(ABC):
 
     def detach(self) -> None:  # noqa: B027  # most states hold no graph
         """Cut the autograd graph of what is held (done at the end of every top-level forward)."""
+
+    def kept(self, row: int, closed: int) -> int:
+        """Count the newest of a row's `closed` tokens of closed segments that can still be read; by default all."""
+        return closed
+
+    def retrieved(self) -> dict[int, Tensor]:
+        """Return the numbers of the document's tokens that the newest columns retrieved, -1 for none.
+
+        By layer, `[rows, columns, places]`: at least the columns of the last forward, none before it.
+        """
+        return {}
 
     @abstractmethod
     def keep(self, columns: Tensor) -> None:

@@ -146,13 +146,26 @@ class PerHead(nn.Module):
         self.weight = nn.Parameter(torch.full((heads,), start))
 
 
+class Share(PerHead):
+    """One learned number per query head, whose sigmoid is the memory's share in what the head returns."""
+
+    def shares(self) -> Tensor:
+        """The memory's share in each head, `[heads]`."""
+        return torch.sigmoid(self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)))
+
+
 class MethodOnLayer:
-    """A method on one attention module, with the options and parts that are active there."""
+    """A method on one attention module, with the options and parts that are active there.
+
+    Attributes:
+        unread_forwards: training forwards so far that could not read the memory (see `inputs.watch_training`).
+    """
 
     method: MemoryMethod
     layer: int
     training: bool
     handles: list[Any]
+    unread_forwards = 0
 
     @property
     def options(self) -> Any:

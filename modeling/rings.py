@@ -112,6 +112,9 @@ class RingState(MemoryState):
             values = self.open["values"].get(layer)
             ring.append(row, self.open["keys"][layer][row, chosen], None if values is None else values[row, chosen])
 
+    def kept(self, row: int, closed: int) -> int:
+        return min(ring.count(row) for ring in self.rings.values())
+
     def keep(self, columns: Tensor) -> None:
         for held in self.open.values():
             for layer, tensor in held.items():
@@ -157,3 +160,9 @@ class RingState(MemoryState):
     def nbytes(self) -> int:
         waiting = sum(tensor.nbytes for held in self.open.values() for tensor in held.values())
         return waiting + sum(ring.nbytes for ring in self.rings.values())
+
+
+def token_numbers(ring: Ring, hits: Tensor) -> Tensor:
+    """Hits `[rows, columns, places]`, counted from a row's oldest entry, as numbers of its document's tokens."""
+    first = torch.tensor([ring.entries(row).first for row in range(ring.rows)], device=hits.device)
+    return torch.where(hits >= 0, hits + first[:, None, None], hits)

@@ -97,6 +97,11 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
         return self.layers
 
     @property
+    def near_tokens(self) -> int:
+        """Texts of up to two windows are attended to in full."""
+        return 2 * self.window_tokens
+
+    @property
     def window(self) -> LocalWindow:
         """What stays visible: everything. (Near and far are the attention's own matter.)"""
         return LocalWindow(self.segment_tokens if self.causal else EVERYTHING, EVERYTHING)

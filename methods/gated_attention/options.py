@@ -109,6 +109,11 @@ class GatedAttentionOptions(GatedAttentionSettings, MethodOptions):
         return self.layers
 
     @property
+    def near_tokens(self) -> int:
+        """Before gates matter, the window must be full."""
+        return self.window_tokens
+
+    @property
     def window(self) -> LocalWindow:
         """What stays visible: everything. (Near and far are the attention's own matter.)"""
         return LocalWindow(self.segment_tokens, EVERYTHING)
