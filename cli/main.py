@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -58,9 +59,30 @@ loaded.
 """
 
 
+# Commands whose options and help are in a module of their own: what they do, and the module whose `main` does it.
+ELSEWHERE = {
+    "train": ("Adapt a pretrained model, or train one from scratch.", "cacheformers.train_adapt"),
+    "longbench": ("Evaluate on LongBench, as the official code does.", "cacheformers.eval_longbench"),
+    "compare": ("Put results of longbench side by side.", "cacheformers.eval_longbench"),
+    "perplexity": ("Measure the perplexity of a model on texts.", "cacheformers.evaluation.text_perplexity"),
+    "passkey": ("Hide a key in long texts and ask for it.", "cacheformers.evaluation.passkey.main"),
+    "lm-eval": ("Run lm-eval's command line with memory models.", "cacheformers.evaluation.harness"),
+    "gates": ("Draw the gates or the memory's shares of a model.", "cacheformers.evaluation.gates"),
+    "segments": ("Show which segments a CacheFormer retrieves.", "cacheformers.evaluation.segments"),
+    "export": ("Turn an adapter and its base into one model folder.", "cacheformers.adapters.export"),
+    "convert": ("Convert a checkpoint of the published Neurocache package.", "cacheformers.methods.neurocache.convert"),
+    "results": ("Put results into a model card's metadata.", "cacheformers.hub.results"),
+    "push": ("Push an adapter or a model to the Hub, with its card.", "cacheformers.cli.push"),
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command; what a user can put right ends with one line on stderr and status 1, Ctrl-C with status 130."""
-    options = make_parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] in ELSEWHERE:
+        run_elsewhere(given[0], given[1:])
+        return
+    options = make_parser().parse_args(dashed(given))
     try:
         options.run(options)
     except KeyboardInterrupt:
@@ -68,6 +90,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(130)
     except (OSError, ValueError, ModuleNotFoundError) as error:
         sys.exit(f"cacheformers {options.command}: {error}")
+
+
+def run_elsewhere(command: str, arguments: list[str]) -> None:
+    """Run a command that parses its own options."""
+    sys.argv[0] = f"cacheformers {command}"  # the name that usage and errors give
+    module: Any = import_module(ELSEWHERE[command][1])
+    try:
+        if command == "lm-eval":
+            sys.argv[1:] = arguments
+            module.cli_evaluate()
+        else:
+            module.main(["--compare", *arguments] if command == "compare" else dashed_unless_recipe(command, arguments))
+    except KeyboardInterrupt:
+        print(f"\ncacheformers {command}: stopped.", file=sys.stderr)
+        sys.exit(130)
+
+
+def dashed_unless_recipe(command: str, arguments: list[str]) -> list[str]:
+    """Arguments as a command's parser takes them; those of recipes take both spellings by themselves."""
+    return arguments if command in ("train", "longbench", "perplexity", "passkey") else dashed(arguments)
+
+
+def dashed(arguments: Sequence[str]) -> list[str]:
+    """Options with dashes in their names, so that `--cache_size 5` is `--cache-size 5`."""
+    spelled = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        spelled.append(name.replace("_", "-") + equals + value if name.startswith("--") else argument)
+    return spelled
 
 
 def read(options: argparse.Namespace) -> None:
@@ -102,7 +153,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="cacheformers", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action=ShowVersion, nargs=0, help="print the version and exit")
-    commands = parser.add_subparsers(dest="command", required=True, title="commands", metavar="{read,ask,inspect}")
+    commands = parser.add_subparsers(dest="command", required=True, title="commands", metavar="COMMAND")
 
     def add(name: str, run: object, description: str, when_stopped: str = "") -> argparse.ArgumentParser:
         command = commands.add_parser(
@@ -125,8 +176,6 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="field of JSON lines or parquet that holds the text (default: text)",
     )
-    # As train_adapt.py and errors about fields spell it.
-    command.add_argument("--text_field", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     command.add_argument("--encoding", metavar="NAME", help="of a .txt or .md file (default: utf-8)")
     command.add_argument(
         "--cache-size", type=int, metavar="N", help="most entries a layer keeps (default: the adapter's)"
@@ -154,6 +203,8 @@ def make_parser() -> argparse.ArgumentParser:
     command = add("inspect", inspect, INSPECT)
     command.add_argument("memory", type=Path, metavar="MEMORY", help="folder that `cacheformers read` wrote")
     add_verify(command)
+    for name, (text, _) in ELSEWHERE.items():
+        commands.add_parser(name, help=text, add_help=False)
     return parser
 
 

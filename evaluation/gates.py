@@ -5,7 +5,7 @@
 
 Infini-attention: sigmoid(beta) of every layer and head (the paper's figure 3), and how they moved where the folder has
 the log of its training. Gated attention: the mean gate of each layer over texts, how many gates are in each tenth from
-0 to 1, and the texts as pages in which every token has the colour of its gate; with --fix_heads the means decide for
+0 to 1, and the texts as pages in which every token has the colour of its gate; with --fix-heads the means decide for
 good which heads see everything (as in DuoAttention), and --save writes the model that comes of it.
 """
 
@@ -60,12 +60,12 @@ def main(arguments: list[str] | None = None) -> None:
         help="Read so many tokens of each text. Default: as many as the base model has positions.",
     )
     parser.add_argument(
-        "--fix_heads",
+        "--fix-heads",
         type=float,
         metavar="LEAST",
         help="Heads whose mean gate is at least this see everything for good, the others their window.",
     )
-    parser.add_argument("--save", type=Path, help="With --fix_heads: a new folder for the model with fixed heads.")
+    parser.add_argument("--save", type=Path, help="With --fix-heads: a new folder for the model with fixed heads.")
     given = parser.parse_args(arguments)
     try:
         run(given)
@@ -80,12 +80,12 @@ def run(given: argparse.Namespace) -> None:
         OSError, ValueError: something is missing or does not fit the model's method.
     """
     if (given.fix_heads is None) != (given.save is None):
-        raise ValueError("--fix_heads and --save belong together: by which mean gate, and where to.")
+        raise ValueError("--fix-heads and --save belong together: by which mean gate, and where to.")
     model = load(given.model)
     options: Any = active_options(find_decoder(unwrap(model)))
     if isinstance(options, InfiniAttentionOptions):
         if given.text or given.save:
-            raise ValueError("Infini-attention's shares are the same for every text: leave --text and --fix_heads out.")
+            raise ValueError("Infini-attention's shares are the same for every text: leave --text and --fix-heads out.")
         draw_shares(given, model, options)
     elif isinstance(options, GatedAttentionOptions):
         draw_gates(given, model, options)

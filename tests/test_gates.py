@@ -104,7 +104,7 @@ def test_fixed_heads_drop_what_is_far(save, kind):
     if kind == "model":
         place = export(adapter, adapter.parent / "model")
     text = adapter.parent / "text.txt"
-    out = draw(place, f"--text={text}", "--fix_heads=0.5", f"--save={fixed}")
+    out = draw(place, f"--text={text}", "--fix-heads=0.5", f"--save={fixed}")
     result = json.loads((out / "gates.json").read_text())
     expected = {
         layer: [head for head, mean in enumerate(means) if mean >= 0.5] for layer, means in result["means"].items()
@@ -135,7 +135,7 @@ def test_fixed_heads_drop_what_is_far(save, kind):
     ("method", "more", "message"),
     [
         ("infini_attention", ["--text={folder}/text.txt"], "the same for every text"),
-        ("infini_attention", ["--fix_heads=0.5", "--save={folder}/fixed"], "the same for every text"),
+        ("infini_attention", ["--fix-heads=0.5", "--save={folder}/fixed"], "the same for every text"),
         ("neurocache", [], "has the memory neurocache: this command is for infini_attention and gated_attention"),
         ("base", [], "has no memory: this command is for"),
         ("nowhere", [], "nowhere"),
@@ -143,8 +143,8 @@ def test_fixed_heads_drop_what_is_far(save, kind):
         ("gated_attention", ["--text={folder}/missing.txt"], "missing.txt"),
         ("gated_attention", ["--text={folder}/text.txt", "--tokens=6"], "all within the window of 6"),
         ("gated_attention", ["--text={folder}/text.txt", "--tokens=65"], "--tokens must be from 1 to 64"),
-        ("gated_attention", ["--text={folder}/text.txt", "--fix_heads=0.5"], "--fix_heads and --save belong together"),
-        ("gated_attention", ["--text={folder}/text.txt", "--fix_heads=1", "--save={folder}/base"], "exists already"),
+        ("gated_attention", ["--text={folder}/text.txt", "--fix-heads=0.5"], "--fix-heads and --save belong together"),
+        ("gated_attention", ["--text={folder}/text.txt", "--fix-heads=1", "--save={folder}/base"], "exists already"),
     ],
 )
 def test_what_is_refused(save, folder, capsys, method, more, message):
