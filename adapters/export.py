@@ -77,14 +77,14 @@ def to_model(adapted: PeftModel) -> CompositeForCausalLM:
     """The model class that computes what an adapted model computes. The adapted model is used up.
 
     Raises:
-        ValueError: the active adapter is none of this package's, or its base is quantised.
+        ValueError: the active adapter is none of this package's, or its base is quantized.
     """
     config: Any = adapted.active_peft_config
     if not is_method(config.peft_type):
         raise ValueError(f"An adapter of type {config.peft_type} is active: only memories can be exported.")
     model = unwrap(adapted)
     if getattr(model, "is_quantized", False):
-        raise ValueError("LoRA cannot be merged exactly into a quantised base: load the base without quantisation.")
+        raise ValueError("LoRA cannot be merged exactly into a quantized base: load the base without quantization.")
     kind: Any = method_named(config.peft_type).causal_lm
     name = adapted.active_adapter
     trained = {

@@ -91,7 +91,7 @@ class MemoryTuner(LoraModel):
             self.register_load_state_dict_post_hook(check_complete)  # type: ignore[no-untyped-call]
 
     def _part_dtype(self, base: torch.dtype, autocast: bool) -> torch.dtype:
-        """Parts are trained in float32 on a half-precision or quantised base, as PEFT does with LoRA."""
+        """Parts are trained in float32 on a half-precision or quantized base, as PEFT does with LoRA."""
         half = not base.is_floating_point or base in (torch.float16, torch.bfloat16)
         return torch.float32 if half and autocast else base
 
@@ -185,7 +185,7 @@ def is_adapter_key(key: str, adapter: str) -> bool:
 
 
 def projection_weights(attention: nn.Module, config: PretrainedConfig) -> tuple[Tensor, ...]:
-    """A layer's own W_q, W_k, W_v, W_o, de-quantised, without LoRA."""
+    """A layer's own W_q, W_k, W_v, W_o, dequantized, without LoRA."""
     modules = []
     for name in architecture(config).projections:
         module = getattr(attention, name)

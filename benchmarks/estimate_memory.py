@@ -4,7 +4,7 @@
     python benchmarks/estimate_memory.py --only 3 4 --out /tmp/estimate.md
 
 Weights are random, of SmolLM2-135M's shape; memory does not depend on their values. The child reads until the ring is
-full, then takes two optimiser steps. On the CPU the measure is the peak of resident memory over the optimiser steps,
+full, then takes two optimizer steps. On the CPU the measure is the peak of resident memory over the optimizer steps,
 minus what was resident after the imports, with malloc told to give memory back at once; on CUDA it is
 `torch.cuda.max_memory_allocated`.
 """
@@ -139,7 +139,7 @@ def measure(setting: Setting, device: str = "cpu") -> int:
 
 
 def train(setting: Setting, device: str) -> int:
-    """Fill the memory, take two optimiser steps; returns the peak in bytes."""
+    """Fill the memory, take two optimizer steps; returns the peak in bytes."""
     process = psutil.Process()
     before = process.memory_info().rss
     torch.manual_seed(0)

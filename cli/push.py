@@ -24,9 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--license", metavar="NAME", help="the Hub's name of a license, for the card")
     parser.add_argument("--private", action="store_true", default=None, help="create a private repository")
     parser.add_argument("--token", help="with write access (default: that of `hf auth login` or HF_TOKEN)")
-    parser.add_argument(
-        "--allow-mixed", action="store_true", help="an adapter and a model may share the repository"
-    )
+    parser.add_argument("--allow-mixed", action="store_true", help="an adapter and a model may share the repository")
     given = parser.parse_args(arguments)
     try:
         address = push_to_hub(

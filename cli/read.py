@@ -16,7 +16,7 @@ from cacheformers.evaluation.remembering import own_base
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import INDEX
 from cacheformers.modeling.files.save import check_place
-from cacheformers.modeling.origin import Source, tokenised, tokenizer_hash
+from cacheformers.modeling.origin import Source, tokenized, tokenizer_hash
 
 
 def read(options: argparse.Namespace) -> None:
@@ -24,7 +24,7 @@ def read(options: argparse.Namespace) -> None:
     check_place(options.output)
     model, tokenizer = load_model(options.model or "", options.adapter or "", options.device, options.dtype)
     name, text = load_text(options.book, options.document, options.text_field, options.encoding)
-    ids, source = tokenised(tokenizer, text, name)
+    ids, source = tokenized(tokenizer, text, name)
     if (options.output / INDEX).exists() and not options.overwrite:
         memory = cacheformers.load_memory(options.output, model, tokenizer=tokenizer)
         check_same(memory, source, options)

@@ -78,7 +78,7 @@ def load_base(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The base model, on a device, and its tokenizer.
 
-    A quantised one is left as it is loaded, without `prepare_model_for_kbit_training`: that would turn its norms,
+    A quantized one is left as it is loaded, without `prepare_model_for_kbit_training`: that would turn its norms,
     embeddings and with them every activation into float32, and switch on reentrant checkpointing. The adapter's
     weights are float32 and the base's are frozen without it.
 
@@ -208,13 +208,13 @@ def check_attention(implementation: str | None) -> None:
 
 
 def check_quantization(quantize: str) -> None:
-    """Raise ImportError if quantised weights are wanted and bitsandbytes is missing."""
+    """Raise ImportError if quantized weights are wanted and bitsandbytes is missing."""
     if quantize != "none" and find_spec("bitsandbytes") is None:
         raise ImportError(f"quantize={quantize} takes bitsandbytes. Run: pip install bitsandbytes")
 
 
 def quantization(options: ModelOptions, config: PretrainedConfig) -> BitsAndBytesConfig:
-    """As in QLoRA: normal floats of 4 bits, their scales quantised as well; or LLM.int8."""
+    """As in QLoRA: normal floats of 4 bits, their scales quantized as well; or LLM.int8."""
     if options.quantize == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     computed = config.dtype or torch.bfloat16 if options.dtype == "auto" else getattr(torch, options.dtype)

@@ -1,4 +1,4 @@
-"""Documents: checked before work starts, tokenised when their turn comes, in an order that only a seed decides.
+"""Documents: checked before work starts, tokenized when their turn comes, in an order that only a seed decides.
 
 They stand in an endless row, and lanes take them by their position in it. `Documents` has all of them at hand and
 shuffles them anew each epoch; `StreamedDocuments` reads them in order, once an epoch, and shuffles block by block.
@@ -42,7 +42,7 @@ class DataOptions:
     label_field: str | None = option(
         None,
         help="A field with [start, end] pairs of places in the text, in characters: only tokens that lie there are "
-        "learnt, such as answers; the others are read. Segments without any take no step. Default: all are learnt.",
+        "learned, such as answers; the others are read. Segments without any take no step. Default: all are learned.",
     )
     min_tokens: int = option(2, help="Leave out documents with fewer tokens (the paper: 20000).")
     max_tokens: int | None = option(
@@ -150,7 +150,7 @@ class DocumentRow(ABC):
         """Ids of one document, `[tokens]`; empty where the document is left out."""
         return self._tokens(self.text(index))
 
-    def learnt(self, index: int) -> Tensor | None:
+    def learned(self, index: int) -> Tensor | None:
         """Which tokens of one document may be labels, bool `[tokens]`; None: all of them."""
         return None
 
@@ -182,7 +182,7 @@ class DocumentRow(ABC):
     def _may_suffice(self, text: str) -> bool:
         """Whether a text can have enough tokens: there is at most one a byte, whatever the vocabulary.
 
-        Bytes count after normalisation, which may lengthen a text; tokenizers may put a space before it, and special
+        Bytes count after normalization, which may lengthen a text; tokenizers may put a space before it, and special
         tokens around it.
         """
         if len(text) >= self.least or not self.tokenizer.is_fast:
@@ -218,7 +218,7 @@ class Documents(DocumentRow):
         texts: one string a document; None and empty strings count as empty documents.
         min_tokens: documents with fewer tokens are left out.
         sources: the paths and names they come from.
-        places: `[start, end]` pairs, in characters, of what is learnt of each text. None: all of it.
+        places: `[start, end]` pairs, in characters, of what is learned of each text. None: all of it.
         max_tokens: how many tokens of each document are read; None for all.
     """
 
@@ -256,22 +256,22 @@ class Documents(DocumentRow):
         """See to it that some document goes beyond a segment (reads on until it finds one).
 
         Raises:
-            ValueError: all documents are empty or left out, none is longer than a segment, or nothing is to be learnt.
+            ValueError: all documents are empty or left out, none is longer than a segment, or nothing is to be learned.
         """
         self._check(self.texts, segment_tokens)
         if self.places is not None:
             self._check_places()
 
-    def learnt(self, index: int) -> Tensor | None:
+    def learned(self, index: int) -> Tensor | None:
         """Which tokens of one document may be labels: those that share a character with its places."""
         if self.places is None:
             return None
         encoded = self.tokenizer(self.texts[index] or "", return_offsets_mapping=True, verbose=False)
         starts, ends = torch.tensor(encoded["offset_mapping"]).reshape(-1, 2).T
-        learnt = torch.zeros(len(starts), dtype=torch.bool)
+        learned = torch.zeros(len(starts), dtype=torch.bool)
         for start, end in self.places[index] or []:
-            learnt |= (starts < end) & (start < ends)
-        return learnt[: self.max_tokens]
+            learned |= (starts < end) & (start < ends)
+        return learned[: self.max_tokens]
 
     def _check_places(self) -> None:
         assert self.places is not None
@@ -280,10 +280,10 @@ class Documents(DocumentRow):
                 if len(place) != 2 or not 0 <= place[0] < place[1] <= len(text or ""):
                     raise ValueError(f"{self.name(index)}: {place} is no [start, end] in {len(text or '')} characters.")
         for index in range(len(self)):
-            learnt = self.learnt(index)
-            if learnt is not None and learnt[1:].any() and len(self.tokens(index)):
+            learned = self.learned(index)
+            if learned is not None and learned[1:].any() and len(self.tokens(index)):
                 return
-        raise ValueError("No document that is long enough has a place to learn: nothing would ever be learnt.")
+        raise ValueError("No document that is long enough has a place to learn: nothing would ever be learned.")
 
     def identity(self) -> dict[str, Any]:
         """What must be the same to go on with these documents; holds nothing that differs between machines."""
@@ -398,7 +398,7 @@ class StreamedDocuments(DocumentRow):
             raise ValueError(f"Document {index} of the {self} cannot be read: {error}") from error
 
 
-@lru_cache(maxsize=2)  # lanes stand in the same epoch or block, or in neighbouring ones
+@lru_cache(maxsize=2)  # lanes stand in the same epoch or block, or in neighboring ones
 def permutation(seed: int, number: int, length: int) -> np.ndarray:
     """The order of an epoch's or a block's documents, `[length]`."""
     return np.random.default_rng((seed, number)).permutation(length)

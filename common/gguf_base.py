@@ -57,7 +57,7 @@ def converted(gguf: Path) -> Path:
 def convert(gguf: Path, out: Path, package: str | None = None) -> None:
     """Unpack a GGUF file's model and tokenizer into a new folder, which appears whole or not at all.
 
-    Quantised weights become bfloat16; float16 and float32 stay what they are. `origin.json` says what they were.
+    Quantized weights become bfloat16; float16 and float32 stay what they are. `origin.json` says what they were.
 
     Args:
         package: where the file comes from, if anybody knows.

@@ -161,7 +161,7 @@ def joined(parts: list[Any], text_field: str) -> Any:
 
 
 def find_sources(paths: Sequence[str], split: str | None = None) -> list[Source]:
-    """What there is to read, in the order of the paths; neighbouring files of one format are read together.
+    """What there is to read, in the order of the paths; neighboring files of one format are read together.
 
     Args:
         paths: files, and folders that are searched for files of the formats above. What is no existing path names a

@@ -34,8 +34,8 @@ def other_document(memory: MemoryCache, segment: int) -> Iterator[None]:
 def shuffled(memory: MemoryCache, segment: int) -> Iterator[None]:
     """Every row reads its own entries in a random order, drawn anew for each segment.
 
-    A search finds the same entries, so of each hit's neighbourhood the hit is right and the neighbours are wrong: this
-    shows what neighbours are worth, not what retrieval is worth.
+    A search finds the same entries, so of each hit's neighborhood the hit is right and the neighbors are wrong: this
+    shows what neighbors are worth, not what retrieval is worth.
     """
     state: Any = memory.state
     stores = {layer: (ring.keys, ring.index) for layer, ring in state.rings.items()}

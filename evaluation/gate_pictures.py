@@ -1,4 +1,4 @@
-"""Pictures of gates: a heat map of layers by heads, bars by layer, and a text whose tokens have their gates' colour."""
+"""Pictures of gates: a heat map of layers by heads, bars by layer, and a text whose tokens have their gates' color."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ main {{ white-space: pre-wrap; }}
 .near {{ color: #999999; }}
 </style>
 <h1>{title}</h1>
-<p>Colour: <span style="background: {none}">0, the window is enough</span> to
+<p>Color: <span style="background: {none}">0, the window is enough</span> to
 <span style="background: {full}">1, looks at everything before</span>; the mean of layers and heads, which each token
-shows when pointed at. <span class="near">Grey</span> tokens have nothing beyond the window.</p>
+shows when pointed at. <span class="near">Gray</span> tokens have nothing beyond the window.</p>
 <main>{tokens}</main>
 </html>
 """
@@ -102,20 +102,20 @@ def by_layer(means: Mapping[int, Tensor], gate_per: str, histogram: Sequence[int
 
 
 def page(title: str, pieces: Sequence[str], gates: Sequence[float], counted: Sequence[bool]) -> str:
-    """A text as HTML, each token on the colour of its gate.
+    """A text as HTML, each token on the color of its gate.
 
     Args:
         pieces, gates, counted: of each token: what it stands for, its gate, whether it has something far.
     """
     tokens = [
-        f'<span style="background: {colour(gate)}" title="{gate:.3f}">{html.escape(piece)}</span>'
+        f'<span style="background: {color(gate)}" title="{gate:.3f}">{html.escape(piece)}</span>'
         if far
         else f'<span class="near">{html.escape(piece)}</span>'
         for piece, gate, far in zip(pieces, gates, counted, strict=True)
     ]
-    return PAGE.format(title=html.escape(title), none=colour(0.0), full=colour(1.0), tokens="".join(tokens))
+    return PAGE.format(title=html.escape(title), none=color(0.0), full=color(1.0), tokens="".join(tokens))
 
 
-def colour(gate: float) -> str:
+def color(gate: float) -> str:
     """White for 0, orange for 1."""
     return f"rgba(230, 159, 0, {gate:.3f})"

@@ -1,11 +1,11 @@
-"""What gates have learnt: which heads use Infini-attention's memory, which words of a text look far.
+"""What gates have learned: which heads use Infini-attention's memory, which words of a text look far.
 
     cacheformers gates runs/infini_attention --output runs/gates
     cacheformers gates runs/gated_attention --text book.txt --output runs/gates
 
 Infini-attention: sigmoid(beta) of every layer and head (the paper's figure 3), and how they moved where the folder has
 the log of its training. Gated attention: the mean gate of each layer over texts, how many gates are in each tenth from
-0 to 1, and the texts as pages in which every token has the colour of its gate; with --fix-heads the means decide for
+0 to 1, and the texts as pages in which every token has the color of its gate; with --fix-heads the means decide for
 good which heads see everything (as in DuoAttention), and --save writes the model that comes of it.
 """
 

@@ -109,7 +109,7 @@ def check_evaluation(documents: Sequence[HeldOut], options: EvalOptions, memory:
         raise ValueError("controls: other_document needs at least two held-out documents. Give more, or leave it out.")
     if "shuffled" in controls and getattr(memory, "neighborhood_size", 1) < 2:
         raise ValueError(
-            "controls: shuffled changes nothing with neighborhood_size 1, because no hit brings neighbours along. "
+            "controls: shuffled changes nothing with neighborhood_size 1, because no hit brings neighbors along. "
             "Leave it out."
         )
     if "longer_window" in controls and free_positions(memory) < 1:

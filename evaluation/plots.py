@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, told apart with any kind of colour blindness; markers and hatches say the same again. There
+# Okabe and Ito's colors, told apart with any kind of color blindness; markers and hatches say the same again. There
 # are eight of one and seven of the others, so that no pair comes twice among 56 runs.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#999999", "#000000")
 MARKERS = ("o", "s", "D", "^", "v", "P", "X")
@@ -115,12 +115,12 @@ def by_cache_size(runs: dict[str, Run]) -> Figure:
     names = [f"{run.cache_size:,}" if run.cache_size else "off" for run in sized]
     figure, panels = panels_for(runs, "Perplexity by cache size")
     chosen = runs[reference(runs)].total
-    for start, shown, colour, line in (
+    for start, shown, color, line in (
         (0, [run.total for run in sized], COLOURS[0], "-"),
         (len(sized), [run.total for run in others.values()], GREY, ""),
     ):
         places = np.arange(start, start + len(shown))
-        style: dict[str, Any] = {"color": colour, "marker": "o", "linestyle": line, "capsize": 3, "elinewidth": 1}
+        style: dict[str, Any] = {"color": color, "marker": "o", "linestyle": line, "capsize": 3, "elinewidth": 1}
         panels[0].errorbar(places, [measure.perplexity for measure in shown], reach(shown), **style)
         values, margins = differences(shown, [chosen] * len(shown))
         panels[1].errorbar(places, values, margins, **style)
@@ -142,7 +142,7 @@ def training_loss(losses: Sequence[float]) -> Figure:
     axes.plot(
         steps[window - 1 :], means, color=COLOURS[0], linewidth=2, marker="o", markevery=[-1], label=f"mean of {window}"
     )
-    axes.set_xlabel("optimiser step")
+    axes.set_xlabel("optimizer step")
     axes.legend(loc="upper right", frameon=False)
     return figure
 

@@ -80,7 +80,7 @@ class PerplexityOptions:
     words: int | None = option(
         None,
         help="Take the texts for so many words. Default: as many as white space separates. Tables on WikiText-103 "
-        "count words and line ends of the tokenised files, for raw ones as well: 217646 (valid) and 245569 (test).",
+        "count words and line ends of the tokenized files, for raw ones as well: 217646 (valid) and 245569 (test).",
     )
     rows: int = option(1, help="Windows, or documents with memory, that each process reads side by side.")
     plots: bool = option(True, help="Draw a plot (needs matplotlib).")

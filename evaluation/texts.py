@@ -59,7 +59,7 @@ def read_texts(
         for number, text in enumerate(load(path, text_field)):
             if len(found) == documents:
                 break
-            made = tokenised(f"{Path(path).name}, document {number}", text or "", tokenizer, bos, tokens)
+            made = tokenized(f"{Path(path).name}, document {number}", text or "", tokenizer, bos, tokens)
             if len(made.ids) > 1 and made.words:  # one token alone predicts nothing
                 found.append(made)
     if not found:
@@ -92,7 +92,7 @@ def raw_text(file: Path) -> str:
         raise ValueError(f"{file} is no text: its byte {error.start:,} is not UTF-8.") from error
 
 
-def tokenised(name: str, text: str, tokenizer: PreTrainedTokenizerBase, bos: bool, tokens: int | None) -> Text:
+def tokenized(name: str, text: str, tokenizer: PreTrainedTokenizerBase, bos: bool, tokens: int | None) -> Text:
     """A document's first tokens, and what they stand for."""
     cut = tokens is not None
     if cut and not tokenizer.is_fast:

@@ -92,7 +92,7 @@ class Card:
             settings=settings_table(self.settings),
             measured=self.measured,
             limits="\n".join(f"- {limit}" for limit in self.all_limits()),
-            licence=self.licence(),
+            license=self.license(),
             citation=self.citation(),
         )
 
@@ -128,7 +128,7 @@ class Card:
         own = "It lacks what its data lack." if self.base is None else INHERITED
         return [*known, *local, *self.limits, own]
 
-    def licence(self) -> str:
+    def license(self) -> str:
         own = "That of the base model holds here too" if self.base else "See the metadata; without one, ask the owner"
         return f"{own}. The package cacheformers is Apache-2.0."
 
@@ -195,13 +195,13 @@ def is_generated(card: str) -> bool:
     return MARK in card or EMPTY in card
 
 
-def merged(card: str, old: ModelCard | None, base_model: str | None = None, licence: str | None = None) -> str:
+def merged(card: str, old: ModelCard | None, base_model: str | None = None, license: str | None = None) -> str:
     """A generated card with what is known besides.
 
     Args:
-        old: the card that it replaces: the licence, the tags and the results in its metadata stay.
+        old: the card that it replaces: the license, the tags and the results in its metadata stay.
         base_model: the Hub id of a base that was a local folder when the card was written.
-        licence: the Hub's name of a licence.
+        license: the Hub's name of a license.
     """
     parsed = ModelCard(card)
     data: Any = parsed.data
@@ -214,8 +214,8 @@ def merged(card: str, old: ModelCard | None, base_model: str | None = None, lice
         if before.eval_results:
             data.model_name = data.model_name or before.model_name
             data.eval_results = joined(before.eval_results, data.eval_results or [])
-    if licence is not None:
-        data.license = licence
+    if license is not None:
+        data.license = license
     if base_model is not None:
         data.base_model = base_model
         lines = parsed.text.splitlines(keepends=True)

@@ -65,7 +65,7 @@ def push_to_hub(
     repo_id: str,
     *,
     base_model: str | None = None,
-    licence: str | None = None,
+    license: str | None = None,
     private: bool | None = None,
     token: str | None = None,
     commit_message: str = "Upload with cacheformers",
@@ -81,7 +81,7 @@ def push_to_hub(
         model: a folder, or anything with `save_pretrained`.
         repo_id: `owner/name`; it is created if there is none.
         base_model: Hub id of the base, where an adapter was made from a local folder.
-        licence: the Hub's name of a licence, for the metadata of a generated card.
+        license: the Hub's name of a license, for the metadata of a generated card.
         private: of a new repository; None for the owner's default.
         token: with write access; None for that of `hf auth login` or HF_TOKEN.
         allow_mixed: push an adapter into a repository that holds a model, or a model into one that holds an adapter.
@@ -96,7 +96,7 @@ def push_to_hub(
     if not isinstance(model, (str, Path)):
         with TemporaryDirectory() as folder:
             model.save_pretrained(folder)
-            options: dict[str, Any] = {"base_model": base_model, "licence": licence, "private": private, "token": token}
+            options: dict[str, Any] = {"base_model": base_model, "license": license, "private": private, "token": token}
             options |= {"commit_message": commit_message, "allow_mixed": allow_mixed}
             return push_to_hub(folder, repo_id, **options)
     card = folder_card(Path(model), base_model)
@@ -110,7 +110,7 @@ def push_to_hub(
         there = api.list_repo_files(repo_id)
         old = ModelCard.load(api.hf_hub_download(repo_id, CARD)) if CARD in there else None
     if is_generated(card):
-        card = merged(card, old, base_model, licence).replace(NAME, repo_id)
+        card = merged(card, old, base_model, license).replace(NAME, repo_id)
     if old is None or is_generated(old.content) or not is_generated(card):
         contents[CARD] = card.encode()
     stale = sorted(path for path in there if WEIGHTS[kind].fullmatch(path) and path not in contents)

@@ -63,7 +63,9 @@ def read(path: Path) -> list[EvalResult]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Do so from the command line."""
-    parser = argparse.ArgumentParser(prog="cacheformers results", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="cacheformers results", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("results", nargs="+", metavar="RESULT", help="result.json, or the folder that holds it")
     parser.add_argument("--card", required=True, metavar="FOLDER", help="of the adapter or the model")
     options = parser.parse_args(arguments)

@@ -368,7 +368,7 @@ def as_memory(decoder: nn.Module, cache: Cache | None, rows: int) -> MemoryCache
     """A fresh memory in place of the empty cache that `generate` passes."""
     if cache is not None and (type(cache) is not DynamicCache or getattr(cache, "offloading", False)):
         raise ValueError(
-            f"{type(cache).__name__} (static, quantised, offloaded or assisted) cannot carry a memory: leave "
+            f"{type(cache).__name__} (static, quantized, offloaded or assisted) cannot carry a memory: leave "
             "past_key_values and cache_implementation out, or pass a MemoryCache."
         )
     if cache is not None and cache.get_seq_length() > 0:

@@ -133,7 +133,7 @@ class CompositeMemory(MethodOnLayer, nn.Module):
 
 
 class CompositePreTrainedModel(Uploads, PreTrainedModel):
-    """How a memory is put on a base model, initialised and loaded.
+    """How a memory is put on a base model, initialized and loaded.
 
     Loading raises ValueError where transformers would make up what is missing in the file, or pass over a memory that
     the configuration does not describe.
@@ -143,7 +143,7 @@ class CompositePreTrainedModel(Uploads, PreTrainedModel):
     supports_gradient_checkpointing = True
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     _skip_keys_device_placement = ["past_key_values", "memory_state"]
-    _keep_in_fp32_modules = ["memory"]  # which quantisers leave out, too
+    _keep_in_fp32_modules = ["memory"]  # which quantizers leave out, too
 
     @property
     def base_language_model(self) -> PreTrainedModel:
@@ -268,14 +268,14 @@ class CompositeForCausalLM(CompositePreTrainedModel, GenerationMixin):
             options: the memory's, fields of the configuration class.
 
         Raises:
-            ValueError: the base is of an unsupported type, quantised, or has a memory already; or an option does not
+            ValueError: the base is of an unsupported type, quantized, or has a memory already; or an option does not
                 fit it.
         """
         model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto") if isinstance(base, str | Path) else base
         if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
             raise ValueError(f"{type(model).__name__} is not a causal language model of transformers.")
         if getattr(model, "is_quantized", False):
-            raise ValueError("A quantised base cannot become part of a model: put an adapter on it.")
+            raise ValueError("A quantized base cannot become part of a model: put an adapter on it.")
         if any(hasattr(attention, "memory") for attention in attention_modules(find_decoder(model))):
             raise ValueError("This model has a memory already: pass its base model, or export its adapter.")
         mark_initialized(model)

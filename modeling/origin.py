@@ -88,7 +88,7 @@ class Origin:
         return copy.copy(self)  # its parts are replaced, never changed
 
 
-def tokenised(tokenizer: PreTrainedTokenizerBase, text: str, name: str, begins: bool = True) -> tuple[Tensor, Source]:
+def tokenized(tokenizer: PreTrainedTokenizerBase, text: str, name: str, begins: bool = True) -> tuple[Tensor, Source]:
     """A text's ids `[tokens]`, and where each of them lies in it.
 
     Args:

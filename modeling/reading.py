@@ -23,7 +23,7 @@ from cacheformers.modeling.attach import (
 )
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.inputs import refuse_looking_ahead
-from cacheformers.modeling.origin import tokenised, tokenizer_hash
+from cacheformers.modeling.origin import tokenized, tokenizer_hash
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def read(
     if options.window.positions > most and longest > most:
         warnings.warn(
             f"This method's positions count on, and the base model has {most:,}: what it makes of the tokens after "
-            f"them, up to {longest:,}, it has not learnt.",
+            f"them, up to {longest:,}, it has not learned.",
             stacklevel=2,
         )
     if not (decoder.training or memory.origin.identity):
@@ -120,7 +120,7 @@ def read_text(
         ValueError: an empty text, a tokenizer that does not tell offsets or is another than before, a memory of several
             rows, or one that has read tokens without their text; and whatever `read` raises.
     """
-    ids, source = tokenised(tokenizer, text, name, begins=memory is None or memory.tokens_read == [0])
+    ids, source = tokenized(tokenizer, text, name, begins=memory is None or memory.tokens_read == [0])
     if memory is None:
         memory = new_memory(model, 1, cache_size)
     if memory.batch_size != 1:
@@ -178,5 +178,5 @@ def check_ids(ids: Tensor, lengths: Tensor, vocab_size: int) -> None:
     if low < 0 or high >= vocab_size:
         raise ValueError(
             f"Token ids range from {low} to {high}, but the vocabulary has {vocab_size} entries: was the text "
-            "tokenised with another model's tokenizer?"
+            "tokenized with another model's tokenizer?"
         )

@@ -87,7 +87,7 @@ def other_cases(bases: Sequence[str] = ("llama_gqa", "mistral", "opt")) -> list[
 
 @pytest.fixture(scope="session", autouse=True)
 def poisoned_empty() -> Iterator[None]:
-    """Uninitialised floating-point memory reads as NaN, so whoever forgets to fill it fails."""
+    """Uninitialized floating-point memory reads as NaN, so whoever forgets to fill it fails."""
     empty = torch.empty
     with torch.device("cpu"):  # device contexts learn which functions make tensors when the first one is used
         empty(0)
@@ -114,7 +114,7 @@ def make_base() -> Callable[..., PreTrainedModel]:
         config = AutoConfig.for_model(**{**COMMON, **{**BASES, **MORE_BASES, **BASES_IN_FULL}[name], **changes})
         attention = changes.pop("attn_implementation", "sdpa")
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
-        for parameter in model.parameters():  # larger than the default initialisation, so that every layer matters
+        for parameter in model.parameters():  # larger than the default initialization, so that every layer matters
             if parameter.dim() > 1:
                 parameter.data.normal_(0, 0.15)
         return model.to(dtype).eval()

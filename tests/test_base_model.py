@@ -1,4 +1,4 @@
-"""The base model: from a folder or a GGUF file, quantised or not, and what is refused."""
+"""The base model: from a folder or a GGUF file, quantized or not, and what is refused."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def write_gguf(path: Path, model: PreTrainedModel, tokens: list[str], kind: str 
         else:
             stored = f"{NAMES[module]}.weight"
         heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}.get(module[-6:-5])
-        if module.endswith(("q_proj", "k_proj")):  # llama.cpp rotates neighbouring channels
+        if module.endswith(("q_proj", "k_proj")):  # llama.cpp rotates neighboring channels
             tensor = tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
         values = tensor.float().numpy()
         if kind == "F32" or values.ndim == 1:
@@ -225,7 +225,7 @@ def test_a_conversion_that_was_slower_than_another(tmp_path, model, tokens):
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
-def test_a_quantised_base_is_trained_on(folder, model, config_factory, quantize):
+def test_a_quantized_base_is_trained_on(folder, model, config_factory, quantize):
     loaded, _ = load_base(ModelOptions(folder, dtype="bfloat16", quantize=quantize), "cpu")
     assert getattr(loaded, {"nf4": "is_loaded_in_4bit", "int8": "is_loaded_in_8bit"}[quantize])
     assert loaded.model.embed_tokens.weight.dtype == torch.bfloat16

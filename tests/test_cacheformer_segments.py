@@ -31,7 +31,7 @@ def test_recorded_lists(name):
 
 
 def test_the_rows_of_table_5():
-    """Blocks of 256 rows of 1,024 tokens: none, then at most 15, 31 and 47; without neighbours 7 segments each."""
+    """Blocks of 256 rows of 1,024 tokens: none, then at most 15, 31 and 47; without neighbors 7 segments each."""
     sizes = {"window_tokens": 128, "pool_tokens": 16, "topk": 7, "select_rows": 256, "wide_blocks": True}
     model = tiny_model(torch.float32, num_hidden_layers=1, **sizes)
     ids = torch.randint(0, 48, (1, 1024), generator=torch.Generator().manual_seed(1))

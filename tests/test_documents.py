@@ -23,7 +23,7 @@ BLOCK = 4
 
 
 class CountingTokenizer(PreTrainedTokenizerFast):
-    """Keeps what it was asked to tokenise."""
+    """Keeps what it was asked to tokenize."""
 
     def __call__(self, text: str, **options: object) -> BatchEncoding:  # type: ignore[override]
         self.__dict__.setdefault("asked", []).append(text)
@@ -256,7 +256,7 @@ def test_documents_that_are_of_no_use(tokenizer):
         (normalizers.NFKC(), True, "ﬃ" * 5, 17),  # fifteen become fifteen
     ],
 )
-def test_short_documents_are_left_out_without_tokenising(normalizer, space, text, count):
+def test_short_documents_are_left_out_without_tokenizing(normalizer, space, text, count):
     """One that has just enough tokens stays, though it has fewer bytes than tokens."""
     tokenizer = byte_tokenizer(normalizer, space)
     assert len(tokenizer(text)["input_ids"]) == count

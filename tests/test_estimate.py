@@ -74,7 +74,7 @@ def test_a_large_model_takes_seconds_and_little_memory(name: str) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 * 1024  # KiB
     assert found.parameters == PUBLISHED[name]
     assert found.moments["loss"]["weights"] == 2 * PUBLISHED[name]
-    assert found.moments["loss"]["optimiser"] == 8 * found.trained
+    assert found.moments["loss"]["optimizer"] == 8 * found.trained
     assert found.peak == found.peaks[0] == max(found.totals.values())
 
 
@@ -170,7 +170,7 @@ def test_accumulation_keeps_every_store_but_one_micro_batch() -> None:
 def test_the_table_names_every_part_and_the_peak() -> None:
     found = of_7b()
     table = found.table()
-    parts = ("weights", "adapter", "optimiser", "store", "gradients", "activations", "logits", "total")
+    parts = ("weights", "adapter", "optimizer", "store", "gradients", "activations", "logits", "total")
     assert all(f"\n{part} " in table for part in parts)
     assert f"Peak: {found.peak / 2**30:.2f} GiB" in table
     assert f"{found.trained:,} to train" in table

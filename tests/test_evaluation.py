@@ -185,7 +185,7 @@ def test_other_document_ignores_its_own_past(make_model):
 
 @pytest.mark.parametrize("cache_size", [20, 40])
 def test_shuffled_permutes_entries_and_puts_them_back(make_model, cache_size):
-    """Retrieval of hits alone does not see the order; with neighbours it does. The ring drops its oldest as ever."""
+    """Retrieval of hits alone does not see the order; with neighbors it does. The ring drops its oldest as ever."""
     (document,) = documents(90)
     alone = make_model("llama_gqa", cache_size=cache_size, neighborhood_size=1)
     right, wrong = (token_nats(alone, [document], reader, N)[0] for reader in (Remembering(), Damaged(shuffled)))
@@ -369,7 +369,7 @@ def test_the_default_is_off_and_on(make_model):
     ("options", "adapter", "message"),
     [
         ({"controls": ["other_document"]}, {}, "at least two held-out documents"),
-        ({"controls": ["shuffled"]}, {"neighborhood_size": 1}, "no hit brings neighbours along"),
+        ({"controls": ["shuffled"]}, {"neighborhood_size": 1}, "no hit brings neighbors along"),
         ({"controls": ["longer_window"]}, {"segment_tokens": 64}, "fill the base model's 64 positions"),
     ],
 )

@@ -269,11 +269,11 @@ def test_where_the_sparsity_term_ends(sign):
     torch.manual_seed(0)
     options = options_for(sparsity_weight=1.0, sparsity_sign=sign)
     logits = torch.randn(1, 1, 200, requires_grad=True)
-    optimiser = torch.optim.Adam([logits], lr=0.05)
+    optimizer = torch.optim.Adam([logits], lr=0.05)
     for _ in range(300):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         gate_losses(options, [torch.sigmoid(logits)], torch.ones(1, 200, dtype=torch.bool)).total.backward()
-        optimiser.step()
+        optimizer.step()
     distance = (torch.sigmoid(logits.detach()) - 0.5).abs()
     assert float((distance > 0.45).float().mean()) > 0.98 if sign == "+" else float(distance.max()) < 0.02
 
@@ -297,7 +297,7 @@ def test_a_token_that_must_look_far_learns_to():
     torch.manual_seed(0)
     options = options_for(mean_weight=0.05, gate_bias=0.0)
     parts = GatedParts(**make_parts(options))
-    optimiser = torch.optim.Adam(parts.token_gate.parameters(), lr=0.05)
+    optimizer = torch.optim.Adam(parts.token_gate.parameters(), lr=0.05)
     q, k = torch.zeros(8, 4, 24, 8), torch.zeros(8, 2, 24, 8)
     q[..., 0], k[:, :, 0, 0] = 30.0, 1.0
     asking = torch.rand(8, 24) < 0.3
@@ -310,9 +310,9 @@ def test_a_token_that_must_look_far_learns_to():
         gates = torch.sigmoid(parts.logits(x))
         error = (two_passes(q, k, v, gates, WINDOW, SCALING) - target)[:, :, WINDOW:].square().mean()
         counted = (torch.arange(24) >= WINDOW).expand(8, -1)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         (error + gate_losses(options, [gates], counted).total).backward()
-        optimiser.step()
+        optimizer.step()
     gates = torch.sigmoid(parts.logits(x)).detach()[:, 0]
     assert float(gates[asking].min()) > 0.8 and float(gates[~asking].max()) < 0.2
 

@@ -87,7 +87,7 @@ PUSHED = {
     "by-transformers": "base.add_adapter(config); opened(base, 'by-transformers').push_to_hub('me/by-transformers', "
     "tags=['mine'])",
     "by-function": "cacheformers.push_to_hub(opened(get_peft_model(base, config), 'by-function'), 'me/by-function', "
-    "licence='mit')",
+    "license='mit')",
     "model-by-class": "tokenizer.push_to_hub('me/model-by-class'); "
     "options = dict(segment_tokens=16, cache_size=40, topk=4, retrieval_map={1: 1}, search='exact'); "
     "model = cacheformers.NeurocacheForCausalLM.from_base(base, **options); "

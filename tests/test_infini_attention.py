@@ -433,11 +433,11 @@ def test_beta_moves_apart():
     q, k, v, _ = random_inputs(2, 40, dtype=torch.float32)
     with torch.no_grad():
         target, _ = document(options, parts_with(torch.tensor([-6.0, -6.0, 6.0, 6.0])), q, k, v)
-    optimiser = torch.optim.Adam([parts.beta.weight], lr=0.01)
+    optimizer = torch.optim.Adam([parts.beta.weight], lr=0.01)
     for _ in range(300):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         (document(options, parts, q, k, v)[0] - target).square().mean().backward()
-        optimiser.step()
+        optimizer.step()
     shares = parts.beta.shares().detach()
     assert float(shares[:2].max()) < 0.15 and float(shares[2:].min()) > 0.85
 

@@ -381,8 +381,8 @@ def test_training_documents_teach_the_task_in_other_words(data, byte_tokenizer, 
         assert len(set(found)) == 2
         assert all(row["text"].encode()[:512].decode().count(answer.strip(" .")) >= 1 for answer in found)
     documents = open_documents([str(out)], byte_tokenizer, DataOptions([], label_field="answers"))
-    learnt = documents.learnt(0)
-    assert byte_tokenizer.decode(documents.tokens(0)[learnt]) == "".join(
+    learned = documents.learned(0)
+    assert byte_tokenizer.decode(documents.tokens(0)[learned]) == "".join(
         rows[0]["text"][start:end] for start, end in sorted(rows[0]["answers"])
     )
     train_adapt.main(

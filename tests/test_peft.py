@@ -295,7 +295,7 @@ def test_compile(make_model, ids, method):
 @pytest.mark.parametrize(("base", "options"), every_method(BASES))
 def test_a_training_step_moves_every_part(make_base, config_factory, ids, base, options):
     model = get_peft_model(make_base(base, torch.float32), config_factory(**options)).train()
-    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     memory = None
     for start in range(0, 64, 16):
@@ -303,8 +303,8 @@ def test_a_training_step_moves_every_part(make_base, config_factory, ids, base, 
         output = model(part, labels=part, past_key_values=memory)
         memory = output.past_key_values
         output.loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     still = [name for name, p in model.named_parameters() if p.requires_grad and torch.equal(p, before[name])]
     assert not still
 
@@ -325,12 +325,12 @@ def test_another_base_is_refused(saved, make_base, ids, tmp_path):
         PeftModel.from_pretrained(make_base("llama_gqa", torch.float32, num_hidden_layers=1), adapter_folder)
 
 
-def test_quantised_base(make_base, config_factory, ids, tmp_path):
+def test_quantized_base(make_base, config_factory, ids, tmp_path):
     # Widths that the 4-bit kernels take.
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
     make_base("llama_gqa", torch.float32, **sizes).save_pretrained(tmp_path)
-    for quantisation in ({"load_in_4bit": True}, {"load_in_8bit": True}):
-        base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=BitsAndBytesConfig(**quantisation))
+    for quantization in ({"load_in_4bit": True}, {"load_in_8bit": True}):
+        base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=BitsAndBytesConfig(**quantization))
         model = get_peft_model(base, config_factory()).eval()
         assert bool(torch.isfinite(model(ids).logits).all())
 

@@ -1,4 +1,4 @@
-"""`--label_field`: documents of which only some places are learnt, such as answers."""
+"""`--label_field`: documents of which only some places are learned, such as answers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_labels_are_the_tokens_that_lie_in_places(tokenizer):
     texts = [make_text(40, 1), make_text(20, 2), make_text(25, 3)]
     places = [[place_of(texts[0], 5, 8), place_of(texts[0], 33, 34)], [], [[0, 1]]]
     documents = Documents(texts, tokenizer, places=places)
-    assert documents.learnt(0).nonzero()[:, 0].tolist() == [5, 6, 7, 33]
-    assert not documents.learnt(1).any() and documents.learnt(2).nonzero().tolist() == [[0]]  # a part of a word
+    assert documents.learned(0).nonzero()[:, 0].tolist() == [5, 6, 7, 33]
+    assert not documents.learned(1).any() and documents.learned(2).nonzero().tolist() == [[0]]  # a part of a word
     lanes, found = Lanes(documents, 1, 16, seed=0), {}
     for _ in range(3 + 2 + 2):
         step = lanes.step()
@@ -43,8 +43,8 @@ def test_labels_are_the_tokens_that_lie_in_places(tokenizer):
         start += step.labels[0, : step.tokens].tolist()
         assert step.targets == int((step.labels != IGNORED).sum())
     for index, labels in found.items():
-        ids, learnt = documents.tokens(index), documents.learnt(index)
-        expected = [int(ids[i]) if learnt[i] else IGNORED for i in range(1, len(ids))]
+        ids, learned = documents.tokens(index), documents.learned(index)
+        expected = [int(ids[i]) if learned[i] else IGNORED for i in range(1, len(ids))]
         assert labels == expected
 
 
@@ -112,7 +112,7 @@ def test_identity_knows_places(tokenizer):
         ({"places": [[3, 10_000]]}, r"\[3, 10000\] is no \[start, end\] in"),
         ({"places": [[9, 9]]}, "is no"),
         ({"places": [[1, 2, 3]]}, "is no"),
-        ({"places": [[0, 2]]}, "nothing would ever be learnt"),  # nothing stands before the first token
+        ({"places": [[0, 2]]}, "nothing would ever be learned"),  # nothing stands before the first token
     ],
 )
 def test_bad_places(folder, tokenizer, row, message):

@@ -170,7 +170,7 @@ def test_the_base_alone_does_not_answer(model: PeftModel, held_out: Tensor) -> N
         assert at_chance(accuracy(model, held_out, None))
 
 
-def test_hits_without_their_neighbours_do_not_answer(
+def test_hits_without_their_neighbors_do_not_answer(
     model: PeftModel, held_out: Tensor, read_documents: MemoryCache
 ) -> None:
     model = copy.deepcopy(model)

@@ -60,7 +60,7 @@ def test_recipes_name_existing_options(recipe):
 
 
 def test_recipes_of_methods_differ_by_the_method_alone():
-    """All read the same text with the same optimiser, and change the top 8 layers; so does LoRA alone."""
+    """All read the same text with the same optimizer, and change the top 8 layers; so does LoRA alone."""
     above = tuple(f"{layer}.mlp.{name}_proj" for layer in range(22, 30) for name in ("gate", "up", "down"))
     shared, layers = [], []
     base = base_config(str(RECIPES / "base_configs" / "smollm2-135m"))

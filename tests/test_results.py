@@ -19,7 +19,7 @@ from cacheformers.hub.push import folder_card
 from cacheformers.hub.results import main
 
 OWN = """---
-licence_note: "mine"
+license_note: "mine"
 tags:
 - whales
 model-index:
@@ -129,7 +129,7 @@ def test_what_a_person_wrote_stays(adapter, folder):
     text = (adapter / "README.md").read_text()
     assert text.endswith("# My own card\n\nCall me   Ishmael.\n")
     metadata = metadata_load(adapter / "README.md")
-    assert metadata["licence_note"] == "mine" and metadata["tags"] == ["whales"]
+    assert metadata["license_note"] == "mine" and metadata["tags"] == ["whales"]
     assert metadata["model-index"][0]["name"] == "Ahab"
     assert found(adapter)["Moby Dick", None, None] == 12.5 and len(found(adapter)) == 4
 

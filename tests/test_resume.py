@@ -295,7 +295,7 @@ def test_damaged_checkpoints_alone_are_not_thrown_away(documents, capsys):
 
 
 def test_a_full_disk(documents):
-    """After the first checkpoint no file may grow beyond what the optimiser's needs; later there is room again."""
+    """After the first checkpoint no file may grow beyond what the optimizer's needs; later there is room again."""
     before = """
 import resource
 def watch(event, facts):

@@ -1,4 +1,4 @@
-"""Nearest-neighbour search and the ring that it searches."""
+"""Nearest-neighbor search and the ring that it searches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def gaussian(count: int, width: int, _: float) -> Tensor:
     return torch.randn(count, width)
 
 
-def normalised(count: int, width: int, _: float) -> Tensor:
+def normalized(count: int, width: int, _: float) -> Tensor:
     return F.layer_norm(torch.randn(count, width), (width,))
 
 
@@ -42,7 +42,7 @@ def positional(count: int, width: int, noise: float) -> Tensor:
     return shared[torch.arange(count) % 32] + noise * torch.randn(count, width)
 
 
-DATA = st.sampled_from([gaussian, normalised, clustered, positional])
+DATA = st.sampled_from([gaussian, normalized, clustered, positional])
 NOISE = st.sampled_from([1.0, 1e-2, 1e-3, 1e-4])
 
 
@@ -80,7 +80,7 @@ def scored(queries: Tensor, stored: Tensor, similarity: str) -> Tensor:
     asked=st.sampled_from([0, 1, 2, 17, 70]),
     topk=st.integers(1, 40),
 )
-def test_exact_search_finds_every_neighbour(
+def test_exact_search_finds_every_neighbor(
     data: Callable[[int, int, float], Tensor],
     noise: float,
     similarity: str,

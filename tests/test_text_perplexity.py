@@ -202,8 +202,8 @@ def test_first_tokens_and_bos(folder, tokenizer):
     assert first.characters == len(" ".join(make_text(70, 70).split()[:10]))
 
 
-def test_words_of_the_tokenised_file(folder):
-    """WikiText's convention: the raw file's loss over the tokenised file's words."""
+def test_words_of_the_tokenized_file(folder):
+    """WikiText's convention: the raw file's loss over the tokenized file's words."""
     main(arguments(folder, "segment", "--words=240"))
     found = result(folder)
     assert found["word_perplexity"] == pytest.approx(math.sqrt(found["perplexity"]))

@@ -259,8 +259,8 @@ def test_documents_are_cut(tokenizer):
     documents = Documents([text, make_text(10)], tokenizer, min_tokens=20, max_tokens=25)
     assert torch.equal(documents.tokens(0), tokenizer(text, return_tensors="pt").input_ids[0, :25])
     assert len(documents.tokens(1)) == 0
-    learnt = Documents([text], tokenizer, max_tokens=25, places=[[[0, 5]]]).learnt(0)
-    assert learnt is not None and len(learnt) == 25
+    learned = Documents([text], tokenizer, max_tokens=25, places=[[[0, 5]]]).learned(0)
+    assert learned is not None and len(learned) == 25
 
 
 def test_training_with_fixed_heads_goes_on(documents):

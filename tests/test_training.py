@@ -241,7 +241,7 @@ def test_activation_checkpointing_changes_nothing(folder):
 
 @pytest.fixture
 def exact(folder, make_base, monkeypatch) -> Path:
-    """A base in float64, and an optimiser whose steps are proportional to the gradients."""
+    """A base in float64, and an optimizer whose steps are proportional to the gradients."""
     make_base("llama_gqa").save_pretrained(folder / "base")
     monkeypatch.setitem(OPTIMIZERS, "adamw", functools.partial(torch.optim.SGD, momentum=0.9))
     return folder

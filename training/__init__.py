@@ -1,1 +1,1 @@
-"""What the training recipes share: documents, lanes, loss, optimiser groups, evaluation, options."""
+"""What the training recipes share: documents, lanes, loss, optimizer groups, evaluation, options."""

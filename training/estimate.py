@@ -36,7 +36,7 @@ SEARCH_BYTES = 64 * MIB  # what the exact search may take besides (modeling/sear
 # What resident memory grows by when a CPU trains for the first time: pages of libraries and their scratch, measured as
 # 42 to 46 MiB with a model of one MiB.
 LIBRARY_BYTES = 44 * MIB
-# nf4 with double quantisation: half a byte, a byte for the scale of 64 weights, a float32 for 256 scales.
+# nf4 with double quantization: half a byte, a byte for the scale of 64 weights, a float32 for 256 scales.
 NF4_BYTES = 1 / 2 + 1 / 64 + FLOAT32 / (64 * 256)
 
 Quantize = Literal["nf4", "int8"]
@@ -50,12 +50,12 @@ class Weights:
     Attributes:
         parameters: of the base.
         trained: of the adapter.
-        frozen_bytes: of the base, quantised where it is.
+        frozen_bytes: of the base, quantized where it is.
         adapter_bytes: of the adapter; its gradients take the same.
         layer_bytes: of each decoder layer, frozen and trained.
         layer_adapter_bytes: of each decoder layer's trained part.
         largest_adapter_bytes: of the largest trained tensor.
-        largest_matrix: numbers in the largest quantised matrix; 0 without quantisation.
+        largest_matrix: numbers in the largest quantized matrix; 0 without quantization.
         factored_bytes: of Adafactor's row and column sums.
     """
 
@@ -77,7 +77,7 @@ class Estimate:
     Attributes:
         parameters, trained: numbers in the base and in the adapter.
         moments: what is held, by moment and part: `memory` (the last segment enters the rings, or a search), `loss`
-            (its gradient), `backward` (the worst layer) and `update` (the optimiser's step).
+            (its gradient), `backward` (the worst layer) and `update` (the optimizer's step).
         activations: kept for the backward without activation checkpointing, and with it.
         peaks: the largest total without activation checkpointing, and with it.
     """
@@ -147,7 +147,7 @@ def estimate(
         dtype: of the base's weights and of activations.
         quantize: the base's linear layers as bitsandbytes stores them.
         optimizer: "adamw" (two moments) or "adafactor" (sums of rows and columns).
-        sharding: what several processes divide: "zero2" gradients and optimiser, "fsdp2" weights too, None nothing.
+        sharding: what several processes divide: "zero2" gradients and optimizer, "fsdp2" weights too, None nothing.
 
     Raises:
         ValueError: lanes that do not divide into the micro-batches, an adapter that does not fit the base, or another
@@ -324,7 +324,7 @@ def layer_work(
 
 
 def held_always(weights: Weights, optimizer: str, processes: int, sharding: Sharding | None) -> dict[str, int]:
-    """Bytes of weights, adapter and optimiser in one process.
+    """Bytes of weights, adapter and optimizer in one process.
 
     FSDP2 gathers the layer at work and, meanwhile, the next one; what is outside of the layers stays gathered.
     """
@@ -336,17 +336,17 @@ def held_always(weights: Weights, optimizer: str, processes: int, sharding: Shar
             "weights": weights.frozen_bytes // processes,
             "adapter": weights.adapter_bytes // processes,
             "gathered layers": 2 * max(weights.layer_bytes) + outside,
-            "optimiser": moments // processes,
+            "optimizer": moments // processes,
         }
     return {
         "weights": weights.frozen_bytes,
         "adapter": weights.adapter_bytes,
-        "optimiser": moments // (processes if sharding == "zero2" else 1),
+        "optimizer": moments // (processes if sharding == "zero2" else 1),
     }
 
 
 def update_bytes(weights: Weights, optimizer: str, device_type: str) -> int:
-    """What the optimiser's step needs besides: AdamW on a GPU updates all tensors at once, else it is one by one."""
+    """What the optimizer's step needs besides: AdamW on a GPU updates all tensors at once, else it is one by one."""
     if optimizer == "adafactor":
         return weights.largest_adapter_bytes
     return weights.adapter_bytes if device_type == "cuda" else 2 * weights.largest_adapter_bytes

@@ -25,7 +25,7 @@ class Step:
     Attributes:
         input_ids: `[lanes, segment_tokens]`, padded on the right where a document ends.
         labels: the token that follows each position, also across segments, `[lanes, segment_tokens]`; -100 in padding
-            and where it is not to be learnt.
+            and where it is not to be learned.
         attention_mask: 1 for tokens, `[lanes, segment_tokens]`.
         reset: where a document begins: forget what this row has read before, `[lanes]`.
         documents: which document each lane reads.
@@ -92,9 +92,9 @@ class Lanes:
             targets = tokens[start + 1 : start + 1 + self.segment_tokens]
             length = len(targets)
             ids[lane, :length] = tokens[start : start + length]
-            learnt = self._learnt[lane]
-            if learnt is not None:
-                targets = targets.where(learnt[start + 1 : start + 1 + length], IGNORED)
+            learned = self._learnt[lane]
+            if learned is not None:
+                targets = targets.where(learned[start + 1 : start + 1 + length], IGNORED)
             labels[lane, :length] = targets
             mask[lane, :length] = 1
             begins.append(start == 0)
@@ -115,7 +115,7 @@ class Lanes:
                 self._advance(lane)
             tokens = self.documents.tokens(self._document(lane))
         if self._tokens[lane] is None:
-            self._learnt[lane] = self.documents.learnt(self._document(lane))
+            self._learnt[lane] = self.documents.learned(self._document(lane))
         self._tokens[lane] = tokens
         return tokens
 

@@ -1,4 +1,4 @@
-"""The training loop: every lane reads its next segment, then the optimiser makes a step.
+"""The training loop: every lane reads its next segment, then the optimizer makes a step.
 
 labels of all lanes counted -> forward and backward, batch by batch -> clip -> step -> perhaps a checkpoint
 """
@@ -142,7 +142,7 @@ def train(
 
 
 def step(run: TrainingRun, stopping: Stopping) -> tuple[float, bool]:
-    """One optimiser step over the next segment of every lane of every process.
+    """One optimizer step over the next segment of every lane of every process.
 
     Returns:
         The gradients' norm before clipping, and whether some process is to stop.

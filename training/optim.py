@@ -1,4 +1,4 @@
-"""The optimiser: gates, memory and all other weights each have their own rate."""
+"""The optimizer: gates, memory and all other weights each have their own rate."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def kind_of(name: str, rates: Mapping[str, str]) -> str:
 
 
 def make_optimizer(model: nn.Module, rates: Rates, name: str = "adamw") -> Optimizer:
-    """The optimiser `name` ('adamw' or 'adafactor')."""
+    """The optimizer `name` ('adamw' or 'adafactor')."""
     return OPTIMIZERS[name](parameter_groups(model, rates))  # type: ignore[call-arg]
 
 

@@ -83,7 +83,7 @@ def check_division(processes: int, train: TrainOptions, sharding: str, quantize:
             "make the same number of forwards."
         )
     if quantize != "none":
-        raise ValueError("--sharding fsdp2 cannot divide quantised weights: use --quantize none, or DDP.")
+        raise ValueError("--sharding fsdp2 cannot divide quantized weights: use --quantize none, or DDP.")
 
 
 def prepare(
@@ -93,10 +93,10 @@ def prepare(
     sharding: str,
     train: TrainOptions,
 ) -> tuple[nn.Module, Any]:
-    """A model and its optimiser as this number of processes needs them.
+    """A model and its optimizer as this number of processes needs them.
 
     Args:
-        make: makes the optimiser of a model.
+        make: makes the optimizer of a model.
     """
     if sharding == "fsdp2":
         shard(model, accelerator.device, accelerator.num_processes)

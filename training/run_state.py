@@ -1,4 +1,4 @@
-"""What a run writes down to go on as if it had never stopped: weights, optimiser, lanes, memories, random numbers."""
+"""What a run writes down to go on as if it had never stopped: weights, optimizer, lanes, memories, random numbers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def trained_state(model: Trained) -> dict[str, Tensor]:
 
 
 def optimizer_state(model: Trained, optimizer: Any) -> dict[str, Tensor]:
-    """What the optimiser remembers, `parameter.key`, on the first process. Every process must call this."""
+    """What the optimizer remembers, `parameter.key`, on the first process. Every process must call this."""
     if find_zero(optimizer) is not None:
         return {}
     state: Any = get_optimizer_state_dict(model, inner(optimizer), options=WHOLE)
@@ -75,7 +75,7 @@ def optimizer_state(model: Trained, optimizer: Any) -> dict[str, Tensor]:
 
 
 def write_shared(folder: Path, model: Trained, weights: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
-    """The first process's files: what is trained, as `save_pretrained` saves it, and the optimiser."""
+    """The first process's files: what is trained, as `save_pretrained` saves it, and the optimizer."""
     model.save_pretrained(str(folder), state_dict=dict(weights))  # transformers empties it
     for path in folder.iterdir():
         sync(path)
@@ -96,7 +96,7 @@ def save_trained(folder: Path, model: Trained, weights: dict[str, Tensor]) -> No
 
 
 def restore_shared(folder: Path, model: Trained, optimizer: Any) -> None:
-    """Give a model and an optimiser what `write_shared` wrote. Every process must call this.
+    """Give a model and an optimizer what `write_shared` wrote. Every process must call this.
 
     Raises:
         ValueError: the file lacks a tensor.
@@ -126,7 +126,7 @@ def restore_shared(folder: Path, model: Trained, optimizer: Any) -> None:
 
 
 def inner(optimizer: Any) -> Optimizer:
-    """torch's optimiser inside the wrappers of Accelerate and DeepSpeed."""
+    """torch's optimizer inside the wrappers of Accelerate and DeepSpeed."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer

@@ -52,7 +52,7 @@ class ScratchOptions:
     rate: float = option(1e-3, help="Peak learning rate of all weights; gates have gate_factor times this.")
     precision: Literal["float32", "bf16"] = option(
         "float32",
-        help="'bf16': matrix products in bfloat16 (autocast), often faster; weights, optimiser, norms, softmax "
+        help="'bf16': matrix products in bfloat16 (autocast), often faster; weights, optimizer, norms, softmax "
         "and searches stay in float32.",
     )
 

@@ -37,7 +37,7 @@ class TrainOptions:
         "segments in the same order, to compare with; the options are those of the method that the recipe names.",
     )
     seed: int = option(0, help="Fixes the adapter's random start and the order of documents.")
-    steps: int = option(1000, help="Optimiser steps.")
+    steps: int = option(1000, help="Optimizer steps.")
     lanes: int = option(
         1,
         help="Documents read side by side, over all processes. Each lane keeps a memory of its own; each step reads "
@@ -82,7 +82,7 @@ class TrainOptions:
 
 @dataclass
 class RunOptions:
-    """Going on, stopping, and what is written on the way. None of these changes what is learnt."""
+    """Going on, stopping, and what is written on the way. None of these changes what is learned."""
 
     resume: bool = option(
         False, help="Go on from the last good checkpoint in output/checkpoints; start anew if there is none."
@@ -102,7 +102,7 @@ class RunOptions:
     sharding: Literal["none", "fsdp2"] = option(
         "none",
         help="How several processes hold the model. 'none': each holds all of it (DDP). 'fsdp2': weights, gradients "
-        "and optimiser are divided, and gathered a layer at a time.",
+        "and optimizer are divided, and gathered a layer at a time.",
     )
     estimate: bool = option(
         False, help="Print the number of trained parameters and the peak memory of a step, and stop. No weights needed."

@@ -1,4 +1,4 @@
-"""FSDP2: weights, gradients and optimiser divided among processes, gathered a layer at a time."""
+"""FSDP2: weights, gradients and optimizer divided among processes, gathered a layer at a time."""
 
 from __future__ import annotations
 

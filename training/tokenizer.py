@@ -1,4 +1,4 @@
-"""A tokenizer for a model from scratch: byte-level, so that no text is unknown to it; bytes alone, or merges learnt."""
+"""A tokenizer for a model from scratch: byte-level, so that it knows every text; bytes alone, or merges learned."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def byte_tokenizer(end: bool = True) -> PreTrainedTokenizerFast:
 
 
 def train_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
-    """Byte-pair encoding over bytes, learnt from texts.
+    """Byte-pair encoding over bytes, learned from texts.
 
     Args:
         size: of the vocabulary, at most; at least 257.

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-2 divides what the optimiser remembers among processes: each writes down its own share."""
+"""DeepSpeed's ZeRO-2 divides what the optimizer remembers among processes: each writes down its own share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def find_zero(optimizer: Any) -> Any:
-    """DeepSpeed's optimiser inside Accelerate's wrapper; None where DeepSpeed is not used."""
+    """DeepSpeed's optimizer inside Accelerate's wrapper; None where DeepSpeed is not used."""
     while optimizer is not None and not hasattr(optimizer, "single_partition_of_fp32_groups"):
         optimizer = getattr(optimizer, "optimizer", None)
     return optimizer
@@ -24,7 +24,7 @@ def zero_share(zero: Any) -> dict[str, Tensor]:
 
 
 def restore_zero_share(zero: Any, held: dict[str, Tensor]) -> None:
-    """Give DeepSpeed's optimiser what `zero_share` returned in the same process of another run."""
+    """Give DeepSpeed's optimizer what `zero_share` returned in the same process of another run."""
     for number, share in enumerate(zero.single_partition_of_fp32_groups):
         own = {
             key.partition(".")[2]: value.to(share.device) for key, value in held.items() if key.startswith(f"{number}.")

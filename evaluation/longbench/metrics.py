@@ -48,7 +48,7 @@ def score(task: str, prediction: str, answers: Sequence[str], classes: Sequence[
 
 def qa_f1_score(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
     """F1 of words, without case, punctuation and articles."""
-    return f1(normalised(prediction).split(), normalised(answer).split())
+    return f1(normalized(prediction).split(), normalized(answer).split())
 
 
 def qa_f1_zh_score(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
@@ -125,7 +125,7 @@ def f1(prediction: Sequence[str], answer: Sequence[str]) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def normalised(text: str) -> str:
+def normalized(text: str) -> str:
     """Lower case without punctuation and articles."""
     kept = "".join(character for character in text.lower() if character not in ASCII_PUNCTUATION)
     return re.sub(r"\b(a|an|the)\b", " ", kept)

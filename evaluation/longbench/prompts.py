@@ -85,7 +85,7 @@ def in_chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Prompt:
 
 
 def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, split: bool = False) -> Encoded:
-    """The whole prompt, tokenised once.
+    """The whole prompt, tokenized once.
 
     Args:
         split: find where the question begins (takes a fast tokenizer): at the first token that lies wholly in it.

@@ -48,7 +48,7 @@ def characters_read(batch: Batch, max_length: int | None) -> int:
 
 
 def check_prompts(maker: PromptMaker, records: dict[str, list[Record]]) -> None:
-    """Tokenise prompts of any length before the model is loaded, and see whether they fit. Processes share the work.
+    """Tokenize prompts of any length before the model is loaded, and see whether they fit. Processes share the work.
 
     Raises:
         ValueError: one does not.

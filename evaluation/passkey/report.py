@@ -95,7 +95,7 @@ def save_heat_map(folder: Path, result: dict[str, Any]) -> None:
 
 
 def heat_map(result: dict[str, Any]) -> Figure:
-    """Depth by length; numbers say the same as colours."""
+    """Depth by length; numbers say the same as colors."""
     scores = np.array(result["scores"], dtype=float)
     figure, (axes,) = new_figure(f"{result['name']}: keys found (%)", ["depth (% of the text before the key)"])
     figure.set_size_inches(max(5, 0.8 * scores.shape[1] + 3), max(3, 0.45 * scores.shape[0] + 2))

@@ -135,7 +135,7 @@ def is_blank(cache: Cache) -> bool:
         if isinstance(cache, CacheFormerCache):
             return False
         raise ValueError(
-            f"{type(cache).__name__} (static, quantised or offloaded) cannot hold CacheFormer's state: leave "
+            f"{type(cache).__name__} (static, quantized or offloaded) cannot hold CacheFormer's state: leave "
             "past_key_values and cache_implementation out, or pass a CacheFormerCache."
         )
     if cache.get_seq_length() > 0:

@@ -3,7 +3,7 @@
     short    keys of the own and the whole previous window of w tokens
     long     G_c = softmax(Z_c W_P^T)^T Z_c: r vectors for each complete segment Z_c of s tokens  (Transformer-LS, 2021)
     overlap  the same for segments shifted by s/2
-    cache    the raw keys of the k segments whose probabilities in `long` are largest, and their neighbours
+    cache    the raw keys of the k segments whose probabilities in `long` are largest, and their neighbors
 
 A token attends to all four at once (`joint`), or to each by itself and takes the mean (`separate`) or a gated mean
 (`gated`). Without overlap and cache this is Transformer-LS. The published choice of segments looks into the future
@@ -294,7 +294,7 @@ class Projected(NamedTuple):
         return self._replace(**{name: change(tensor) for name, tensor in tensors.items()})  # type: ignore[arg-type]
 
 
-def normalise(norm: nn.LayerNorm | None, vectors: Tensor) -> Tensor:
+def normalize(norm: nn.LayerNorm | None, vectors: Tensor) -> Tensor:
     """LayerNorm in float32 or better; None leaves them as they are."""
     if norm is None:
         return vectors
@@ -334,11 +334,11 @@ def pool(
         blank = (numbers == 0)[:, :, None] & (torch.arange(size, device=numbers.device) < half)
         scores = scores.masked_fill(blank[:, None, :, :, None], float("-inf"))
     weights = torch.softmax(scores, -2).to(keys.dtype).transpose(-1, -2)
-    pooled_keys = normalise(parts.global_norm, weights @ keys).flatten(2, 3)
+    pooled_keys = normalize(parts.global_norm, weights @ keys).flatten(2, 3)
     if options.pretrained and rotate is not None:
-        centre = numbers * size + (size - 1) / 2 - (half if overlap else 0)
-        centre = centre.repeat_interleave(options.pool_vectors, 1).expand(len(keys), -1)
-        pooled_keys = rotate(pooled_keys, centre)
+        center = numbers * size + (size - 1) / 2 - (half if overlap else 0)
+        center = center.repeat_interleave(options.pool_vectors, 1).expand(len(keys), -1)
+        pooled_keys = rotate(pooled_keys, center)
     if values is None:
         return pooled_keys, None
-    return pooled_keys, normalise(parts.global_norm, weights @ values).flatten(2, 3)
+    return pooled_keys, normalize(parts.global_norm, weights @ values).flatten(2, 3)

@@ -44,7 +44,7 @@ class CacheFormerConfig(CacheFormerSettings, WholeConfig):
         num_key_value_heads: default: num_attention_heads. Query heads that share keys retrieve the same segments.
         head_dim: default: hidden_size / num_attention_heads.
         intermediate_size: of the feed-forward blocks; default: 4 * hidden_size.
-        rope_theta: base of the rotary positions, which turn all channels in neighbouring pairs.
+        rope_theta: base of the rotary positions, which turn all channels in neighboring pairs.
         tied: keys, rotated, are values too, as published.
         local_norm, global_norm: LayerNorm on the tokens' and on the compressed keys and values.
         tie_word_embeddings: the head is the embedding (with a bias of its own).

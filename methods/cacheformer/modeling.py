@@ -58,7 +58,7 @@ class Rotation(NamedTuple):
         return cls(angles.cos(), angles.sin())
 
     def turn(self, vectors: Tensor) -> Tensor:
-        """Rotate neighbouring pairs of channels of `[rows, heads, time, head_dim]`."""
+        """Rotate neighboring pairs of channels of `[rows, heads, time, head_dim]`."""
         even, odd = vectors[..., ::2], vectors[..., 1::2]
         turned = (even * self.cos - odd * self.sin, even * self.sin + odd * self.cos)
         return torch.stack(turned, -1).flatten(-2).to(vectors.dtype)
@@ -158,7 +158,7 @@ class CacheFormerLayer(GradientCheckpointingLayer):
 
 
 class CacheFormerPreTrainedModel(Uploads, PreTrainedModel):
-    """How both CacheFormer models are initialised and loaded.
+    """How both CacheFormer models are initialized and loaded.
 
     Loading raises ValueError where transformers would make up what is missing in the file, or pass over trained parts
     that the configuration does not describe.
@@ -302,7 +302,7 @@ class CacheFormerForCausalLM(CacheFormerPreTrainedModel, GenerationMixin):
         self.post_init()  # type: ignore[no-untyped-call]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; static, quantised and offloaded caches and assistants are refused.
+        """As in transformers; static, quantized and offloaded caches and assistants are refused.
 
         Raises:
             ValueError: `selection="paper_block"`, which chooses with tokens that do not exist yet.

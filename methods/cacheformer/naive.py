@@ -10,7 +10,7 @@ from cacheformers.methods.cacheformer.cacheformer import (
     CacheFormerParts,
     Projected,
     Rotate,
-    normalise,
+    normalize,
 )
 
 Vectors = list[tuple[Tensor, Tensor]]  # a key and a value each
@@ -36,7 +36,7 @@ def naive(
         keys = projected.k[0, kv_head]
         values = keys if projected.v is None else projected.v[0, kv_head]
         source = projected.pooled_keys(options)[0, kv_head]
-        near = list(zip(normalise(parts.local_norm, keys), normalise(parts.local_norm, values), strict=True))
+        near = list(zip(normalize(parts.local_norm, keys), normalize(parts.local_norm, values), strict=True))
         segments, half = time // options.pool_tokens, options.pool_tokens // 2
         long = [compress(options, parts, source, values, c, 0, rotate) for c in range(segments)]
         shifted = [compress(options, parts, source, values, c, half, rotate) for c in range(segments + 1)]
@@ -88,11 +88,11 @@ def compress(
     weights = torch.softmax(keys[segment] @ projection.weight.T.to(keys.dtype), 0)  # [s, r_s]
     vectors = []
     for column in range(options.pool_vectors):
-        key = normalise(parts.global_norm, (weights[:, column, None] * keys[segment]).sum(0))
-        value = normalise(parts.global_norm, (weights[:, column, None] * values[segment]).sum(0))
+        key = normalize(parts.global_norm, (weights[:, column, None] * keys[segment]).sum(0))
+        value = normalize(parts.global_norm, (weights[:, column, None] * values[segment]).sum(0))
         if options.pretrained and rotate is not None:
-            centre = torch.tensor([[start + (options.pool_tokens - 1) / 2]], dtype=torch.float64)
-            key = rotate(key[None, None, None], centre)[0, 0, 0]
+            center = torch.tensor([[start + (options.pool_tokens - 1) / 2]], dtype=torch.float64)
+            key = rotate(key[None, None, None], center)[0, 0, 0]
         vectors.append((key, value))
     return vectors
 
@@ -136,7 +136,7 @@ def choose(options: CacheFormerOptions, probabilities: list[list[list[Tensor]]],
 
 
 def choose_segments(scores: list[float], allowed: int, topk: int, neighbors: int, sink: bool = False) -> list[int]:
-    """The k best segments, their neighbours, replacements: k*u ids, ascending, -1 at the end (section 5.3)."""
+    """The k best segments, their neighbors, replacements: k*u ids, ascending, -1 at the end (section 5.3)."""
     ranked = sorted(range(allowed), key=lambda c: (not (sink and c == 0), -scores[c], c))
     hits = ranked[:topk]
     after = neighbors // 2

@@ -1,4 +1,4 @@
-"""Which segments CacheFormer's cache retrieves: top k by score, their neighbours, replacements for duplicates."""
+"""Which segments CacheFormer's cache retrieves: top k by score, their neighbors, replacements for duplicates."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions
 
 
 def select_segments(scores: Tensor, allowed: Tensor, topk: int, neighbors: int, sink: bool = False) -> Tensor:
-    """The best segments and their neighbours, ascending, -1 at the end.
+    """The best segments and their neighbors, ascending, -1 at the end.
 
-    Hits are walked from the best down (of equal ones the oldest first), each followed by its neighbours from the
+    Hits are walked from the best down (of equal ones the oldest first), each followed by its neighbors from the
     nearest outwards: +1, -1, +2, ... Whatever is taken already or not allowed is replaced by the next segments around
     the hits, so there are always `min(topk * neighbors, allowed)`.
 
@@ -48,7 +48,7 @@ def best(scores: Tensor, allowed: Tensor, topk: int, sink: bool) -> Tensor:
 
 
 def widen(hits: Tensor, allowed: Tensor, neighbors: int, segments: int) -> Tensor:
-    """Each hit's neighbours, and replacements for those that are taken or not allowed, `[..., topk * neighbors]`."""
+    """Each hit's neighbors, and replacements for those that are taken or not allowed, `[..., topk * neighbors]`."""
     wanted = hits.shape[-1] * neighbors
     after = neighbors // 2
     before = neighbors - 1 - after

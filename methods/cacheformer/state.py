@@ -14,7 +14,7 @@ from cacheformers.methods.cacheformer.cacheformer import (
     CacheFormerParts,
     Projected,
     Rotate,
-    normalise,
+    normalize,
     pool,
 )
 from cacheformers.methods.cacheformer.selection import Chooser
@@ -132,7 +132,7 @@ class CacheFormerState:
         starts = tuple(self.tokens_read[:1] if alike else self.tokens_read)
         new = {"keys": projected.k} if projected.v is None else {"keys": projected.k, "values": projected.v}
         for name, tokens in new.items():
-            self.shelves[name] = self.shelves[name].written(starts, normalise(parts.local_norm, tokens))
+            self.shelves[name] = self.shelves[name].written(starts, normalize(parts.local_norm, tokens))
         self.compress(parts, {**new, "keys": projected.pooled_keys(options)}, rotate, starts, counts)
 
         size, most = options.pool_tokens, max(self.tokens_read) + time

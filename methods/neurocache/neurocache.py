@@ -1,4 +1,4 @@
-"""Neurocache: k-nearest-neighbour retrieval of compressed past states (Safaya & Yuret 2024, arXiv 2407.02486).
+"""Neurocache: k-nearest-neighbor retrieval of compressed past states (Safaya & Yuret 2024, arXiv 2407.02486).
 
     e_t    = LayerNorm(W_p x_t)                              compress; query and entry alike          (section 3.1)
     R_t    = the k entries of earlier segments nearest to e_t, each widened to w entries in time      (section 3.2)
@@ -98,7 +98,7 @@ class NeurocacheParts(NamedTuple):
         """Compress x `[..., h]` to entries `[..., d]`, in float32 or better (section 3.1)."""
         if self.down is None or self.norm is None:
             return hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        return normalise(self.norm, project(self.down, hidden))
+        return normalize(self.norm, project(self.down, hidden))
 
     @property
     def fingerprint(self) -> tuple[float, ...]:
@@ -116,7 +116,7 @@ def project(linear: nn.Linear, inputs: Tensor) -> Tensor:
     return F.linear(inputs, linear.weight.to(inputs.dtype))
 
 
-def normalise(norm: nn.LayerNorm, inputs: Tensor) -> Tensor:
+def normalize(norm: nn.LayerNorm, inputs: Tensor) -> Tensor:
     """LayerNorm in float32 or better."""
     dtype = torch.promote_types(inputs.dtype, torch.float32)
     return F.layer_norm(
@@ -125,7 +125,7 @@ def normalise(norm: nn.LayerNorm, inputs: Tensor) -> Tensor:
 
 
 def make_parts(options: NeurocacheOptions, layer: int, base_weights: tuple[Tensor, ...] | None) -> dict[str, nn.Module]:
-    """The parts that layer `layer` trains, initialised as for adaptation (section 4.2).
+    """The parts that layer `layer` trains, initialized as for adaptation (section 4.2).
 
     Args:
         base_weights: the layer's own W_q, W_k, W_v, W_o, which W_q, W_o and the first d input columns of W_k, W_v start
@@ -155,7 +155,7 @@ def make_parts(options: NeurocacheOptions, layer: int, base_weights: tuple[Tenso
 
 
 class Retrieved(NamedTuple):
-    """What tokens retrieved: N = k*w states each, hit by hit, each with its neighbours in time order.
+    """What tokens retrieved: N = k*w states each, hit by hit, each with its neighbors in time order.
 
     Attributes:
         states: `[..., N, d]`.
@@ -299,7 +299,7 @@ def retrieve(
     if options.hit_scores:
         reading.new_queries[layer] = queries.clone()  # not one tensor with new entries: it could not be saved
         before = earlier_queries(reading.past_queries.get(layer), sources, queries)
-        alone = states.unflatten(2, (options.topk, -1))[..., max(half - 1, 0), :]  # hits without neighbours
+        alone = states.unflatten(2, (options.topk, -1))[..., max(half - 1, 0), :]  # hits without neighbors
         near = cosines(torch.cat([before, queries], 1), alone)
     reading.retrieved[layer] = Retrieved(states, filled, near)
 

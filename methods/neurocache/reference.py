@@ -3,7 +3,7 @@
 It differs from the paper in several places, kept here on purpose: each forward is a segment; the search takes one
 entry a bucket; empty slots are zero states that compete in the softmax; the window is clipped and ignores the ring's
 seam; the first tokens repeat their context; padding is stored; and, unless `compatibility="reference-fixed-heads"`, the
-head and neighbour axes of keys and values are mixed up. It is neither causal across chunkings nor exact: not for new
+head and neighbor axes of keys and values are mixed up. It is neither causal across chunkings nor exact: not for new
 adapters.
 """
 
@@ -39,7 +39,7 @@ class ReferenceReading:
 
 
 class ReferenceState(MemoryState):
-    """Zero-initialised rings written after every forward, and the last retrieved states of the running generation.
+    """Zero-initialized rings written after every forward, and the last retrieved states of the running generation.
 
     Attributes:
         frozen: forwards read but store nothing (the package's `generation_mode`).
@@ -175,7 +175,7 @@ def reference_retrieve(
     reading: ReferenceReading,
     training: bool,
 ) -> None:
-    """Bucketed search, clipped neighbourhood, and the states (the package's sections of the same names)."""
+    """Bucketed search, clipped neighborhood, and the states (the package's sections of the same names)."""
     keys = reading.keys[storing]
     if layer not in reading.slots:
         hits = bucket_search(queries.to(keys.dtype), keys, options.topk, options.similarity)

@@ -129,7 +129,7 @@ def principal_projection(moments: Tensor, width: int, tokens: int) -> Tensor:
     The LayerNorm after W_p takes away each entry's mean, that is its part along (1, ..., 1); here nothing lies there.
 
     Args:
-        moments: X^T X of states `[tokens, h]`, not centred: their mean is a direction like others.
+        moments: X^T X of states `[tokens, h]`, not centered: their mean is a direction like others.
     """
     _, directions = torch.linalg.eigh(moments)  # smallest first
     largest = directions[:, -(width - 1) :]

@@ -1,4 +1,4 @@
-"""The interface of nearest-neighbour search: which stored entries lie nearest to each query."""
+"""The interface of nearest-neighbor search: which stored entries lie nearest to each query."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ GROUP = 4 * MAX_ROWS
 TILE_UNIT = 384
 ALIGNMENT = 64
 # Products are summed in pieces of this many dimensions: one long float32 sum errs by more than the 1e-6 (|q|² + |e|²)
-# that tells neighbours in a tight cluster apart (seen at 256 dimensions on CPUs, at 1,024 on CUDA). "dot" errs by half.
+# that tells neighbors in a tight cluster apart (seen at 256 dimensions on CPUs, at 1,024 on CUDA). "dot" errs by half.
 # The product with a single vector is summed in several lanes anyway.
 DEPTH = {"l2": 64, "dot": 128}
 DEPTH_OF_ONE_QUERY = 256
@@ -101,7 +101,7 @@ def _distances(parts: list[Tensor], entries: Entries, buffer: Tensor) -> Iterato
     """As `_products`, but scores are -|q - e|² and come of one matrix product.
 
     Beside every piece of the dimensions lie the squared lengths of queries and entries in it. So the sum of a near
-    neighbour is close to zero after every piece, and rounds as little as sums of pieces do.
+    neighbor is close to zero after every piece, and rounds as little as sums of pieces do.
     """
     dim = parts[0].shape[1]
     pieces = -(-dim // DEPTH["l2"])
@@ -174,6 +174,6 @@ def _tiles(entries: Entries, width: int, dtype: torch.dtype) -> Iterator[tuple[i
 
 
 def _rounds_products(device: torch.device) -> bool:
-    """Whether float32 matrix products are set to TF32 or bfloat16, which would lose near neighbours."""
+    """Whether float32 matrix products are set to TF32 or bfloat16, which would lose near neighbors."""
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     return backend.matmul.fp32_precision not in ("ieee", "none")

@@ -26,7 +26,7 @@ POINTS_PER_CENTROID = 39
 MIN_LISTS = 8
 # How many nodes of a graph index are kept while it is walked; faiss's own default of 16 loses a tenth of the hits.
 GRAPH_CANDIDATES = 128
-# Widths at which a factory string is tried: together they are divisible by all usual numbers of sub-quantisers.
+# Widths at which a factory string is tried: together they are divisible by all usual numbers of sub-quantizers.
 TRIAL_WIDTHS = (3840, 7168, 9216)
 
 
@@ -271,7 +271,7 @@ def _drop(kept: _Index, first: int) -> None:
 
 
 def _empty(kept: _Index, first: int) -> None:
-    """Remove all entries; what was learnt in training stays."""
+    """Remove all entries; what was learned in training stays."""
     kept.faiss.reset()
     kept.base = 0 if kept.numbered else first
     kept.first = kept.end = first
