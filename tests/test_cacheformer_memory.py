@@ -15,7 +15,8 @@ from cacheformers.hub.card import refresh_card
 from cacheformers.methods.cacheformer.cacheformer import CacheFormerParts, Projected
 from cacheformers.methods.cacheformer.memory import CacheFormerOnBaseOptions, attend, make_layer_parts
 from cacheformers.methods.cacheformer.naive import naive
-from cacheformers.modeling.attach import attention_modules, find_decoder, rotation, unwrap
+from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
+from cacheformers.modeling.rotary import rotation
 
 DEVICES = {0: torch.device("cpu")}
 TIME = 41

@@ -14,8 +14,8 @@ from cacheformers.common.recipe import given_options
 from cacheformers.methods import DEFAULT
 from cacheformers.modeling.method import METHODS, is_method, method_named
 
-# Not trained: the published package's errors are for its checkpoints.
-WITHOUT = ("compatibility",)
+# Not trained: the published package's errors are for its checkpoints. The others are not chosen.
+WITHOUT = ("compatibility", "task_type", "made_for")
 
 PAIRS = dict[int, int] | None
 HEADS = dict[int, list[int]] | None
