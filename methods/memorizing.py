@@ -30,7 +30,7 @@ from cacheformers.modeling.attending import AttentionInputs
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
 from cacheformers.modeling.memory import SegmentCall
 from cacheformers.modeling.method import MemoryMethod, PerHead, Share, first_numbers
-from cacheformers.modeling.rings import STORE_DTYPES, RingState, StoreOptions, StoreSettings, token_numbers
+from cacheformers.modeling.rings import STORE_DTYPES, RingState, SearchSettings, StoreOptions, token_numbers
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.search.store import Entries, Ring
 from cacheformers.modeling.settings import (
@@ -44,7 +44,7 @@ from cacheformers.modeling.settings import (
 
 
 @dataclass(repr=False)  # transformers prints a configuration
-class MemorizingSettings(StoreSettings, LocalWindowSettings):
+class MemorizingSettings(SearchSettings, LocalWindowSettings):
     """Fields of `MemorizingAdapterConfig` and `MemorizingConfig`. Layers count from 0."""
 
     cache_size: int = setting(
@@ -56,9 +56,6 @@ class MemorizingSettings(StoreSettings, LocalWindowSettings):
     )
     gate_start: float = setting(
         0.0, "The gates' bias at first: 0 mixes both attentions evenly, -4 begins near the base.", free=True
-    )
-    search: str = setting(
-        "auto", "'auto', 'exact', 'faiss', 'bfloat16', or 'faiss:' and a faiss index factory string.", free=True
     )
 
 

@@ -29,6 +29,13 @@ class StoreSettings:
     )
 
 
+@dataclass(repr=False)
+class SearchSettings(StoreSettings):
+    """Settings of a method that searches what it stores."""
+
+    search: str = setting("auto", "'auto', 'exact', 'faiss', or 'faiss:' and a faiss index factory string.", free=True)
+
+
 class StoreOptions:
     """Options of a method that stores entries."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cacheformers.modeling.memory import LocalWindow
-from cacheformers.modeling.rings import STORE_DTYPES, StoreOptions, StoreSettings
+from cacheformers.modeling.rings import STORE_DTYPES, SearchSettings, StoreOptions
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.settings import (
     LocalWindowOptions,
@@ -20,7 +20,7 @@ from cacheformers.modeling.settings import (
 
 
 @dataclass(repr=False)  # transformers prints a configuration
-class NeurocacheSettings(StoreSettings, LocalWindowSettings):
+class NeurocacheSettings(SearchSettings, LocalWindowSettings):
     """Fields of `NeurocacheAdapterConfig` and `NeurocacheConfig`. Layers count from 0."""
 
     cache_size: int = setting(16384, "Entries a document may keep (m); the oldest go first.", free=True)
@@ -45,9 +45,6 @@ class NeurocacheSettings(StoreSettings, LocalWindowSettings):
         False,
         "Beyond the paper: cache attention knows how near each hit was and where a state stands beside it, "
         "and can attend to nothing. Measured better where it was tried.",
-    )
-    search: str = setting(
-        "auto", "'auto', 'exact', 'faiss', 'bfloat16', or 'faiss:' and a faiss index factory string.", free=True
     )
     compatibility: str | None = setting(
         None,
