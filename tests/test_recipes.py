@@ -96,7 +96,7 @@ def test_a_recipe_of_a_method_runs(folder, recipe):
         "neurocache": ["--retrieval_map=1", "--cache_size=40", "--topk=4", "--start_segments=2"],
         "infini_attention": ["--layers", "1", "2"],
         "gated_attention": ["--layers", "1", "2", "--window_tokens=6"],
-        "cacheformer_on_base": ["--layers", "1", "2", "--window_tokens=16", "--topk=2"],
+        "cacheformer": ["--layers", "1", "2", "--window_tokens=16", "--topk=2"],
         "windowed": ["--lora_targets", "down_proj"],
     }[recipe.stem]
     small += [f"--{name}={folder / name}" for name in ("base", "output")]

@@ -106,7 +106,7 @@ def test_a_run_writes_all_units(folder, capsys, monkeypatch, mode, more, tokens)
     """A word is a token here: both perplexities are one."""
     given = arguments(folder, mode, "--window=20", "--plots=true", *more)
     monkeypatch.setattr("sys.argv", ["perplexity", *given])
-    runpy.run_module("cacheformers.evaluation.perplexity", run_name="__main__")
+    runpy.run_module("cacheformers.evaluation.text_perplexity", run_name="__main__")
     found = result(folder)
     assert found["tokens"] == tokens and found["tokens_by_document"][0] > found["tokens_by_document"][1]
     mean = sum(found["nats_by_document"]) / tokens
