@@ -298,7 +298,3 @@ def report(result: dict[str, Any], options: PerplexityOptions) -> None:
         run = Run(result["texts"]["documents"], result["texts"]["characters"], Measure.from_dict(result), measures, {})
         by_position({result["name"]: run}).savefig(folder / "position.png")
     print("\n".join(["", *origin_lines([result]), f"{folder / 'result.json'} has all numbers."]))
-
-
-if __name__ == "__main__":
-    main()

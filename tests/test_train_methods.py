@@ -108,7 +108,7 @@ def test_a_run(folder, method):
         assert nats[name] == pytest.approx(result["scores"][name]["nats"], rel=1e-6)
     assert len(set(nats.values())) == len(nats)
     config = PeftConfig.from_pretrained(str(folder / "adapter"))
-    assert config.layers_to_transform == {"memorizing": [1], "windowed": [0, 1, 2]}.get(method, [1, 2])
+    assert config.layers_to_transform == {"memorizing": [1], "toy": [1], "windowed": [0, 1, 2]}.get(method, [1, 2])
     layers = {int(name.partition("layers.")[2].partition(".")[0]) for name in adapter_weights(folder / "adapter")}
     assert layers == set(config.layers_to_transform)
 
