@@ -58,7 +58,8 @@ def method_options(config: type[MemoryAdapterConfig]) -> type[MethodOptions]:
     for field in dataclasses.fields(config):
         if (field.name in inherited and field.name not in own) or field.name in WITHOUT:
             continue
-        kind, text = hints[field.name], field.metadata["help"]
+        kind: Any = hints[field.name]
+        text = field.metadata["help"]
         if kind in NOTATION:
             kind, text = list[str] | None, text + NOTATION[kind]
         fields.append((field.name, kind, option(field.default, help=text)))
