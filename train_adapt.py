@@ -14,6 +14,7 @@ import contextlib
 import math
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -96,11 +97,8 @@ def make_run(plan: Plan, model: Trained) -> TrainingRun:
         f"{options.lanes} lane(s) of {subject.memory.segment_tokens} tokens, {options.steps} steps, "
         f"{accelerator.num_processes} process(es)"
     )
-
-    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-        return make_optimizer(model, subject.rates, options.optimizer)
-
-    wrapped, optimizer = prepare(accelerator, model, optimizer_of, plan.options.run.sharding)
+    make = partial(make_optimizer, rates=subject.rates, name=options.optimizer)
+    wrapped, optimizer = prepare(accelerator, model, make, plan.options.run.sharding)
     torch.manual_seed(options.seed + accelerator.process_index)  # dropout differs between processes
     groups = make_groups(
         model,

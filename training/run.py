@@ -43,7 +43,7 @@ from cacheformers.training.lanes import Group
 
 Trained = PeftModel | PreTrainedModel
 
-OPTIMIZER = "optimizer.safetensors"
+OPTIMIZER, OWN = "optimizer.safetensors", "process-{:05d}.safetensors"
 # Whole tensors on the host, on the first process, whatever the model is divided into.
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -290,21 +290,16 @@ def saved_name(name: str, model: Trained) -> str:
     return name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
 
 
-def own_file(process: int) -> str:
-    """Return the name of one process's file."""
-    return f"process-{process:05d}.safetensors"
-
-
 def write_own(folder: Path, groups: list[Group], process: int) -> None:
     """Write one process's file: the places of its lanes, their memories, and its random numbers."""
     memories = {f"memory.{i}": group.memory.state_dict() for i, group in enumerate(groups) if group.memory is not None}
     lanes = json.dumps([group.lanes.state_dict() for group in groups])
-    write_tensors(folder / own_file(process), joined(random=random_state(), **memories), {"lanes": lanes})
+    write_tensors(folder / OWN.format(process), joined(random=random_state(), **memories), {"lanes": lanes})
 
 
 def restore_own(folder: Path, groups: list[Group], process: int, device: torch.device) -> None:
     """Load what this process's `write_own` wrote."""
-    path = folder / own_file(process)
+    path = folder / OWN.format(process)
     tensors = load_file(path)
     with safe_open(path, "pt") as file:
         lanes = json.loads(file.metadata()["lanes"])
