@@ -4,107 +4,55 @@ python train_adapt.py recipes/smollm2_books.yaml
 python train_adapt.py recipes/smollm2_books.yaml --method lora --output runs/books_lora --steps 50
 torchrun --nproc_per_node 8 train_adapt.py recipes/mistral_7b_longpile.yaml --resume
 python train_adapt.py recipes/scratch_books.yaml --model_config recipes/model_configs/books_neurocache.json
+
+main: make_plan (check everything) -> load_model -> make_run -> train -> finish (save, evaluate, write results)
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import math
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import time
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from tqdm.auto import tqdm
 
-from cacheformers.common.base_model import StartOptions, base_config
-from cacheformers.common.documents import DataOptions, DocumentRow, Documents, check_lengths, open_documents
-from cacheformers.common.environment import environment
-from cacheformers.common.files import write_text
-from cacheformers.common.recipe import RecipeParser
-from cacheformers.evaluation.held_out import HeldOut, held_out
-from cacheformers.evaluation.model import check_evaluation, evaluate_model
-from cacheformers.evaluation.options import EvalOptions
-from cacheformers.evaluation.plots import save_plots
-from cacheformers.evaluation.run import scores
-from cacheformers.evaluation.tables import print_runs
-from cacheformers.hub.card import earlier_card, renewed
-from cacheformers.training.adapter import Adaptation, adapter_config
-from cacheformers.training.checkpoints import CheckpointError, Checkpoints
-from cacheformers.training.estimate import Estimate, estimate
-from cacheformers.training.groups import make_groups
-from cacheformers.training.history import History
-from cacheformers.training.loop import ProcessLost, Stopped, TrainingRun, train
-from cacheformers.training.methods import MethodOptions, chosen_options, names, of_other_methods
-from cacheformers.training.model_card import adapter_card, scratch_card
-from cacheformers.training.optim import (
-    freeze_idle_gates,
-    make_optimizer,
-    make_schedule,
-    parameter_groups,
-    trained_parameters,
+from cacheformers.common.loss import token_losses
+from cacheformers.evaluation.model import evaluate_model
+from cacheformers.hub.card import earlier_card
+from cacheformers.training.checkpoints import CheckpointError
+from cacheformers.training.lanes import Group, Step, make_groups
+from cacheformers.training.optim import freeze_idle_gates, make_optimizer, make_schedule, trained_parameters
+from cacheformers.training.plan import Options, Plan, check_given, estimated, make_parser, make_plan
+from cacheformers.training.processes import prepare, total
+from cacheformers.training.results import write_results
+from cacheformers.training.run import (
+    History,
+    ProcessLost,
+    Stopped,
+    Stopping,
+    Trained,
+    TrainingRun,
+    inner,
+    save_trained,
+    trained_state,
 )
-from cacheformers.training.processes import check_division, check_processes, make_accelerator, prepare, uses_deepspeed
-from cacheformers.training.publishing import HubOptions, check_hub, publish
-from cacheformers.training.run_state import inner, save_trained, trained_state
-from cacheformers.training.scratch import Scratch, ScratchOptions, check_given
-from cacheformers.training.settings import (
-    RunOptions,
-    TrainOptions,
-    check_output,
-    check_resumable,
-    check_train_options,
-    resumed_settings,
-)
-from cacheformers.training.subject import Subject, Trained
-
-
-@dataclass
-class Options:
-    """A recipe: its options by topic."""
-
-    model: StartOptions
-    data: DataOptions
-    train: TrainOptions
-    run: RunOptions
-    evaluation: EvalOptions
-    hub: HubOptions
-    scratch: ScratchOptions
-    memory: MethodOptions
-
-
-@dataclass
-class Plan:
-    """A checked recipe: everything that it needs but the model's weights.
-
-    Attributes:
-        subject: what is trained.
-        settings: what a run that goes on from this one's checkpoints must share.
-        resumed: the checkpoint to go on from.
-    """
-
-    options: Options
-    subject: Subject
-    accelerator: Accelerator
-    tokenizer: PreTrainedTokenizerBase
-    documents: DocumentRow
-    valid: list[HeldOut]
-    checkpoints: Checkpoints
-    settings: dict[str, Any]
-    resumed: Path | None
+from cacheformers.training.statistics import memory_statistics
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train as the options say."""
+    """Train as a recipe and the command line say."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = make_parser(arguments)
+    parser = make_parser(arguments, (__doc__ or "").splitlines()[0])
     options = Options(*parser.parse(arguments))
     try:
-        check_given(options.model.init, parser.given, names(type(options.memory)))
+        check_given(options, parser.given)
         if options.run.estimate:
             print(estimated(options).table())
             return
@@ -113,12 +61,9 @@ def main(arguments: list[str] | None = None) -> None:
     except (OSError, ValueError, ImportError, CheckpointError) as error:
         parser.error(str(error))
     run = make_run(plan, model)
-    schedule = make_schedule(
-        inner(run.optimizer), run.steps, int(options.train.warmup * run.steps), done=run.history.steps
-    )
     failure = ""
     try:
-        train(run, schedule, options.run.checkpoint_every, options.run.log_every, options.run.stop_after)
+        train(plan, run)
         finish(plan, run, arguments)
     except Stopped as stopped:
         run.accelerator.print(stopped)
@@ -127,106 +72,15 @@ def main(arguments: list[str] | None = None) -> None:
     except ProcessLost as error:
         sys.exit(f"\n{error}")
     accelerator = run.accelerator
-    del run, model, schedule, plan
-    end(accelerator)
+    del run, model, plan  # a DDP model that outlives its connections can wait forever when it is freed (gloo)
+    accelerator.free_memory()
+    accelerator.end_training()
     if failure:
         sys.exit(f"\n{failure}")
 
 
-def make_parser(arguments: Sequence[str] = ()) -> RecipeParser:
-    """The parser of all options, among them those of the method that the arguments choose."""
-    kinds = [StartOptions, DataOptions, TrainOptions, RunOptions, EvalOptions, HubOptions, ScratchOptions]
-    memory = chosen_options(arguments)
-    return RecipeParser([*kinds, memory], (__doc__ or "").splitlines()[0], of_other_methods(memory))
-
-
-def make_plan(options: Options) -> Plan:
-    """Look at everything that can be wrong before a model is loaded.
-
-    Raises:
-        OSError, ValueError, ImportError, CheckpointError: something is; says what to do.
-    """
-    check_train_options(options.train, options.run)
-    check_output(options.train.output, options.run)
-    subject = make_subject(options)
-    accelerator = make_accelerator(
-        options.model.device, options.train.output, options.run, precision=options.scratch.precision
-    )
-    check_processes(accelerator, options.train, options.run.sharding, options.model.quantize)
-    tokenizer = subject.tokenizer(accelerator)
-    check_lengths(options.data, subject.memory)
-    documents = open_documents(options.data.train, tokenizer, options.data)
-    documents.check(subject.memory.segment_tokens)
-    valid = valid_documents(options, tokenizer)
-    if valid:
-        check_evaluation(valid, options.evaluation, subject.memory)
-    settings = resumed_settings(
-        options.data,
-        options.train,
-        documents=documents.identity(),
-        processes=accelerator.num_processes,
-        deepspeed=uses_deepspeed(accelerator),
-        **subject.settings(),
-    )
-    checkpoints = Checkpoints(Path(options.train.output) / "checkpoints", options.run.keep_checkpoints)
-    resumed = checkpoints.newest() if options.run.resume else None
-    if resumed is not None:
-        check_resumable(checkpoints.load(resumed)["settings"], settings, str(resumed))
-    elif options.run.resume and checkpoints.paths():
-        raise ValueError(
-            f"All checkpoints in {checkpoints.folder} are damaged: look why, or start anew with --overwrite."
-        )
-    check_hub(options.hub, subject.base)  # in every process: they all stop, or none
-    checkpoints.claim()
-    return Plan(options, subject, accelerator, tokenizer, documents, valid, checkpoints, settings, resumed)
-
-
-def make_subject(options: Options) -> Subject:
-    """What is trained: an adapter, or a whole model."""
-    if options.model.init == "scratch":
-        return Scratch(options.model, options.train, options.scratch)
-    return Adaptation(options.model, options.train, options.memory)
-
-
-def valid_documents(options: Options, tokenizer: PreTrainedTokenizerBase) -> list[HeldOut]:
-    """The held-out documents; none if no evaluation is wanted."""
-    wanted = options.evaluation
-    if wanted.valid is None:
-        return []
-    least = options.data.min_tokens if wanted.valid_min_tokens is None else wanted.valid_min_tokens
-    data = replace(options.data, stream=False, label_field=None, min_tokens=least)
-    documents = open_documents(wanted.valid, tokenizer, data, split="validation")
-    assert isinstance(documents, Documents)
-    return held_out(documents, wanted.valid_documents, wanted.valid_tokens)
-
-
-def estimated(options: Options) -> Estimate:
-    """The memory of a training step, from the base's configuration alone."""
-    base, train = base_config(options.model.base), options.train
-    check_train_options(train, options.run)
-    adapter, memory = adapter_config(base, train, options.memory)
-    processes = options.run.estimate_processes
-    check_division(processes, train, options.run.sharding, options.model.quantize)
-    dtype: Any = (base.dtype or torch.float32) if options.model.dtype == "auto" else getattr(torch, options.model.dtype)
-    return estimate(
-        base,
-        adapter,
-        lanes=train.lanes // processes,
-        segment_tokens=memory.segment_tokens,
-        accumulation=train.accumulation,
-        backprop_segments=train.backprop_segments,
-        dtype=dtype,
-        quantize=None if options.model.quantize == "none" else options.model.quantize,
-        optimizer=train.optimizer,
-        activation_checkpointing=train.activation_checkpointing,
-        processes=processes,
-        sharding=None if options.run.sharding == "none" else options.run.sharding,
-        device_type="cpu" if options.model.device == "cpu" else "cuda",
-    )
-
-
 def load_model(plan: Plan) -> Trained:
-    """The model as it starts, in training mode; the same in every process."""
+    """Make the model as it starts, in training mode; it is the same in every process."""
     model = plan.subject.make(plan.accelerator, plan.documents, resumed=plan.resumed is not None)
     if plan.subject.remembers:
         freeze_idle_gates(model, plan.subject.memory)
@@ -235,7 +89,7 @@ def load_model(plan: Plan) -> Trained:
 
 
 def make_run(plan: Plan, model: Trained) -> TrainingRun:
-    """The run at its first step, or as the checkpoint has it."""
+    """Set up optimizer, lanes and memories, at the first step or where the checkpoint left them."""
     options, accelerator, subject = plan.options.train, plan.accelerator, plan.subject
     trained = sum(parameter.numel() for parameter in trained_parameters(model))
     accelerator.print(
@@ -243,33 +97,22 @@ def make_run(plan: Plan, model: Trained) -> TrainingRun:
         f"{options.lanes} lane(s) of {subject.memory.segment_tokens} tokens, {options.steps} steps, "
         f"{accelerator.num_processes} process(es)"
     )
-
-    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-        return make_optimizer(model, subject.rates, options.optimizer)
-
-    wrapped, optimizer = prepare(accelerator, model, optimizer_of, plan.options.run.sharding, options)
+    make = partial(make_optimizer, rates=subject.rates, name=options.optimizer)
+    wrapped, optimizer = prepare(accelerator, model, make, plan.options.run.sharding)
     torch.manual_seed(options.seed + accelerator.process_index)  # dropout differs between processes
+    groups = make_groups(
+        model,
+        plan.documents,
+        lanes=options.lanes,
+        tokens=subject.memory.segment_tokens * options.backprop_segments,
+        seed=options.seed,
+        remembers=subject.remembers,
+        groups=options.accumulation,
+        process=accelerator.process_index,
+        processes=accelerator.num_processes,
+    )
     run = TrainingRun(
-        accelerator=accelerator,
-        model=wrapped,
-        trained=model,
-        optimizer=optimizer,
-        groups=make_groups(
-            model,
-            plan.documents,
-            lanes=options.lanes,
-            tokens=subject.memory.segment_tokens * options.backprop_segments,
-            seed=options.seed,
-            remembers=subject.remembers,
-            groups=options.accumulation,
-            process=accelerator.process_index,
-            processes=accelerator.num_processes,
-        ),
-        checkpoints=plan.checkpoints,
-        settings=plan.settings,
-        steps=options.steps,
-        clip=options.clip,
-        history=History(),
+        accelerator, wrapped, model, optimizer, groups, plan.checkpoints, plan.settings, options.steps, History()
     )
     if plan.resumed is None:
         plan.checkpoints.clear()
@@ -280,49 +123,136 @@ def make_run(plan: Plan, model: Trained) -> TrainingRun:
     return run
 
 
+def train(plan: Plan, run: TrainingRun) -> None:
+    """Train until all steps are done.
+
+    Raises:
+        FloatingPointError: the loss or its gradient is not finite.
+        Stopped: the run was asked to stop, or is out of time; a checkpoint was written.
+        ProcessLost: another process died.
+    """
+    options, accelerator, history = plan.options.run, run.accelerator, run.history
+    warmup = int(plan.options.train.warmup * run.steps)
+    schedule = make_schedule(inner(run.optimizer), run.steps, warmup, done=history.steps)
+    run.model.train()
+    bar = tqdm(
+        initial=history.steps,
+        total=run.steps,
+        desc="Training",
+        unit=" steps",
+        disable=not accelerator.is_main_process,
+    )
+    read, start = history.tokens, time.monotonic() - history.seconds
+    with bar, Stopping(options.stop_after) as stopping, run.watching():
+        while history.steps < run.steps:
+            norm, stop = step(run, plan.options.train.clip, stopping)
+            rates = {f"rate_{group['name']}": group["lr"] for group in run.optimizer.param_groups}
+            schedule.step()
+            history.seconds = time.monotonic() - start
+            bar.update()
+            speed = (history.tokens - read) / max(bar.format_dict["elapsed"], 1e-9)
+            bar.set_postfix_str(f"loss {mean(history.losses[-20:]):.3f}, {speed:,.0f} tokens/s")
+            last = history.steps == run.steps
+            if last or history.steps % options.log_every == 0:
+                log(run, {"gradient_norm": norm, "tokens_per_second": speed, **rates})
+            if last or stop or (options.checkpoint_every and history.steps % options.checkpoint_every == 0):
+                run.save(needed=last or stop)
+            if stop and not last:
+                raise Stopped(f"Stopped after step {history.steps} of {run.steps}. Go on with --resume.")
+
+
+def step(run: TrainingRun, clip: float, stopping: Stopping) -> tuple[float, bool]:
+    """Make one optimizer step over the next segment of every lane of every process.
+
+    Returns:
+        The gradients' norm before clipping, and whether some process was asked to stop.
+    """
+    accelerator, processes = run.accelerator, run.accelerator.num_processes
+    batches, targets = next_batches(run)
+    own = [group.own_targets(batch) for group, batch in zip(run.groups, batches, strict=True)]
+    [all_own] = total(accelerator, sum(own))
+    nats, suspects = 0.0, []
+    for group, batch, tokens in zip(run.groups, batches, own, strict=True):
+        last = group is run.groups[-1]
+        with contextlib.nullcontext() if last else accelerator.no_sync(run.model):
+            losses = read_segment(run.model, group, batch, accelerator.device)
+            # Gradients are averaged over processes; the loss is a mean over the tokens of all.
+            objective = losses.sum() * (processes / targets)
+            accelerator.backward(objective + group.own_loss() * (tokens * processes / max(all_own, 1)))
+        rows = losses.detach().sum(1).tolist()
+        nats += sum(rows)
+        suspects += [document for document, row in zip(batch.documents, rows, strict=True) if not math.isfinite(row)]
+
+    all_nats, stop = total(accelerator, nats, float(stopping.wanted))
+    norm = accelerator.clip_grad_norm_(run.model.parameters(), clip) if math.isfinite(all_nats) else math.nan
+    if not math.isfinite(norm):
+        if math.isfinite(all_nats):  # only the gradient is not finite: any document may be the cause
+            suspects = [document for batch in batches for document in batch.documents]
+        raise FloatingPointError(run.not_finite(suspects, all_nats / targets))
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    run.release_documents()
+    run.history.losses.append(all_nats / targets)
+    return float(norm), bool(stop)
+
+
+def next_batches(run: TrainingRun) -> tuple[list[Step], float]:
+    """Return the next segments that have labels, and the number of labels in all processes.
+
+    Segments before them that have no label are read into the memories without a step.
+    """
+    while True:
+        batches = [group.lanes.step() for group in run.groups]
+        for group, batch in zip(run.groups, batches, strict=True):
+            if group.memory is not None:
+                group.memory.reset(batch.reset.nonzero()[:, 0].tolist())
+        targets, tokens = total(
+            run.accelerator, sum(batch.targets for batch in batches), sum(batch.tokens for batch in batches)
+        )
+        run.history.tokens += int(tokens)
+        if targets:
+            return batches, targets
+        with torch.no_grad():
+            for group, batch in zip(run.groups, batches, strict=True):
+                read_segment(run.model, group, batch, run.accelerator.device)
+
+
+def read_segment(model: nn.Module, group: Group, batch: Step, device: torch.device) -> torch.Tensor:
+    """Return the losses `[rows, tokens]` of a batch of segments; the group's memory has read them afterwards."""
+    memory = group.memory
+    longest = int(batch.attention_mask.sum(1).max())  # where all documents end, nothing but padding would follow
+    ids, labels, mask = (part[:, :longest] for part in (batch.input_ids, batch.labels, batch.attention_mask))
+    output = model(
+        input_ids=ids.to(device),
+        attention_mask=None if bool(mask.all()) else mask.to(device),
+        past_key_values=memory,
+        use_cache=memory is not None,
+    )
+    return token_losses(output.logits, labels.to(device))
+
+
+def log(run: TrainingRun, entry: dict[str, Any]) -> None:
+    """Add an entry to the history's log and to the trackers. Every process must call this."""
+    history = run.history
+    memories = [group.memory for group in run.groups if group.memory is not None]
+    statistics = memory_statistics(run.trained, memories)
+    entry = {"step": history.steps, "loss": history.losses[-1], **entry, **statistics}
+    history.log.append(entry)
+    run.accelerator.log({name: value for name, value in entry.items() if not isinstance(value, list)}, history.steps)
+
+
 def finish(plan: Plan, run: TrainingRun, arguments: list[str]) -> None:
-    """Save what was trained, evaluate it, and write down what came out."""
-    options, accelerator, history = plan.options, run.accelerator, run.history
-    output = Path(options.train.output)
+    """Save what was trained, evaluate it, and write results, model card and plots."""
+    output = Path(plan.options.train.output)
     weights, earlier = trained_state(run.trained), earlier_card(output)
-    if accelerator.is_main_process:
+    if run.accelerator.is_main_process:
         save_trained(output, run.trained, weights)
         plan.tokenizer.save_pretrained(output)
-    runs = evaluate_model(run.trained, plan.valid, options.evaluation, plan.subject.memory) if plan.valid else {}
-    if not accelerator.is_main_process:
-        return
-    result = {
-        "command": ["train_adapt.py", *arguments],
-        "options": asdict(options),
-        "environment": environment(accelerator.device, accelerator.num_processes, plan.subject.base),
-        "trained_parameters": sum(tensor.numel() for tensor in weights.values()),
-        "rates": {group["name"]: group["lr"] for group in parameter_groups(run.trained, plan.subject.rates)},
-        **history.as_dict(),
-        "scores": scores(runs) if runs else {},
-    }
-    write_text(output / "train_result.json", json.dumps(result, indent=1) + "\n")
-    card = adapter_card(result) if plan.subject.base else scratch_card(result, output)
-    write_text(output / "README.md", renewed(card, earlier))
-    print(
-        f"\n{history.steps} steps, {history.seconds / history.steps:.2f} s a step; mean loss of the last 20: "
-        f"{mean(history.losses[-20:]):.4f}"
-    )
-    if runs:
-        print_runs(runs)
-    if options.evaluation.plots:
-        save_plots(output, runs, history.losses)
-    print(f"\nWeights, model card (README.md), train_result.json and plots are in {output}")
-    if options.hub.push_to_hub is not None:
-        print(f"Pushed: {publish(output, options.hub)}")
-
-
-def end(accelerator: Accelerator) -> None:
-    """Close the trackers and the connections between processes.
-
-    The model must be gone before: a DDP model that outlives its connections can wait for ever when it is freed (gloo).
-    """
-    accelerator.free_memory()
-    accelerator.end_training()
+    runs = {}
+    if plan.valid:
+        runs = evaluate_model(run.trained, plan.valid, plan.options.evaluation, plan.subject.memory)
+    if run.accelerator.is_main_process:
+        write_results(plan, run, weights, runs, earlier, arguments)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from cacheformers.modeling.memory import (
     keep_columns,
     part,
 )
-from cacheformers.modeling.method import MemoryMethod, Share, first_numbers
+from cacheformers.modeling.method import MemoryMethod, Share, first_numbers, share_statistics
 from cacheformers.modeling.settings import (
     LocalWindowOptions,
     LocalWindowSettings,
@@ -571,5 +571,6 @@ register(
         starts_as="the base model, until a segment is stored",
         stores="matrix",
         rates={"beta": "beta"},
+        statistics=lambda parts, memories: share_statistics(part.beta for part in parts),
     )
 )

@@ -29,7 +29,7 @@ from cacheformers.adapters.registration import register
 from cacheformers.modeling.attending import AttentionInputs
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
 from cacheformers.modeling.memory import SegmentCall
-from cacheformers.modeling.method import MemoryMethod, PerHead, Share, first_numbers
+from cacheformers.modeling.method import MemoryMethod, PerHead, Share, first_numbers, share_statistics
 from cacheformers.modeling.rings import STORE_DTYPES, RingState, SearchSettings, StoreOptions, token_numbers
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.search.store import Entries, Ring
@@ -361,6 +361,7 @@ register(
         starts_as="the base model, until a segment is stored",
         stores="entries",
         rates={"gate": "gate"},
+        statistics=lambda parts, memories: share_statistics(part.gate for part in parts),
         test_settings={"cache_size": 40, "topk": 4, "attention_layers": [1], "search": "exact"},
     )
 )

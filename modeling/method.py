@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,7 +47,7 @@ class MemoryMethod:
         rates: the learning rate of a part, by name: "gate" or "beta"; other parts have the memory's rate.
         frozen_layers: given options, layers whose parts no forward uses, which must not be trained.
         starts: by name, ways to start the memory from a model with an adapter and segments of text.
-        statistics: given the active parts of each layer and the memories of a training step, numbers to log.
+        statistics: given the active parts of each layer and the memories of a training step, numbers to log by name.
         former_names: under which older adapters and memory files know the method.
         test_settings: settings for tiny models of 3 layers and segments of 16 tokens, for the shared tests.
     """
@@ -71,7 +71,7 @@ class MemoryMethod:
     rates: Mapping[str, str] = field(default_factory=dict)
     frozen_layers: Callable[[Any], tuple[int, ...]] = lambda options: ()
     starts: Mapping[str, Callable[..., None]] = field(default_factory=dict)
-    statistics: Callable[[list[Any], list[MemoryCache]], dict[str, Any]] = lambda parts, memories: {}
+    statistics: Callable[[Sequence[Any], Sequence[MemoryCache]], dict[str, Any]] = lambda parts, memories: {}
     former_names: tuple[str, ...] = ()
     test_settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -152,6 +152,29 @@ class Share(PerHead):
     def shares(self) -> Tensor:
         """The memory's share in each head, `[heads]`."""
         return torch.sigmoid(self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)))
+
+
+def gathered(parameters: Iterable[Tensor]) -> Tensor:
+    """Join the numbers of parameters in float32 on the CPU. Under FSDP2 every process must call this."""
+    whole = (held.full_tensor() if isinstance(held, DTensor) else held for held in parameters)
+    return torch.cat([held.detach().flatten() for held in whole]).float().cpu()
+
+
+def tenths(numbers: Tensor) -> list[int]:
+    """Count the numbers in each tenth from 0 to 1."""
+    counts: list[int] = torch.histc(numbers, 10, 0.0, 1.0).int().tolist()
+    return counts
+
+
+def share_statistics(shares: Iterable[Share]) -> dict[str, Any]:
+    """Summarize the memory's share in every head: mean, range, and the number in each tenth."""
+    found = torch.sigmoid(gathered(share.weight for share in shares))
+    return {
+        "share_mean": float(found.mean()),
+        "share_min": float(found.min()),
+        "share_max": float(found.max()),
+        "share_histogram": tenths(found),
+    }
 
 
 class MethodOnLayer:

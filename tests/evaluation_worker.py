@@ -21,7 +21,7 @@ from cacheformers.evaluation.held_out import HeldOut
 from cacheformers.evaluation.model import evaluate_model
 from cacheformers.evaluation.options import EvalOptions
 from cacheformers.modeling.attach import base_shape
-from cacheformers.training.sharding import shard
+from cacheformers.training.processes import shard
 
 
 def evaluate() -> dict[str, list[np.ndarray]]:

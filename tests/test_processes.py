@@ -78,9 +78,9 @@ def test_two_processes_go_on_with_their_own_random_numbers(documents):
     settings = (*SETTINGS, "--steps=4", "--lora_dropout=0.3")
     slow = """
 import time
-from cacheformers.training import loop
-write = loop.write_own
-loop.write_own = lambda *given: (time.sleep(0.3 * rank), write(*given))
+from cacheformers.training import run
+write = run.write_own
+run.write_own = lambda *given: (time.sleep(0.3 * rank), write(*given))
 """
     run(arguments(documents, *settings, output="whole"), documents / "whole.log", 2)
     run(arguments(documents, *settings, "--stop_after=1e-9"), documents / "stopped.log", 2, slow)
@@ -161,6 +161,13 @@ def test_one_process_cannot_be_divided(documents, capsys):
     with pytest.raises(SystemExit):
         train_adapt.main(arguments(documents, *SETTINGS, "--sharding=fsdp2"))
     assert "start it with torchrun" in capsys.readouterr().err
+
+
+def test_deepspeed_is_refused(documents, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")  # as accelerate launch sets it
+    with pytest.raises(SystemExit):
+        train_adapt.main(arguments(documents, *SETTINGS))
+    assert "DeepSpeed is not supported: start with torchrun" in capsys.readouterr().err
 
 
 @pytest.mark.slow

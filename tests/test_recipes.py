@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
-from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
 
 from cacheformers import train_adapt
@@ -137,15 +136,8 @@ def test_a_recipe_divides_among_processes_and_fits_its_base(name):
     check_evaluation([HeldOut(ids, 1, "one"), HeldOut(ids, 1, "two")], options.evaluation, resolved)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("ddp", DistributedType.MULTI_GPU), ("zero2", DistributedType.DEEPSPEED)])
-def test_launch_files_load(name, kind):
-    file = RECIPES / "accelerate" / f"{name}.yaml"
-    config = load_config_from_file(str(file))
+def test_the_launch_file_loads():
+    config = load_config_from_file(str(RECIPES / "accelerate" / "ddp.yaml"))
     assert isinstance(config, ClusterConfig)
-    assert (config.distributed_type, config.num_processes, config.num_machines) == (kind, 8, 1)
+    assert (config.distributed_type, config.num_processes, config.num_machines) == (DistributedType.MULTI_GPU, 8, 1)
     assert config.mixed_precision == "no" and not config.fsdp_config
-    options = {action.dest for action in launch_command_parser()._actions}
-    assert set(config.deepspeed_config) <= options
-    if name == "zero2":
-        assert config.deepspeed_config["zero_stage"] == 2
-        assert config.deepspeed_config["gradient_accumulation_steps"] == 1

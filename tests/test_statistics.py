@@ -8,46 +8,42 @@ import pytest
 import torch
 
 import cacheformers
-from cacheformers.training.statistics import (
-    gate_statistics,
-    retrieval_statistics,
-    share_statistics,
-    token_gate_statistics,
-)
+from cacheformers.training.statistics import memory_statistics, retrieval_statistics
 
 
 def test_gates_are_counted_by_size(make_model):
     model = make_model("llama_gqa")
     gates = [p for name, p in model.named_parameters() if "lora_mem_gate" in name]
     sizes = [abs(float(torch.tanh(value))) for gate in gates for value in gate.detach()]
-    found = gate_statistics(model)
+    found = memory_statistics(model, [])
     assert found["gate_mean"] == pytest.approx(sum(sizes) / len(sizes), rel=1e-6)
     assert found["gate_max"] == pytest.approx(max(sizes), rel=1e-6)
     assert found["gate_histogram"] == [sum(i <= 10 * size < i + 1 for size in sizes) for i in range(10)]
+    assert all(name.startswith("gate_") for name in found)
     with model.disable_adapter():
         base = model.unload()
-    assert gate_statistics(base) == {}
+    assert memory_statistics(base, []) == {}
 
 
 def test_shares_are_counted_by_size(make_model):
     model = make_model("llama_gqa", method="infini_attention")
     betas = [p for name, p in model.named_parameters() if "lora_mem_beta" in name]
     shares = [float(torch.sigmoid(value)) for beta in betas for value in beta.detach()]
-    found = share_statistics(model)
+    found = memory_statistics(model, [])
     assert len(shares) == 12 and found["share_mean"] == pytest.approx(sum(shares) / 12, rel=1e-6)
     assert [found["share_min"], found["share_max"]] == pytest.approx([min(shares), max(shares)], rel=1e-6)
     assert found["share_histogram"] == [sum(i <= 10 * share < i + 1 for share in shares) for i in range(10)]
-    assert share_statistics(make_model("llama_gqa")) == {} and gate_statistics(model) == {}
+    assert all(name.startswith("share_") for name in found)
 
 
 def test_shares_of_a_memorizing_transformer(make_model):
     model = make_model("llama_gqa", method="memorizing", attention_layers=[0, 2])
     gates = [p for name, p in model.named_parameters() if "lora_mem_gate" in name]
     shares = [float(torch.sigmoid(value)) for gate in gates for value in gate.detach()]
-    found = share_statistics(model)
+    found = memory_statistics(model, [])
     assert len(shares) == 8 and found["share_mean"] == pytest.approx(sum(shares) / 8, rel=1e-6)
     assert [found["share_min"], found["share_max"]] == pytest.approx([min(shares), max(shares)], rel=1e-6)
-    assert gate_statistics(model) == {}
+    assert all(name.startswith("share_") for name in found)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.4])
@@ -55,20 +51,20 @@ def test_token_gates_of_the_last_step(make_model, ids, threshold):
     """Over tokens with something far, of all lanes; not of steps before."""
     model = make_model("llama_gqa", method="gated_attention", layers=[0, 2], threshold=threshold).train()
     memories = [cacheformers.new_memory(model, 1) for _ in range(2)]
-    assert token_gate_statistics(memories) == {}
+    assert memory_statistics(model, memories) == {}
     for row, memory in enumerate(memories):
         model(ids[row : row + 1, :4], past_key_values=memory)
-    assert token_gate_statistics(memories) == {}
+    assert memory_statistics(model, memories) == {}
     for row, memory in enumerate(memories):
         model(ids[row : row + 1, 4:20], past_key_values=memory)
-    found = token_gate_statistics(memories)
+    found = memory_statistics(model, memories)
     layers = [torch.cat([memory.state.last.gates[layer][0, :, 2:] for memory in memories]) for layer in (0, 2)]
     assert layers[0].shape == (2, 14)
     assert found["token_gate_layers"] == pytest.approx([float(layer.mean()) for layer in layers], rel=1e-6)
     assert found["token_gate_mean"] == pytest.approx(sum(found["token_gate_layers"]) / 2, rel=1e-6)
     gates = [float(gate) for layer in layers for gate in layer.flatten()]
     assert found["token_gate_closed"] == pytest.approx(sum(gate < (threshold or 0.5) for gate in gates) / 56)
-    assert token_gate_statistics([cacheformers.new_memory(make_model("llama_gqa"), 1)]) == {}
+    assert memory_statistics(model, []) == {}
 
 
 def test_ages_and_empty_places(make_model, ids):

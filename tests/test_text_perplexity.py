@@ -115,7 +115,7 @@ def test_a_run_writes_all_units(folder, capsys, monkeypatch, mode, more, tokens)
     assert found["texts"]["words"] == 120 and found["texts"]["characters"] == found["texts"]["bytes"] == characters
     assert found["bits_per_character"] == pytest.approx(mean / math.log(2) * 120 / characters)
     assert found["windows"] == {"tokens": 20, "stride": 20 if mode == "segment" else 7}
-    assert found["command"][3:] == given and found["environment"]["torch"] == torch.__version__
+    assert found["command"][2:] == given and found["environment"]["torch"] == torch.__version__
     assert f"{found['perplexity']:.3f}" in capsys.readouterr().out
     assert (folder / "out" / "position.png").stat().st_size > 1000
 

@@ -36,7 +36,7 @@ from cacheformers.training.adapter import adapter_config
 from cacheformers.training.lanes import Lanes
 from cacheformers.training.methods import layer_map, options_of
 from cacheformers.training.optim import OPTIMIZERS, Rates, make_optimizer, make_schedule, parameter_groups
-from cacheformers.training.run_state import trained_state
+from cacheformers.training.run import trained_state
 from cacheformers.training.settings import TrainOptions, check_resumable, resumed_settings
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,1 +1,1 @@
-"""What the training recipes share: documents, lanes, loss, optimizer groups, evaluation, options."""
+"""What `train_adapt.py` calls: the plan, lanes, optimizer, checkpoints, processes, statistics, results."""

@@ -1,4 +1,4 @@
-"""An adapter on a pretrained base: which one a recipe asks for, and what it starts from."""
+"""An adapter on a pretrained base: its config, its model, and what its memory starts from."""
 
 from __future__ import annotations
 
@@ -28,20 +28,26 @@ from cacheformers.training.lanes import Lanes
 from cacheformers.training.methods import MethodOptions
 from cacheformers.training.optim import Rates, trained_parameters
 from cacheformers.training.settings import TrainOptions, resumed_settings
-from cacheformers.training.subject import Subject
 
 START_DOCUMENTS = 4  # whose beginnings are read for memory_start "states"
 
 
-class Adaptation(Subject):
-    """An adapter, and the base that it is trained on.
+class Adaptation:
+    """An adapter to train on a pretrained base. `Scratch` has the same attributes and methods.
 
     Args:
         memory_options: of the method; for LoRA alone of the one that it is compared with.
 
+    Attributes:
+        title: its name in the first line of the output.
+        memory: the memory's options on this base (of LoRA alone those of the method that it is compared with).
+        remembers: whether a memory is trained.
+        rates: learning rates.
+        base: the pretrained model as it was named; None for a whole model.
+
     Raises:
-        OSError, ImportError: there is no such base; a package is missing.
-        ValueError: options that do not fit the base or each other.
+        OSError, ImportError: the base does not exist, or a package is missing.
+        ValueError: the options do not fit the base or each other.
     """
 
     def __init__(self, model: StartOptions, train: TrainOptions, memory_options: MethodOptions) -> None:
@@ -60,18 +66,22 @@ class Adaptation(Subject):
         self.rates = Rates(train.lora_rate, train.memory_rate, gate_rate, train.weight_decay)
 
     def tokenizer(self, accelerator: Accelerator) -> PreTrainedTokenizerBase:
-        """The base's."""
+        """Load the base's tokenizer. Every process must call this."""
         if is_gguf(self.model.base):
             with accelerator.main_process_first():  # it is converted once
                 base_folder(self.model.base)
         return load_tokenizer(self.model.base)
 
     def settings(self) -> dict[str, Any]:
-        """The options of base and memory, and what the base is."""
+        """Return what a resumed run must share: the options of base and memory, and the base's identity."""
         return resumed_settings(self.model, self.memory_options, base=base_identity(self.config))
 
     def make(self, accelerator: Accelerator, documents: DocumentRow, resumed: bool) -> PeftModel:
-        """The base with a new adapter."""
+        """Load the base and add a new adapter, the same in every process. Every process must call this.
+
+        Args:
+            resumed: a checkpoint will replace what is trained.
+        """
         train = self.train
         base, _ = load_base(self.model, accelerator.device)
         torch.manual_seed(train.seed)
@@ -88,15 +98,15 @@ class Adaptation(Subject):
 def adapter_config(
     base: PretrainedConfig, options: TrainOptions, memory_options: MethodOptions
 ) -> tuple[LoraConfig, Any]:
-    """The adapter of the chosen method, and the memory's options on this base.
+    """Return the adapter config of the chosen method, and the memory's options on this base.
 
-    LoRA alone has the targets, layers and segments that it has beside the memory.
+    LoRA alone gets the targets, layers and segments that it has beside the memory.
 
     Args:
         memory_options: of the method; for LoRA alone of the one that it is compared with.
 
     Raises:
-        ValueError: options that do not fit the base or each other.
+        ValueError: the options do not fit the base or each other.
     """
     method = METHODS[memory_options.method]
     if options.memory_start != "copies" and options.memory_start not in method.starts:
@@ -131,10 +141,10 @@ def adapter_config(
 
 
 def start_memory(model: PeftModel, documents: DocumentRow, segment_tokens: int, options: TrainOptions) -> None:
-    """Set the memory's projections from what the base makes of the run's first documents. Every process must call this.
+    """Start the memory's projections from the base's states in the first documents. Every process must call this.
 
     Raises:
-        ValueError: the segments are too few (see the method's `starts`).
+        ValueError: there are too few segments (see the method's `starts`).
     """
     rows = min(START_DOCUMENTS, options.start_segments)
     lanes = Lanes(documents, rows, segment_tokens, options.seed)

@@ -1,7 +1,7 @@
-"""A folder of checkpoints, each of them whole or not there.
+"""A folder of checkpoints, each of which is complete or absent.
 
 All processes write their files into a hidden folder; when everything is on disk, the first process renames it. A run
-that is killed at any moment leaves the checkpoints that it had.
+that is killed at any moment leaves its earlier checkpoints intact.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from safetensors import SafetensorError
 
 from cacheformers.common.files import sync, write_text
 
-WRITING, REMOVING = ".writing-", ".removing-"  # folders that are not checkpoints yet, or no longer
+WRITING, REMOVING = ".writing-", ".removing-"  # prefixes of folders that are not yet checkpoints, or no longer
 CONTENTS = "checkpoint.json"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written; those before it are as they were."""
+    """A checkpoint cannot be written; earlier ones are unchanged."""
 
 
 class Checkpoints:
     """The checkpoints of one run, `step-00000100` and so on. Every process of the run makes the same calls.
 
     Args:
-        folder: made when the first checkpoint is written. All processes must see the same one.
-        keep: how many are kept; the oldest go first.
+        folder: the same for all processes; created when it is missing.
+        keep: number of checkpoints that are kept; the oldest are removed first.
     """
 
     def __init__(self, folder: str | Path, keep: int = 2) -> None:
@@ -43,14 +43,14 @@ class Checkpoints:
         self.process = PartialState()
 
     def paths(self) -> list[Path]:
-        """Finished checkpoints, oldest first."""
+        """List finished checkpoints, oldest first."""
         return sorted(path for path in self.folder.glob("step-*") if path.is_dir())
 
     def claim(self) -> None:
-        """See to it that the run can write, and that no other run writes into the same folder at the same time.
+        """Lock the folder for this run, and check that it can be written to.
 
         Raises:
-            CheckpointError: it cannot, or another one does.
+            CheckpointError: it cannot be written to, or another run holds the lock.
         """
         failure = ""
         if self.process.is_main_process:
@@ -69,14 +69,14 @@ class Checkpoints:
             raise CheckpointError(failures[0])
 
     def save(self, step: int, write: Callable[[Path], None], contents: dict[str, Any]) -> Path:
-        """Write a checkpoint, then remove what is too old.
+        """Write a checkpoint, then remove those that are too old.
 
         Args:
             write: called on every process with the folder to write this process's files into.
             contents: what `load` returns (JSON).
 
         Raises:
-            CheckpointError: a process could not write, because the disk is full for example.
+            CheckpointError: a process could not write, for example because the disk is full.
         """
         final = self.folder / f"step-{step:08d}"
         draft = self.folder / f"{WRITING}{final.name}"
@@ -90,26 +90,26 @@ class Checkpoints:
         return final
 
     def newest(self) -> Path | None:
-        """The last good checkpoint; None if there is none. Damaged ones are passed over with a warning."""
+        """Return the last good checkpoint or None. Damaged ones are skipped with a warning."""
         found: list[Path | None] = [None]
         if self.process.is_main_process:
             found[0] = next((path for path in reversed(self.paths()) if self._whole(path)), None)
         return broadcast_object_list(found)[0]
 
     def clear(self) -> None:
-        """Remove all checkpoints, to start anew."""
+        """Remove all checkpoints."""
         if self.process.is_main_process:
             for path in self.paths():
                 self._remove(path)
         self.process.wait_for_everyone()
 
     def load(self, path: Path) -> dict[str, Any]:
-        """What `save` was given as contents."""
+        """Return the contents that `save` was given."""
         contents: dict[str, Any] = json.loads((path / CONTENTS).read_text(encoding="utf-8"))["contents"]
         return contents
 
     def _together(self, draft: Path, action: Callable[[], None]) -> None:
-        """Do something on every process; if one fails, remove the draft and raise on all."""
+        """Run an action on every process; if one fails, remove the draft and raise on all."""
         failure = ""
         try:
             action()
@@ -125,7 +125,7 @@ class Checkpoints:
         )
 
     def _clean(self, draft: Path) -> None:
-        """Remove what runs that were killed have left, and make the folder to write into."""
+        """Remove the remains of runs that were killed, and create the folder to write into."""
         if not self.process.is_main_process:
             return
         for prefix in (WRITING, REMOVING):
@@ -148,7 +148,7 @@ class Checkpoints:
         sync(self.folder)
 
     def _rotate(self, final: Path) -> None:
-        """Remove what is too old, and what is left of steps that this run repeats."""
+        """Remove checkpoints that are too old, and those of steps that this run repeats."""
         if not self.process.is_main_process:
             return
         paths = self.paths()
@@ -158,11 +158,11 @@ class Checkpoints:
 
     def _remove(self, path: Path) -> None:
         hidden = path.with_name(f"{REMOVING}{path.name}")
-        os.rename(path, hidden)  # from here on it is no checkpoint any more, whatever is still left of it
+        os.rename(path, hidden)  # from here on it is not a checkpoint, even if removing it is interrupted
         shutil.rmtree(hidden)
 
     def _whole(self, path: Path) -> bool:
-        """Whether every file that belongs to a checkpoint is there in its full size."""
+        """Check that every file of a checkpoint exists in its full size; warn if not."""
         try:
             files = json.loads((path / CONTENTS).read_text(encoding="utf-8"))["files"]
             damaged = [name for name, size in files.items() if (path / name).stat().st_size != size]

@@ -1,34 +1,36 @@
 """Lanes: each row of a batch follows one document, segment by segment, and then the next.
 
-Documents stand in an endless row (`Documents.at`). The document at position p belongs to lane p modulo the number of
-lanes of the whole run, so who reads what depends on nothing but the seed and that number: not on how lanes are divided
-among processes and batches.
+Documents come in an endless row (`Documents.at`). The document at position p belongs to lane p modulo the number of
+lanes of the whole run, so who reads what depends only on the seed and that number, not on how lanes are divided among
+processes and batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cacheformers.common.documents import DocumentRow
 from cacheformers.common.loss import IGNORED
+from cacheformers.modeling.attach import new_memory
+from cacheformers.modeling.cache import MemoryCache
 
 
 @dataclass
 class Step:
-    """What lanes read in one step.
+    """The next segment of each lane.
 
     Attributes:
         input_ids: `[lanes, segment_tokens]`, padded on the right where a document ends.
         labels: the token that follows each position, also across segments, `[lanes, segment_tokens]`; -100 in padding
-            and where it is not to be learned.
+            and where nothing is to be learned.
         attention_mask: 1 for tokens, `[lanes, segment_tokens]`.
-        reset: where a document begins: forget what this row has read before, `[lanes]`.
-        documents: which document each lane reads.
+        reset: whether the lane begins a document and must forget the one before, `[lanes]`.
+        documents: index of the document that each lane reads.
     """
 
     input_ids: Tensor
@@ -39,19 +41,19 @@ class Step:
 
     @property
     def targets(self) -> int:
-        """How many positions have a label."""
+        """Number of positions that have a label."""
         return int((self.labels != IGNORED).sum())
 
     @property
     def tokens(self) -> int:
-        """How many positions are no padding."""
+        """Number of positions that are not padding."""
         return int(self.attention_mask.sum())
 
 
 class Lanes:
-    """An endless iterator over steps.
+    """Read documents in lanes, one segment a step.
 
-    A document of n tokens gives n - 1 inputs: its last token is only ever a label.
+    A document of n tokens gives n - 1 inputs, because its last token is only a label.
 
     Args:
         count: number of lanes of the whole run.
@@ -76,12 +78,8 @@ class Lanes:
         self._tokens: list[Tensor | None] = [None] * len(self.position)
         self._learnt: list[Tensor | None] = [None] * len(self.position)
 
-    def __iter__(self) -> Iterator[Step]:
-        while True:
-            yield self.step()
-
     def step(self) -> Step:
-        """The next segment of every lane."""
+        """Read the next segment of every lane."""
         shape = (len(self.position), self.segment_tokens)
         ids = torch.full(shape, self.pad_id)
         labels, mask = torch.full(shape, IGNORED), torch.zeros(shape, dtype=torch.long)
@@ -108,7 +106,7 @@ class Lanes:
         return self.documents.at(self.position[lane], self.seed)
 
     def _current(self, lane: int) -> Tensor:
-        """The tokens of a lane's document; documents that are left out are passed over."""
+        """Return the tokens of a lane's document, after passing over documents that are left out."""
         tokens = self._tokens[lane]
         while tokens is None or not len(tokens):
             if tokens is not None:
@@ -125,10 +123,58 @@ class Lanes:
         self._tokens[lane] = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where every lane stands: enough to go on exactly here, with the same documents."""
+        """Return the place of every lane, from which another instance with the same documents goes on."""
         return {"position": list(self.position), "offset": list(self.offset)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another instance with the same arguments stood."""
+        """Go on from the place of another instance with the same arguments."""
         self.position, self.offset = list(state["position"]), list(state["offset"])
         self._tokens = [None] * len(self.position)
+
+
+@dataclass
+class Group:
+    """Lanes that go through the model together, and the memory of what they have read (None without a memory)."""
+
+    lanes: Lanes
+    memory: MemoryCache | None
+
+    def own_loss(self) -> Tensor | float:
+        """Return the term that a method adds to the loss (gated attention does), a mean over `own_targets` tokens."""
+        loss: Tensor | None = None if self.memory is None else getattr(self.memory.state, "loss", None)
+        return 0.0 if loss is None else loss
+
+    def own_targets(self, batch: Step) -> int:
+        """Count the tokens of a batch over which a method's own loss is a mean."""
+        memory = self.memory
+        if memory is None or not hasattr(memory.state, "loss_targets"):
+            return 0
+        return int(memory.state.loss_targets(memory.tokens_read, batch.attention_mask.sum(1).tolist()))
+
+
+def make_groups(
+    model: nn.Module,
+    documents: DocumentRow,
+    lanes: int,
+    tokens: int,
+    seed: int,
+    remembers: bool,
+    groups: int = 1,
+    process: int = 0,
+    processes: int = 1,
+) -> list[Group]:
+    """Divide the lanes of a run among processes, and each process's lanes among `groups` batches.
+
+    Args:
+        model: in training mode, so that the memories keep what training needs.
+        lanes: of the whole run; a multiple of `processes * groups`.
+        tokens: that each lane reads in a step.
+        remembers: give each group a memory.
+    """
+    rows = lanes // (processes * groups)
+    first = process * groups * rows
+    made = []
+    for start in range(first, first + groups * rows, rows):
+        own = Lanes(documents, lanes, tokens, seed, own=range(start, start + rows))
+        made.append(Group(own, new_memory(model, rows) if remembers else None))
+    return made

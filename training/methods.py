@@ -1,4 +1,4 @@
-"""The memory methods as options of a recipe: which one it chooses, and the fields that this one has."""
+"""The memory methods as options of a recipe: which one it chooses, and that method's fields."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, ClassVar, get_type_hints
 from peft import LoraConfig
 
 from cacheformers.adapters.config import MemoryAdapterConfig
-from cacheformers.common.recipe import given_options
+from cacheformers.common.recipe import given_options, option
 from cacheformers.methods import DEFAULT
 from cacheformers.modeling.method import METHODS, is_method, method_named
 
-# Not trained: the published package's errors are for its checkpoints. The others are not chosen.
+# The published package's errors are for its checkpoints, not for training; the others are not for users to choose.
 WITHOUT = ("compatibility", "task_type", "made_for")
 
 PAIRS = dict[int, int] | None
 HEADS = dict[int, list[int]] | None
-# What a map from layers becomes on the command line, a list of strings, is explained in its help.
+# Maps from layers are lists of strings on the command line; their help explains the notation.
 NOTATION = {
     PAIRS: " On the command line: 22, or 6:8 for 'search at 6, store at 8'.",
     HEADS: " On the command line: 22:0,2 for 'heads 0 and 2 of layer 22', and 23: for none of layer 23.",
@@ -27,7 +27,7 @@ NOTATION = {
 
 
 class MethodOptions:
-    """The fields that a method's adapter config has beyond LoRA's or sets anew.
+    """The fields of a method's adapter config that LoRA lacks or that it overrides.
 
     Attributes:
         method: its name.
@@ -38,10 +38,10 @@ class MethodOptions:
     config: ClassVar[type[MemoryAdapterConfig]]
 
     def values(self) -> dict[str, Any]:
-        """The fields as the config takes them.
+        """Return the fields as the config takes them.
 
         Raises:
-            ValueError: a map from layers that cannot be read.
+            ValueError: a map from layers cannot be read.
         """
         chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         for name, read in (("retrieval_map", layer_map), ("far_heads", head_map)):
@@ -51,18 +51,18 @@ class MethodOptions:
 
 
 def method_options(config: type[MemoryAdapterConfig]) -> type[MethodOptions]:
-    """A dataclass of a method's options."""
+    """Make the dataclass of a method's options."""
     hints, inherited = get_type_hints(config), {field.name for field in dataclasses.fields(LoraConfig)}
     own = {name for kind in config.__mro__[: config.__mro__.index(LoraConfig)] for name in kind.__annotations__}
     fields: list[Any] = []
     for field in dataclasses.fields(config):
         if (field.name in inherited and field.name not in own) or field.name in WITHOUT:
             continue
-        kind, metadata = hints[field.name], {"help": field.metadata["help"]}
+        kind: Any = hints[field.name]
+        text = field.metadata["help"]
         if kind in NOTATION:
-            metadata["help"] += NOTATION[kind]
-            kind = list[str] | None
-        fields.append((field.name, kind, dataclasses.field(default=field.default, metadata=metadata)))
+            kind, text = list[str] | None, text + NOTATION[kind]
+        fields.append((field.name, kind, option(field.default, help=text)))
     facts = {
         "method": method_named(config.kind).name,
         "config": config,
@@ -73,20 +73,20 @@ def method_options(config: type[MemoryAdapterConfig]) -> type[MethodOptions]:
 
 @cache
 def options_of(method: str) -> type[MethodOptions]:
-    """The options of a registered method."""
+    """Return the options class of a registered method."""
     return method_options(METHODS[method].adapter_config)
 
 
 def names(options: type[MethodOptions]) -> set[str]:
-    """The names of a method's options."""
+    """Return the names of a method's options."""
     return {field.name for field in dataclasses.fields(options)}  # type: ignore[arg-type]
 
 
 def chosen_options(arguments: Sequence[str]) -> type[MethodOptions]:
-    """The options of the memory that a recipe and its command line choose.
+    """Return the options class of the memory that a recipe and its command line choose.
 
-    For LoRA alone they are those of the method that the recipe names, or of the first that has all that are given: the
-    memory with which it shares layers and segments.
+    LoRA alone shares layers and segments with a memory: the method that the recipe names, or the first that has all
+    options that are given.
     """
     given = given_options(arguments)
     named = [value for name, value in reversed(given) if name == "method"]
@@ -99,7 +99,7 @@ def chosen_options(arguments: Sequence[str]) -> type[MethodOptions]:
 
 
 def of_other_methods(options: type[MethodOptions]) -> dict[str, str]:
-    """What to say of options that other methods have, by their names."""
+    """Return an error message for each option that only other methods have, by its name."""
     owners: dict[str, list[str]] = {}
     for method in METHODS:
         for name in names(options_of(method)) - names(options):
@@ -112,10 +112,10 @@ def of_other_methods(options: type[MethodOptions]) -> dict[str, str]:
 
 
 def layer_map(entries: Sequence[str]) -> dict[int, int]:
-    """`["6", "12:14"]` as `{6: 6, 12: 14}`.
+    """Read `["6", "12:14"]` as `{6: 6, 12: 14}`.
 
     Raises:
-        ValueError: an entry of another form.
+        ValueError: an entry has another form.
     """
     layers = {}
     for entry in entries:
@@ -127,10 +127,10 @@ def layer_map(entries: Sequence[str]) -> dict[int, int]:
 
 
 def head_map(entries: Sequence[str]) -> dict[int, list[int]]:
-    """`["22:0,2", "23:"]` as `{22: [0, 2], 23: []}`.
+    """Read `["22:0,2", "23:"]` as `{22: [0, 2], 23: []}`.
 
     Raises:
-        ValueError: an entry of another form.
+        ValueError: an entry has another form.
     """
     layers = {}
     for entry in entries:

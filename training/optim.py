@@ -1,4 +1,4 @@
-"""The optimizer: gates, memory and all other weights each have their own rate."""
+"""The optimizer, in which gates, memory and all other weights have their own learning rates."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Rates:
     """Learning rates and weight decay.
 
     Attributes:
-        weights: of whatever is outside the memory: LoRA's matrices, or all of a model.
-        memory: of the memory's projections and norms.
-        gate: of the gates, which start at zero and scale what the memory adds, so they must move much faster; and of
-            what `hit_scores` adds.
-        beta: of Infini-attention's shares, one number a head (the paper's rate for them is 0.01).
-        weight_decay: of matrices; gates, shares, norms and biases have none.
+        weights: everything outside the memory: LoRA's matrices, or all of a model.
+        memory: the memory's projections and norms.
+        gate: gates, which start at zero and scale what the memory adds, so they must move much faster; and the
+            parameters of `hit_scores`.
+        beta: Infini-attention's shares, one number per head (the paper's rate for them is 0.01).
+        weight_decay: matrices; gates, shares, norms and biases have none.
     """
 
     weights: float
@@ -38,16 +38,17 @@ class Rates:
 
 
 def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, object]]:
-    """Trained parameters by rate and decay, named after what they hold.
+    """Group trained parameters by rate and decay; each group is named after its rate.
 
     Raises:
-        ValueError: nothing is trained.
+        ValueError: no parameter is trained.
     """
     groups: dict[tuple[str, float], list[nn.Parameter]] = {}
-    memory_rates = rates_of_parts(model)
+    on_layers = (module for module in model.modules() if isinstance(module, MethodOnLayer))
+    rates_of_parts = next((module.method.rates for module in on_layers), {})
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            kind = kind_of(name, memory_rates)
+            kind = kind_of(name, rates_of_parts)
             decay = rates.weight_decay if parameter.dim() > 1 and kind in ("memory", "weights") else 0.0
             groups.setdefault((kind, decay), []).append(parameter)
     if not groups:
@@ -58,32 +59,30 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, object]]:
     ]
 
 
-def rates_of_parts(model: nn.Module) -> Mapping[str, str]:
-    """The rate of each part of the model's memory that does not have the memory's own (`MemoryMethod.rates`)."""
-    on_layers = (module for module in model.modules() if isinstance(module, MethodOnLayer))
-    return next((module.method.rates for module in on_layers), {})
-
-
 def kind_of(name: str, rates: Mapping[str, str]) -> str:
-    """Which of the rates a parameter has, by its name in an adapter (`...memory.lora_mem_gate...`) or a model."""
+    """Return the rate of a parameter by its name in an adapter (`...memory.lora_mem_gate...`) or a model.
+
+    Args:
+        rates: of parts that do not have the memory's own rate (`MemoryMethod.rates`).
+    """
     _, inside, part = name.rpartition(".memory.")
     return rates.get(part.removeprefix("lora_mem_").partition(".")[0], "memory") if inside else "weights"
 
 
 def make_optimizer(model: nn.Module, rates: Rates, name: str = "adamw") -> Optimizer:
-    """The optimizer `name` ('adamw' or 'adafactor')."""
+    """Make the optimizer `name`, a key of `OPTIMIZERS`."""
     return OPTIMIZERS[name](parameter_groups(model, rates))  # type: ignore[call-arg]
 
 
 def make_schedule(optimizer: Optimizer, steps: int, warmup_steps: int, done: int = 0) -> LRScheduler:
-    """A linear warm-up and a cosine to zero, as it stands after `done` steps."""
+    """Make a schedule of a linear warm-up and a cosine to zero, set to where it is after `done` steps."""
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", group["lr"])
     return get_cosine_schedule_with_warmup(optimizer, warmup_steps, steps, last_epoch=done - 1)
 
 
 def freeze_idle_gates(model: nn.Module, memory: Any) -> None:
-    """Leave gates of layers with fixed heads untrained: nobody asks them, and DDP would wait for their gradients.
+    """Freeze parts that no forward uses (gates of layers with fixed heads), for whose gradients DDP would wait.
 
     Args:
         memory: the options of the model's memory.
@@ -96,4 +95,5 @@ def freeze_idle_gates(model: nn.Module, memory: Any) -> None:
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """List the parameters that require gradients."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]

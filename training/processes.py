@@ -1,4 +1,4 @@
-"""One process or many: how Accelerate is told, and how a model is prepared for them."""
+"""One process or several: how Accelerate is set up, what is refused, and how the model is divided."""
 
 from __future__ import annotations
 
@@ -11,62 +11,46 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, LoggerType, parse_flag_from_env
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
+from cacheformers.modeling.attach import active_memories, find_decoder, unwrap
 from cacheformers.training.settings import RunOptions, TrainOptions
-from cacheformers.training.sharding import shard
 
 
 def make_accelerator(device: str, output: str, run: RunOptions, precision: str = "float32") -> Accelerator:
-    """Accelerate, for however many processes the launcher has started.
+    """Set up Accelerate for the processes that the launcher has started.
 
     Args:
-        precision: "bf16" for autocast of every forward; "float32" to compute as the weights are held.
+        precision: "bf16" for autocast of every forward; "float32" to compute in the dtype of the weights.
 
     Raises:
-        ValueError: a tracker that does not exist or is not installed.
+        ValueError: a tracker is not installed, or Accelerate's configuration asks for what is not supported.
     """
     known = get_available_trackers()
     missing = [name for name in run.trackers or [] if name in LoggerType and LoggerType(name) not in known]
     if missing:
         raise ValueError(f"trackers: {', '.join(missing)} is not installed. Run: pip install {' '.join(missing)}")
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        raise ValueError("DeepSpeed is not supported: start with torchrun, and use --sharding fsdp2 to save memory.")
     accelerator = Accelerator(
-        # Without this, processes on a machine without accelerators would each believe that they are alone.
+        # Without this, each process on a machine without accelerators would believe that it is alone.
         cpu=device == "cpu" or not torch.accelerator.is_available(),
-        # What `accelerate config` may have set: the recipe decides both.
+        # The recipe decides both, whatever `accelerate config` has set.
         mixed_precision="bf16" if precision == "bf16" else "no",
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         log_with=run.trackers,
         project_dir=str(Path(output) / "logs"),
     )
     accelerator.wait_for_everyone()  # so that a process that finds an error and leaves was there when others joined
+    if accelerator.distributed_type == DistributedType.FSDP:
+        raise ValueError("Leave fsdp_config out of Accelerate's configuration: FSDP2 is --sharding fsdp2 here.")
     return accelerator
 
 
-def uses_deepspeed(accelerator: Accelerator) -> bool:
-    return bool(accelerator.distributed_type == DistributedType.DEEPSPEED)
-
-
-def check_processes(accelerator: Accelerator, train: TrainOptions, sharding: str, quantize: str) -> None:
-    """Raise ValueError where these options and the way in which processes were started do not fit."""
-    check_division(accelerator.num_processes, train, sharding, quantize)
-    if accelerator.distributed_type == DistributedType.FSDP:
-        raise ValueError("Leave fsdp_config out of Accelerate's configuration: FSDP2 is --sharding fsdp2 here.")
-    if not uses_deepspeed(accelerator):
-        if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-            raise ValueError("DeepSpeed needs GPUs: here Accelerate would leave it out without a word. Use torchrun.")
-        return
-    plugin = accelerator.state.deepspeed_plugin
-    if plugin.zero_stage > 2:
-        raise ValueError(f"DeepSpeed ZeRO-{plugin.zero_stage} is not supported: use ZeRO-2, or --sharding fsdp2.")
-    if train.accumulation > 1 or plugin.gradient_accumulation_steps not in (1, "auto"):
-        raise ValueError("With DeepSpeed, accumulation must be 1: start more processes, or use --sharding fsdp2.")
-    if sharding != "none":
-        raise ValueError("Choose one of DeepSpeed and --sharding fsdp2.")
-
-
 def check_division(processes: int, train: TrainOptions, sharding: str, quantize: str) -> None:
-    """Raise ValueError where so many processes cannot share the work of a run with these options."""
+    """Raise ValueError if this number of processes cannot share a run with these options."""
     if train.lanes % (processes * train.accumulation):
         raise ValueError(
             f"lanes {train.lanes} must be a multiple of {processes} process(es) x accumulation {train.accumulation}."
@@ -87,25 +71,36 @@ def check_division(processes: int, train: TrainOptions, sharding: str, quantize:
 
 
 def prepare(
-    accelerator: Accelerator,
-    model: nn.Module,
-    make: Callable[[nn.Module], Optimizer],
-    sharding: str,
-    train: TrainOptions,
+    accelerator: Accelerator, model: nn.Module, make_optimizer: Callable[[nn.Module], Optimizer], sharding: str
 ) -> tuple[nn.Module, Any]:
-    """A model and its optimizer as this number of processes needs them.
-
-    Args:
-        make: makes the optimizer of a model.
-    """
+    """Return the model and its optimizer, wrapped or divided for the number of processes."""
     if sharding == "fsdp2":
         shard(model, accelerator.device, accelerator.num_processes)
-        return model, make(model)
-    if uses_deepspeed(accelerator):
-        accelerator.state.deepspeed_plugin.deepspeed_config |= {
-            "train_micro_batch_size_per_gpu": train.lanes // accelerator.num_processes,
-            "gradient_clipping": train.clip,
-            "zero_allow_untested_optimizer": True,
-        }
-    prepared: tuple[nn.Module, Any] = accelerator.prepare(model, make(model))
+        return model, make_optimizer(model)
+    prepared: tuple[nn.Module, Any] = accelerator.prepare(model, make_optimizer(model))
     return prepared
+
+
+def shard(model: nn.Module, device: torch.device, processes: int) -> None:
+    """Divide weights, gradients and optimizer among all processes (FSDP2), in place; layers are gathered one by one.
+
+    torch's own call is used because Accelerate leaves FSDP out on CPUs, where the tests need it.
+    """
+    mesh = init_device_mesh(device.type, (processes,))
+    decoder = find_decoder(unwrap(model))
+    memories = active_memories(decoder)
+    # Higher layers encode with the lowest memory's projection, so that layer must stay gathered until they are done.
+    shared = None if not memories else decoder.layers[memories[0].layer]  # type: ignore[attr-defined, index]
+    for layer in decoder.layers:  # type: ignore[union-attr]
+        fully_shard(layer, mesh=mesh, reshard_after_forward=layer is not shared)
+    fully_shard(model, mesh=mesh)
+
+
+def total(accelerator: Accelerator, *numbers: float) -> list[float]:
+    """Return each number's sum over all processes."""
+    if accelerator.num_processes == 1:
+        return list(numbers)
+    sums: list[float] = accelerator.reduce(
+        torch.tensor(numbers, dtype=torch.float64, device=accelerator.device)
+    ).tolist()
+    return sums

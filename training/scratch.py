@@ -1,11 +1,10 @@
-"""A whole model from random weights: which one a recipe asks for, checked against its tokenizer, and made."""
+"""A whole model from scratch: its configuration, checked against its tokenizer, and its first weights."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +12,15 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from safetensors import safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from cacheformers.common.base_model import StartOptions, base_identity, check_attention, check_vocabulary
 from cacheformers.common.documents import DocumentRow
@@ -23,8 +30,6 @@ from cacheformers.modeling.memory import BaseShape, LocalWindow
 from cacheformers.modeling.whole import WholeConfig
 from cacheformers.training.optim import Rates
 from cacheformers.training.settings import TrainOptions, resumed_settings
-from cacheformers.training.start import check_start, started
-from cacheformers.training.subject import Subject
 from cacheformers.training.tokenizer import open_tokenizer
 
 
@@ -59,6 +64,8 @@ class ScratchOptions:
 
 ScratchOptions._argument_group_name = "training from scratch (with --init scratch)"  # type: ignore[attr-defined]
 
+NOT_THE_MODEL = ("architectures", "auto_map", "dtype", "transformers_version")  # fields that are not about the model
+
 # Options that mean something for an adapter only, besides those of its memory.
 OF_ADAPTERS = (
     *("base", "dtype", "quantize", "method", "memory_start", "start_segments", "lora_targets", "lora_dropout"),
@@ -66,53 +73,28 @@ OF_ADAPTERS = (
 )
 
 
-def check_given(init: str, given: Collection[str], memory: Collection[str]) -> None:
-    """Refuse options that would have no effect.
-
-    Args:
-        given: names of the options that were set.
-        memory: names of the options of an adapter's memory, and of LoRA.
-
-    Raises:
-        ValueError: names them.
-    """
-    if init == "pretrained":
-        unused = sorted({field.name for field in fields(ScratchOptions)} & set(given))
-        if unused:
-            raise ValueError(f"{', '.join(unused)}: only with --init scratch.")
-        return
-    unused = sorted(set(memory) & set(given))
-    if unused:
-        raise ValueError(f"{', '.join(unused)}: with --init scratch the memory's options stand in the --model_config.")
-    unused = sorted(set(OF_ADAPTERS) & set(given))
-    if unused:
-        raise ValueError(
-            f"{', '.join(unused)}: only with --init pretrained (a model from scratch has no base or LoRA)."
-        )
-
-
 @dataclass(frozen=True)
 class Segments:
-    """How a model without a memory reads: each segment by itself."""
+    """Options of a model without a memory, which reads each segment by itself."""
 
     base: BaseShape
     segment_tokens: int
 
     @property
     def window(self) -> LocalWindow:
-        """What self-attention sees."""
+        """The window of self-attention."""
         return LocalWindow(self.segment_tokens)
 
 
-class Scratch(Subject):
-    """A whole model of random weights, and its tokenizer.
+class Scratch:
+    """A whole model to train, and its tokenizer. Its attributes and methods are those of `Adaptation`.
 
     Raises:
-        OSError: there is no such file or tokenizer.
-        ValueError: a configuration that is none, or does not fit its tokenizer.
+        OSError: the file or the tokenizer does not exist.
+        ValueError: the file is not a model configuration, or does not fit the tokenizer.
     """
 
-    base = None
+    base: str | None = None
 
     def __init__(self, model: StartOptions, train: TrainOptions, options: ScratchOptions) -> None:
         if options.model_config is None or options.tokenizer is None:
@@ -140,22 +122,22 @@ class Scratch(Subject):
         self.rates = Rates(options.rate, options.rate, options.rate * train.gate_factor, train.weight_decay)
 
     def tokenizer(self, accelerator: Accelerator) -> PreTrainedTokenizerBase:
-        """The one that was given."""
+        """Return the tokenizer that was given."""
         return self._tokenizer
 
     def settings(self) -> dict[str, Any]:
-        """What the model is, and the options of its training."""
+        """Return what a resumed run must share: the options of the model, and its configuration's identity."""
         return resumed_settings(self.model, self.options, model=base_identity(self.config))
 
     def make(self, accelerator: Accelerator, documents: DocumentRow, resumed: bool) -> PreTrainedModel:
-        """The model with its random weights, or those that it starts from."""
+        """Make the model with random weights, or those that it starts from; the same in every process."""
         torch.manual_seed(self.train.seed)
         chosen, start = self.model.attn_implementation, self.options.start_from
         arguments = {"dtype": torch.float32, **({} if chosen is None else {"attn_implementation": chosen})}
         model: PreTrainedModel = (
             AutoModelForCausalLM.from_config(self.config, **arguments)
             if start is None or resumed
-            else started(start, self.config, arguments)
+            else AutoModelForCausalLM.from_pretrained(start, config=self.config, **arguments)
         )
         if self.train.activation_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
@@ -163,11 +145,11 @@ class Scratch(Subject):
 
 
 def model_config(path: Path, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """The configuration in a file, with the tokenizer's first and last token, and its size where the file has none.
+    """Read a configuration; first and last token, and a missing vocabulary size, come from the tokenizer.
 
     Raises:
-        OSError: there is no such file.
-        ValueError: it is no configuration of a model that is known here, or does not fit the tokenizer.
+        OSError: the file does not exist.
+        ValueError: it is not the configuration of a known model, or does not fit the tokenizer.
     """
     given = read_config(path)
     decoder = decoder_of(given)
@@ -186,11 +168,11 @@ def model_config(path: Path, tokenizer: PreTrainedTokenizerBase) -> PretrainedCo
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What a configuration file says.
+    """Read a configuration file.
 
     Raises:
-        OSError: there is no such file.
-        ValueError: it is no configuration of a model.
+        OSError: the file does not exist.
+        ValueError: it is not the configuration of a model.
     """
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
@@ -202,10 +184,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def decoder_of(given: dict[str, Any]) -> dict[str, Any]:
-    """The part of a configuration that describes the decoder, with its type; a memory is around it, or it is all.
+    """Return the part of a configuration that describes the decoder: what the memory is around, or all of it.
 
     Raises:
-        ValueError: there is no such type.
+        ValueError: the model type is unknown.
     """
     if "text_config" not in config_class(given["model_type"]).sub_configs:
         return given
@@ -215,10 +197,10 @@ def decoder_of(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_class(model_type: str) -> type[PretrainedConfig]:
-    """The configuration of a model type.
+    """Return the configuration class of a model type.
 
     Raises:
-        ValueError: there is no such type.
+        ValueError: the model type is unknown.
     """
     try:
         return type(AutoConfig.for_model(model_type))
@@ -227,9 +209,9 @@ def config_class(model_type: str) -> type[PretrainedConfig]:
 
 
 def check_fields(path: Path, given: dict[str, Any], config: PretrainedConfig) -> None:
-    """Refuse what transformers would keep without using it."""
+    """Raise ValueError for a field that transformers would keep without using it."""
     kind = type(config)
-    written = kind().to_dict()  # what a saved configuration holds, among it what is no field
+    written = kind().to_dict()  # a saved configuration holds more than its fields
     known = {field.name for field in fields(kind)} | set(written) | {"model_type", "segment_tokens", "auto_map"}
     unknown = next((name for name in given if name not in known and not name.startswith("_")), None)
     if unknown is not None:
@@ -239,7 +221,7 @@ def check_fields(path: Path, given: dict[str, Any], config: PretrainedConfig) ->
 
 
 def segments(config: PretrainedConfig) -> Segments:
-    """How a model without a memory on a base reads.
+    """Return how a model without a memory method reads.
 
     Raises:
         ValueError: its type is not supported, or it cannot read segments of this length.
@@ -254,3 +236,50 @@ def segments(config: PretrainedConfig) -> Segments:
             f"segment_tokens must be from 1 to max_position_embeddings {base.max_positions}, got {tokens!r}."
         )
     return Segments(base, tokens)
+
+
+def check_start(folder: str, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Check that a model can start from the weights of an earlier one; nothing is loaded.
+
+    Returns:
+        The fields in which the two configurations differ, to be shown.
+
+    Raises:
+        OSError: the folder holds no model.
+        ValueError: it is of another type, has other weights, or was trained with another tokenizer.
+    """
+    if not Path(folder, "config.json").is_file():
+        raise OSError(f"--start_from {folder}: there is no model (config.json).")
+    earlier = AutoConfig.from_pretrained(folder)
+    if earlier.model_type != config.model_type:
+        raise ValueError(f"--start_from {folder} is a {earlier.model_type} model, not a {config.model_type}.")
+    if AutoTokenizer.from_pretrained(folder).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(f"--start_from {folder} was trained with another tokenizer: give this folder as --tokenizer.")
+    check_weights(folder, config)
+    before, now = earlier.to_dict(), config.to_dict()
+    differing = [name for name in now if not name.startswith("_") and now[name] != before.get(name)]
+    changes = [f"{name} {before.get(name)} -> {now[name]}" for name in differing if name not in NOT_THE_MODEL]
+    return "; ".join(changes) or "nothing changed"
+
+
+def check_weights(folder: str, config: PretrainedConfig) -> None:
+    """Raise ValueError if a weight is in the folder or in the new model only, or has another shape."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    wanted = {name: shape for name, shape in wanted.items() if name not in model.all_tied_weights_keys}
+    there: dict[str, tuple[int, ...]] = {}
+    for path in Path(folder).glob("model*.safetensors"):
+        with safe_open(path, "pt") as file:
+            there |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    wrong = {
+        "lacks": sorted(wanted.keys() - there.keys()),
+        "alone has": sorted(there.keys() - wanted.keys()),
+        "has in another shape": sorted(name for name in wanted.keys() & there.keys() if wanted[name] != there[name]),
+    }
+    found = [f"{what} {', '.join(names[:3])}{', ...' if names[3:] else ''}" for what, names in wrong.items() if names]
+    if found:
+        raise ValueError(
+            f"--start_from {folder} {'; '.join(found)}: its weights are not those of the --model_config. Branches of "
+            "a cacheformer can be switched; sizes, and what else has weights (gates for each branch), cannot change."
+        )

@@ -11,7 +11,7 @@ from cacheformers.common.recipe import option
 from cacheformers.methods import DEFAULT
 from cacheformers.modeling.method import METHODS, is_method
 
-# May differ when a run goes on: where things are. (What lies there may not.)
+# Where things are may differ when a run goes on; what they hold may not.
 PLACES = ("base", "train", "output", "device", "init", "model_config", "tokenizer")
 
 FINISHED = {"an adapter": "adapter_config.json", "a model": "config.json"}  # files without which there is none
@@ -45,7 +45,7 @@ class TrainOptions:
     )
     accumulation: int = option(
         1,
-        help="Read a process's lanes in so many batches a step, one by one: the same gradients from less memory.",
+        help="Read a process's lanes in this many batches a step, one after another: the same gradients, less memory.",
     )
     backprop_segments: int = option(
         1, help="Segments that each lane reads in a step; gradients go back through the local window to the first."
@@ -63,7 +63,7 @@ class TrainOptions:
         help="Linear layers that LoRA adapts, by name, in the layers that the method changes. Default: those of the "
         "feed-forward block. 'none': no LoRA.",
     )
-    lora_dropout: float = option(0.0, help="Share of LoRA's inputs that are dropped.")
+    lora_dropout: float = option(0.0, help="Dropout of LoRA's inputs.")
     optimizer: Literal["adamw", "adafactor"] = option(
         "adamw", help="'adafactor' keeps far less per trained parameter than AdamW's two moments."
     )
@@ -82,7 +82,7 @@ class TrainOptions:
 
 @dataclass
 class RunOptions:
-    """Going on, stopping, and what is written on the way. None of these changes what is learned."""
+    """Resuming, stopping, and what is written on the way. None of these changes what is learned."""
 
     resume: bool = option(
         False, help="Go on from the last good checkpoint in output/checkpoints; start anew if there is none."
@@ -93,7 +93,7 @@ class RunOptions:
     )
     keep_checkpoints: int = option(2, help="How many checkpoints are kept; the oldest go first.")
     stop_after: float | None = option(
-        None, help="Write a checkpoint and stop after so many minutes of training. Default: when all steps are done."
+        None, help="Save a checkpoint and stop after this many minutes of training. Default: when all steps are done."
     )
     log_every: int = option(10, help="Steps from one entry in the log (rates, gates, what is retrieved) to the next.")
     trackers: list[str] | None = option(
@@ -110,12 +110,30 @@ class RunOptions:
     estimate_processes: int = option(1, help="With estimate: how many processes the run will have.")
 
 
+@dataclass
+class HubOptions:
+    """Where the result is pushed."""
+
+    push_to_hub: str | None = option(
+        None,
+        help="Hub repository, owner/name, for the result, its tokenizer, card and plots. Created before training.",
+    )
+    hub_private: bool = option(False, help="Create the repository as a private one.")
+    hub_base_model: str | None = option(
+        None, help="Hub id of the base, to be named in the adapter and its card where --base is a local folder."
+    )
+    hub_allow_mixed: bool = option(
+        False, help="Push an adapter into a repository that holds a model, or a model into one that holds an adapter."
+    )
+
+
 TrainOptions._argument_group_name = "training"  # type: ignore[attr-defined]
 RunOptions._argument_group_name = "the run: going on, stopping, logging"  # type: ignore[attr-defined]
+HubOptions._argument_group_name = "the Hub"  # type: ignore[attr-defined]
 
 
 def check_train_options(train: TrainOptions, run: RunOptions) -> None:
-    """Raise ValueError for an unknown method, and for numbers that make no sense."""
+    """Raise ValueError for an unknown method or a number out of range."""
     if train.method != "lora" and not is_method(train.method):
         raise ValueError(f"method {train.method!r} is not registered: choose one of {', '.join([*METHODS, 'lora'])}.")
     given = {**asdict(train), **asdict(run)}
@@ -133,7 +151,7 @@ def check_train_options(train: TrainOptions, run: RunOptions) -> None:
 
 
 def check_output(folder: str, run: RunOptions) -> None:
-    """Raise ValueError if an output folder is taken and the options do not say what to do with it."""
+    """Raise ValueError if an output folder holds a run and the options do not say what to do with it."""
     if run.resume and run.overwrite:
         raise ValueError("Choose one of --resume (go on) and --overwrite (start anew).")
     finished = next((name for name, mark in FINISHED.items() if (Path(folder) / mark).exists()), None)
@@ -148,10 +166,10 @@ def check_output(folder: str, run: RunOptions) -> None:
 
 
 def resumed_settings(*options: Any, **more: Any) -> dict[str, Any]:
-    """Everything that a resumed run must share with the run that it goes on with, as JSON holds it.
+    """Collect what a resumed run must share with the run that it continues, as JSON holds it.
 
     Args:
-        options: dataclasses whose fields all count, but for where files and devices are.
+        options: dataclasses of which all fields count except `PLACES`.
         more: other facts.
     """
     settings = {name: value for group in options for name, value in asdict(group).items() if name not in PLACES}

@@ -1,4 +1,4 @@
-"""A tokenizer for a model from scratch: byte-level, so that it knows every text; bytes alone, or merges learned."""
+"""A byte-level tokenizer for a model from scratch, which encodes any text: bytes alone, or with learned merges."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ BYTES = 257  # every byte and END
 
 
 def open_tokenizer(name: str, vocabulary: int | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer `name`: "bytes", a folder or a Hub id.
+    """Load the tokenizer `name`: "bytes", a folder or a Hub id.
 
     Args:
-        vocabulary: entries of the model that it is for. With 256, as in the literature on enwik8, "bytes" has no END.
+        vocabulary: size of the model's vocabulary. With 256, as in the literature on enwik8, "bytes" has no END.
 
     Raises:
-        OSError: there is none.
+        OSError: the tokenizer does not exist.
     """
     return byte_tokenizer(end=vocabulary != BYTES - 1) if name == "bytes" else AutoTokenizer.from_pretrained(name)
 
 
 def byte_tokenizer(end: bool = True) -> PreTrainedTokenizerFast:
-    """Ids are the bytes of UTF-8, 0 to 255.
+    """Make a tokenizer whose ids 0 to 255 are the bytes of UTF-8.
 
     Args:
-        end: 256 is END, which text that says so also becomes; without it such text is bytes like any other.
+        end: add END as 256, also where the text contains it; without it such text is bytes like any other.
     """
     # The library writes printable bytes as themselves, and the others, in their order, as characters from 256 on.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -38,13 +38,13 @@ def byte_tokenizer(end: bool = True) -> PreTrainedTokenizerFast:
 
 
 def train_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
-    """Byte-pair encoding over bytes, learned from texts.
+    """Learn byte-pair encoding over bytes from texts.
 
     Args:
-        size: of the vocabulary, at most; at least 257.
+        size: largest size of the vocabulary; at least 257.
 
     Raises:
-        ValueError: the size does not suffice for the bytes.
+        ValueError: the size is smaller than that.
     """
     if size < BYTES:
         raise ValueError(f"A byte-level vocabulary has at least {BYTES} entries, got {size}.")
@@ -61,7 +61,7 @@ def train_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
 
 
 def finished(tokenizer: Tokenizer, end: bool = True) -> PreTrainedTokenizerFast:
-    """For transformers: text to bytes and back, and what begins, ends and pads a text."""
+    """Wrap a tokenizer for transformers, with byte-level decoding and END as begin, end and padding."""
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END) if end else {}

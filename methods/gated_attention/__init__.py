@@ -6,7 +6,7 @@ from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
 from cacheformers.methods.gated_attention.gated_attention import GatedParts, attend_inputs, make_parts
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions, GatedAttentionSettings
-from cacheformers.methods.gated_attention.state import new_state
+from cacheformers.methods.gated_attention.state import new_state, token_gate_statistics
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
 from cacheformers.modeling.method import MemoryMethod
 
@@ -63,6 +63,7 @@ register(
         grows="all keys and values; reads of closed tokens do not",
         starts_as="nearly the base model (gates of 0.98)",
         stores="everything",
+        statistics=token_gate_statistics,
         frozen_layers=lambda options: tuple(layer for layer, _ in options.far_heads),
         test_settings={"window_tokens": 6},
     )

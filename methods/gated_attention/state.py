@@ -13,6 +13,7 @@ from torch import Tensor
 from cacheformers.methods.gated_attention.columns import Columns
 from cacheformers.methods.gated_attention.near_far import Reads, one_pass, two_passes
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions
+from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.memory import MemoryState, SegmentCall, joined, part
 
 
@@ -261,3 +262,31 @@ def new_state(
     if cache_size:
         raise ValueError("Gated attention keeps every key and value: leave cache_size out, or 0 for closed gates.")
     return GatedState(options, devices, closed=cache_size == 0)
+
+
+def token_gate_statistics(parts: Sequence[Any], memories: Sequence[MemoryCache]) -> dict[str, Any]:
+    """Summarize the gates of the last step, over tokens that have something far, in the lanes of this process.
+
+    Returns:
+        `token_gate_mean`; `token_gate_layers`, the mean of each layer with gates; `token_gate_closed`, the share below
+        the threshold, or below 0.5 without one. Empty without such tokens.
+    """
+    found: dict[int, list[Tensor]] = {}
+    threshold = 0.0
+    for memory in memories:
+        state = memory.state
+        if not isinstance(state, GatedState) or state.last is None:
+            continue
+        threshold = state.options.threshold
+        for layer, gates in state.last.gates.items():
+            counted = state.last.counted.to(gates.device)
+            found.setdefault(layer, []).append(gates.transpose(1, 2)[counted].float().flatten().cpu())
+    layers = [torch.cat(gates) for _, gates in sorted(found.items())]
+    if not layers or not len(layers[0]):
+        return {}
+    joint = torch.cat(layers)
+    return {
+        "token_gate_mean": float(joint.mean()),
+        "token_gate_layers": [float(layer.mean()) for layer in layers],
+        "token_gate_closed": float((joint < (threshold or 0.5)).float().mean()),
+    }

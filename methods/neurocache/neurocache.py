@@ -12,9 +12,9 @@ beside it; and it lets a head attend to nothing (see `HitScores`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from cacheformers.methods.neurocache.options import NeurocacheOptions
 from cacheformers.modeling.memory import SegmentCall, keep_columns
+from cacheformers.modeling.method import gathered, tenths
 from cacheformers.modeling.rings import RingState, token_numbers
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.search.store import Ring
@@ -187,6 +188,15 @@ class NeurocacheReading:
     new_queries: dict[int, Tensor] = field(default_factory=dict)
     retrieved: dict[int, Retrieved] = field(default_factory=dict)
     encoder: NeurocacheParts = NeurocacheParts()
+
+
+def gate_statistics(parts: Sequence[NeurocacheParts], memories: Sequence[Any]) -> dict[str, Any]:
+    """Summarize the size of the gates, |tanh(gate)| of every head: mean, largest, and the number in each tenth."""
+    gates = [part.gate.weight for part in parts if part.gate is not None]
+    if not gates:
+        return {}
+    sizes = torch.tanh(gathered(gates)).abs()
+    return {"gate_mean": float(sizes.mean()), "gate_max": float(sizes.max()), "gate_histogram": tenths(sizes)}
 
 
 class NeurocacheState(RingState):

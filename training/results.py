@@ -1,28 +1,103 @@
-"""The model card of an adapter or a model from scratch, from what its run wrote down."""
+"""What a finished run writes: train_result.json, the model card, plots; and pushing them to the Hub."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
-from cacheformers.common.environment import origin_lines
-from cacheformers.evaluation.tables import between
-from cacheformers.hub.card import Card, cells, saved_card
-from cacheformers.modeling.method import method_named
-from cacheformers.training.scratch import OF_ADAPTERS
+from huggingface_hub import ModelCard
+from torch import Tensor
 
-ELSEWHERE = ("output", "method")  # the card tells the method in other places; a folder's name tells nobody anything
+from cacheformers.common.environment import environment, origin_lines
+from cacheformers.common.files import write_text
+from cacheformers.evaluation.plots import save_plots
+from cacheformers.evaluation.run import Run, scores
+from cacheformers.evaluation.tables import between, print_runs
+from cacheformers.hub.card import Card, cells, renewed, saved_card
+from cacheformers.hub.push import HubError, push_to_hub
+from cacheformers.modeling.method import method_named
+from cacheformers.training.optim import parameter_groups
+from cacheformers.training.plan import Plan
+from cacheformers.training.run import TrainingRun
+from cacheformers.training.scratch import OF_ADAPTERS
+from cacheformers.training.settings import HubOptions
+
+ELSEWHERE = ("output", "method")  # the card names the method elsewhere, and needs no folder
 WITHOUT_MEMORY = ("r", "lora_alpha", "segment_tokens")
 # What the optimizer's groups hold (training/optim.py).
 TRAINED = {"memory": "memory", "gate": "gates", "beta": "the memory's shares"}
 
 
-def adapter_card(result: dict[str, Any]) -> str:
-    """Markdown with the Hub's metadata: what was trained, how, what was measured, how to use it, what to beware of.
+def write_results(
+    plan: Plan,
+    run: TrainingRun,
+    weights: dict[str, Tensor],
+    runs: dict[str, Run],
+    earlier: ModelCard | None,
+    arguments: list[str],
+) -> None:
+    """Write train_result.json, model card and plots, print the main numbers, and push the folder if that is wanted.
 
     Args:
-        result: what train_adapt.py writes to train_result.json.
+        weights: what was trained, by name.
+        runs: of the evaluation; empty without held-out documents.
+        earlier: the model card that the output folder had; what people wrote into it is kept.
+        arguments: of the command line.
+    """
+    options, accelerator, history = plan.options, run.accelerator, run.history
+    output, subject = Path(options.train.output), plan.subject
+    result = {
+        "command": ["train_adapt.py", *arguments],
+        "options": asdict(options),
+        "environment": environment(accelerator.device, accelerator.num_processes, subject.base),
+        "trained_parameters": sum(tensor.numel() for tensor in weights.values()),
+        "rates": {group["name"]: group["lr"] for group in parameter_groups(run.trained, subject.rates)},
+        **asdict(history),
+        "scores": scores(runs) if runs else {},
+    }
+    write_text(output / "train_result.json", json.dumps(result, indent=1) + "\n")
+    card = adapter_card(result) if subject.base else scratch_card(result, output)
+    write_text(output / "README.md", renewed(card, earlier))
+    print(
+        f"\n{history.steps} steps, {history.seconds / history.steps:.2f} s a step; mean loss of the last 20: "
+        f"{mean(history.losses[-20:]):.4f}"
+    )
+    if runs:
+        print_runs(runs)
+    if options.evaluation.plots:
+        save_plots(output, runs, history.losses)
+    print(f"\nWeights, model card (README.md), train_result.json and plots are in {output}")
+    if options.hub.push_to_hub is not None:
+        print(f"Pushed: {publish(output, options.hub)}")
+
+
+def publish(folder: Path, options: HubOptions) -> str:
+    """Push a finished run to the Hub and return the commit's address.
+
+    Raises:
+        HubError: it was not pushed; the message says how to push the folder later.
+    """
+    assert options.push_to_hub is not None
+    named = {"base_model": options.hub_base_model, "allow_mixed": options.hub_allow_mixed or None}
+    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    try:
+        return push_to_hub(folder, options.push_to_hub, private=options.hub_private, **given)
+    except HubError as error:
+        written = "".join(f", {name}={value!r}" for name, value in given.items())
+        raise HubError(
+            f"{error}\nThe result is finished and lies in {folder}. To push it from Python: "
+            f"cacheformers.push_to_hub({str(folder)!r}, {options.push_to_hub!r}{written})"
+        ) from error
+
+
+def adapter_card(result: dict[str, Any]) -> str:
+    """Return an adapter's model card as Markdown with the Hub's metadata.
+
+    Args:
+        result: what stands in train_result.json.
     """
     options, remembers = result["options"], result["options"]["train"]["method"] != "lora"
     memory = {name: value for name, value in options["memory"].items() if remembers or name in WITHOUT_MEMORY}
@@ -43,11 +118,7 @@ def adapter_card(result: dict[str, Any]) -> str:
 
 
 def scratch_card(result: dict[str, Any], folder: Path) -> str:
-    """The same for a model that was trained from scratch.
-
-    Args:
-        folder: where it was saved, with its configuration.
-    """
+    """Return the model card of a model that was trained from scratch and saved in `folder`."""
     card, train, scratch = saved_card(folder), result["options"]["train"], result["options"]["scratch"]
     used = [name for name in train if name not in (*ELSEWHERE, *OF_ADAPTERS)]
     return replace(
@@ -69,7 +140,7 @@ def rates(result: dict[str, Any]) -> str:
 
 
 def measured(result: dict[str, Any]) -> str:
-    """The table of perplexities, or that there is none."""
+    """Return the table of perplexities, or a sentence that says that there is none."""
     scores = result["scores"]
     if not scores:
         return "Nothing: the run had no held-out documents."
@@ -95,7 +166,7 @@ def measured(result: dict[str, Any]) -> str:
 
 
 def trained(result: dict[str, Any]) -> str:
-    """Data, settings and the command."""
+    """Describe data, settings, command and environment."""
     options, environment = result["options"], result["environment"]
     train = options["train"]
     sources = ", ".join(
@@ -118,7 +189,7 @@ def trained(result: dict[str, Any]) -> str:
 
 
 def limits(result: dict[str, Any], has_entries: bool) -> list[str]:
-    """What a user must know of this run."""
+    """List what a user of this run's result should know."""
     found = []
     if has_entries and "other document" not in result["scores"]:
         found.append(

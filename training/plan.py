@@ -1,0 +1,203 @@
+"""A recipe's options, and everything about them that can be wrong, found before a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase
+
+from cacheformers.common.base_model import StartOptions, base_config
+from cacheformers.common.documents import DataOptions, DocumentRow, Documents, check_lengths, open_documents
+from cacheformers.common.recipe import RecipeParser
+from cacheformers.evaluation.held_out import HeldOut, held_out
+from cacheformers.evaluation.model import check_evaluation
+from cacheformers.evaluation.options import EvalOptions
+from cacheformers.hub.card import is_local
+from cacheformers.hub.push import check_repo, create_repo
+from cacheformers.training.adapter import Adaptation, adapter_config
+from cacheformers.training.checkpoints import Checkpoints
+from cacheformers.training.estimate import Estimate, estimate
+from cacheformers.training.methods import MethodOptions, chosen_options, names, of_other_methods
+from cacheformers.training.processes import check_division, make_accelerator
+from cacheformers.training.scratch import OF_ADAPTERS, Scratch, ScratchOptions
+from cacheformers.training.settings import (
+    HubOptions,
+    RunOptions,
+    TrainOptions,
+    check_output,
+    check_resumable,
+    check_train_options,
+    resumed_settings,
+)
+
+Subject = Adaptation | Scratch
+
+
+@dataclass
+class Options:
+    """A recipe: its options by topic."""
+
+    model: StartOptions
+    data: DataOptions
+    train: TrainOptions
+    run: RunOptions
+    evaluation: EvalOptions
+    hub: HubOptions
+    scratch: ScratchOptions
+    memory: MethodOptions
+
+
+@dataclass
+class Plan:
+    """A checked recipe: everything that it needs except the model's weights.
+
+    Attributes:
+        subject: what is trained.
+        settings: what a run that goes on from this one's checkpoints must share.
+        resumed: the checkpoint to go on from.
+    """
+
+    options: Options
+    subject: Subject
+    accelerator: Accelerator
+    tokenizer: PreTrainedTokenizerBase
+    documents: DocumentRow
+    valid: list[HeldOut]
+    checkpoints: Checkpoints
+    settings: dict[str, Any]
+    resumed: Path | None
+
+
+def make_parser(arguments: Sequence[str] = (), description: str = "") -> RecipeParser:
+    """Return the parser of all options, among them those of the method that the arguments choose."""
+    kinds = [StartOptions, DataOptions, TrainOptions, RunOptions, EvalOptions, HubOptions, ScratchOptions]
+    memory = chosen_options(arguments)
+    return RecipeParser([*kinds, memory], description, of_other_methods(memory))
+
+
+def check_given(options: Options, given: Collection[str]) -> None:
+    """Raise ValueError if options were given that would have no effect.
+
+    Args:
+        given: names of the options that were set.
+    """
+    if options.model.init == "pretrained":
+        unused = sorted({field.name for field in fields(ScratchOptions)} & set(given))
+        if unused:
+            raise ValueError(f"{', '.join(unused)}: only with --init scratch.")
+        return
+    unused = sorted(names(type(options.memory)) & set(given))
+    if unused:
+        raise ValueError(f"{', '.join(unused)}: with --init scratch the memory's options stand in the --model_config.")
+    unused = sorted(set(OF_ADAPTERS) & set(given))
+    if unused:
+        raise ValueError(
+            f"{', '.join(unused)}: only with --init pretrained (a model from scratch has no base or LoRA)."
+        )
+
+
+def make_plan(options: Options) -> Plan:
+    """Check everything that can be wrong before a model is loaded.
+
+    Raises:
+        OSError, ValueError, ImportError, CheckpointError: something is wrong; the message says what to do.
+    """
+    train, run = options.train, options.run
+    check_train_options(train, run)
+    check_output(train.output, run)
+    subject = make_subject(options)
+    accelerator = make_accelerator(options.model.device, train.output, run, precision=options.scratch.precision)
+    check_division(accelerator.num_processes, train, run.sharding, options.model.quantize)
+    tokenizer = subject.tokenizer(accelerator)
+    check_lengths(options.data, subject.memory)
+    documents = open_documents(options.data.train, tokenizer, options.data)
+    documents.check(subject.memory.segment_tokens)
+    valid = valid_documents(options, tokenizer)
+    if valid:
+        check_evaluation(valid, options.evaluation, subject.memory)
+    settings = resumed_settings(
+        options.data,
+        train,
+        documents=documents.identity(),
+        processes=accelerator.num_processes,
+        deepspeed=False,  # earlier versions had it; their other checkpoints say this, and go on
+        **subject.settings(),
+    )
+    checkpoints = Checkpoints(Path(train.output) / "checkpoints", run.keep_checkpoints)
+    resumed = checkpoints.newest() if run.resume else None
+    if resumed is not None:
+        check_resumable(checkpoints.load(resumed)["settings"], settings, str(resumed))
+    elif run.resume and checkpoints.paths():
+        raise ValueError(
+            f"All checkpoints in {checkpoints.folder} are damaged: look why, or start anew with --overwrite."
+        )
+    check_hub(options.hub, subject.base)  # in every process: they all stop, or none
+    checkpoints.claim()
+    return Plan(options, subject, accelerator, tokenizer, documents, valid, checkpoints, settings, resumed)
+
+
+def make_subject(options: Options) -> Subject:
+    """Return what is trained: an adapter, or a whole model."""
+    if options.model.init == "scratch":
+        return Scratch(options.model, options.train, options.scratch)
+    return Adaptation(options.model, options.train, options.memory)
+
+
+def valid_documents(options: Options, tokenizer: PreTrainedTokenizerBase) -> list[HeldOut]:
+    """Return the held-out documents; none if no evaluation is wanted."""
+    wanted = options.evaluation
+    if wanted.valid is None:
+        return []
+    least = options.data.min_tokens if wanted.valid_min_tokens is None else wanted.valid_min_tokens
+    data = replace(options.data, stream=False, label_field=None, min_tokens=least)
+    documents = open_documents(wanted.valid, tokenizer, data, split="validation")
+    assert isinstance(documents, Documents)
+    return held_out(documents, wanted.valid_documents, wanted.valid_tokens)
+
+
+def check_hub(options: HubOptions, base: str | None) -> None:
+    """Create the repository that the result will be pushed to, before the training.
+
+    Raises:
+        HubError, ValueError: it cannot be created, holds the other kind, or nobody else could load the result.
+    """
+    if options.push_to_hub is None:
+        return
+    if base is not None and options.hub_base_model is None and is_local(base):
+        raise ValueError(
+            f"--push_to_hub: nobody else can load an adapter whose base is the local folder {base}. Name the base's "
+            "Hub id: --hub_base_model owner/name (push the base first, if it is not there)."
+        )
+    repo_id = create_repo(options.push_to_hub, options.hub_private)
+    if not options.hub_allow_mixed:
+        check_repo("model" if base is None else "adapter", repo_id)
+
+
+def estimated(options: Options) -> Estimate:
+    """Estimate the memory of a training step from the base's configuration alone."""
+    base, train = base_config(options.model.base), options.train
+    check_train_options(train, options.run)
+    adapter, memory = adapter_config(base, train, options.memory)
+    processes = options.run.estimate_processes
+    check_division(processes, train, options.run.sharding, options.model.quantize)
+    dtype: Any = (base.dtype or torch.float32) if options.model.dtype == "auto" else getattr(torch, options.model.dtype)
+    return estimate(
+        base,
+        adapter,
+        lanes=train.lanes // processes,
+        segment_tokens=memory.segment_tokens,
+        accumulation=train.accumulation,
+        backprop_segments=train.backprop_segments,
+        dtype=dtype,
+        quantize=None if options.model.quantize == "none" else options.model.quantize,
+        optimizer=train.optimizer,
+        activation_checkpointing=train.activation_checkpointing,
+        processes=processes,
+        sharding=None if options.run.sharding == "none" else options.run.sharding,
+        device_type="cpu" if options.model.device == "cpu" else "cuda",
+    )
