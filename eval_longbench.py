@@ -23,20 +23,25 @@ from cacheformers.common.environment import environment
 from cacheformers.common.files import write_text
 from cacheformers.common.gguf_base import is_gguf
 from cacheformers.common.recipe import RecipeParser
-from cacheformers.evaluation.longbench.methods import PromptMaker, check_limit, load_model, make_method
+from cacheformers.evaluation.loading import make_state
+from cacheformers.evaluation.longbench.answers import batches, check_prompts, predict
+from cacheformers.evaluation.longbench.methods import (
+    CompareOptions,
+    LongBenchOptions,
+    PromptMaker,
+    adapter_identity,
+    check_limit,
+    load_model,
+    make_method,
+    method_settings,
+    model_settings,
+)
 from cacheformers.evaluation.longbench.metrics import check_scorers
-from cacheformers.evaluation.longbench.options import CompareOptions, LongBenchOptions
-from cacheformers.evaluation.longbench.plots import save_plots
 from cacheformers.evaluation.longbench.predictions import PredictionError, Predictions
 from cacheformers.evaluation.longbench.records import Record, limited, load_records, records_identity
-from cacheformers.evaluation.longbench.report import joint_table, load_result, make_result
+from cacheformers.evaluation.longbench.report import joint_table, load_result, make_result, save_plots, task_scores
 from cacheformers.evaluation.longbench.retrieval import make_retriever
-from cacheformers.evaluation.longbench.run import batches, check_prompts, predict
-from cacheformers.evaluation.longbench.scores import task_scores
-from cacheformers.evaluation.longbench.settings import adapter_identity, method_settings, model_settings
-from cacheformers.evaluation.longbench.tasks import chosen_tasks
-from cacheformers.evaluation.longbench.templates import load_templates
-from cacheformers.evaluation.processes import make_state
+from cacheformers.evaluation.longbench.tasks import chosen_tasks, load_templates
 
 DESCRIPTION = (
     "Evaluate a model on LongBench, as the official code does. With --compare RESULT ... (and --output) nothing is "

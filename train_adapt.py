@@ -27,11 +27,9 @@ from cacheformers.common.environment import environment
 from cacheformers.common.files import write_text
 from cacheformers.common.recipe import RecipeParser
 from cacheformers.evaluation.held_out import HeldOut, held_out
-from cacheformers.evaluation.model import check_evaluation, evaluate_model
-from cacheformers.evaluation.options import EvalOptions
+from cacheformers.evaluation.model import EvalOptions, check_evaluation, evaluate_model
 from cacheformers.evaluation.plots import save_plots
-from cacheformers.evaluation.run import scores
-from cacheformers.evaluation.tables import print_runs
+from cacheformers.evaluation.run import print_runs, scores
 from cacheformers.hub.card import earlier_card, renewed
 from cacheformers.training.adapter import Adaptation, adapter_config
 from cacheformers.training.checkpoints import CheckpointError, Checkpoints

@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from cacheformers.common.sources import load_texts
-from cacheformers.evaluation.remembering import own_tokenizer
-from cacheformers.evaluation.run import Run, compare
-from cacheformers.evaluation.tables import between
+from cacheformers.evaluation.loading import own_tokenizer
+from cacheformers.evaluation.run import Run, between, compare
 from cacheformers.modeling.attach import new_memory
 
 

@@ -1,4 +1,4 @@
-"""`cacheformers inspect`: what a memory file holds."""
+"""Memories in words: what `cacheformers inspect` says of a file, and how much of a text is kept."""
 
 from __future__ import annotations
 
@@ -64,3 +64,21 @@ def documents(memory: MemoryCache) -> dict[str, str]:
             text += f"“{' '.join(source.text[:200].split())[:80]}...”"
         lines["document" + (f" {row}" if memory.batch_size > 1 else "")] = text
     return lines
+
+
+def kept(memory: MemoryCache) -> str:
+    """How much a memory of one document keeps of it."""
+    read, held = memory.tokens_read[0], memory.tokens_kept[0]
+    if held == read:
+        return f"{read:,} tokens read, and the memory keeps all of them."
+    return f"{read:,} tokens read, of which the memory keeps the newest {held:,}{remedy(memory, read)}."
+
+
+def remedy(memory: MemoryCache, tokens: int) -> str:
+    """The --cache-size that keeps that many tokens and its bytes, in parentheses; empty where no size does."""
+    rings = memory.state.rings.values()
+    if not rings:
+        return ""
+    stores = [store for ring in rings for store in (ring.keys, ring.values) if store is not None]
+    entry = sum(store.shape[2] * store.element_size() for store in stores)
+    return f" (to keep all, read with --overwrite --cache-size {tokens}: {tokens * entry / 2**20:.1f} MiB)"

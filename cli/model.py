@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from cacheformers.adapters.folders import check_adapter_folder, check_base_folder
-from cacheformers.evaluation.remembering import own_base, own_tokenizer
+from cacheformers.evaluation.loading import own_base, own_tokenizer
 
 
 def load_model(base: str, adapter: str, device: str | None, dtype: str) -> tuple[Any, PreTrainedTokenizerBase]:

@@ -1,20 +1,100 @@
-"""`Run`: what was measured of one way of reading held-out documents; written as JSON, and read again."""
+"""What was measured of held-out documents: perplexities, their intervals, and tables of them.
+
+Intervals are those of the percentile bootstrap at 95 %: documents are drawn with replacement, as many as there are, and
+perplexity is exp(sum of nats / sum of tokens) of the drawn ones. The tokens of one document depend on each other, so
+documents are drawn, not tokens.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cacheformers.evaluation.bootstrap import Floats, perplexity_interval, ratio_interval
 from cacheformers.evaluation.held_out import HeldOut, Losses
-from cacheformers.evaluation.tokens import CLASSES, bucket_name, position_edges, token_classes
+
+Floats = NDArray[np.float64]
+RESAMPLES = 10_000
+LEVEL = 0.95
+
+
+def perplexity_interval(nats: Floats, tokens: Floats, seed: int = 0) -> tuple[float, float] | None:
+    """Lower and upper end for the perplexity per token; None for a single document.
+
+    Args:
+        nats, tokens: of each document, `[documents]`; those without tokens do not count.
+    """
+    nats, tokens = nats[tokens > 0], tokens[tokens > 0]
+    if len(nats) < 2:
+        return None
+    return middle(np.exp(resampled_rates(nats, tokens, seed)))
+
+
+def ratio_interval(nats: Floats, other_nats: Floats, tokens: Floats, seed: int = 0) -> tuple[float, float] | None:
+    """The same for the ratio of two perplexities over the same tokens: both are taken from the same drawn documents."""
+    return perplexity_interval(nats - other_nats, tokens, seed)
+
+
+def resampled_rates(nats: Floats, tokens: Floats, seed: int) -> Floats:
+    """Nats per token of each resample, `[RESAMPLES]`."""
+    drawn = draws(len(nats), seed)
+    return nats[drawn].sum(1) / tokens[drawn].sum(1)
+
+
+@lru_cache(maxsize=4)  # one set of documents is asked about many times
+def draws(documents: int, seed: int) -> NDArray[np.int64]:
+    """Which documents each resample consists of, `[RESAMPLES, documents]`."""
+    return np.random.default_rng(seed).integers(documents, size=(RESAMPLES, documents))
+
+
+def middle(values: Floats) -> tuple[float, float]:
+    """Between which values the middle 95 % lie."""
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(values, (tail, 1 - tail))
+    return float(low), float(high)
+
+
+CLASSES = ("first occurrence", "repeated within the window", "repeated only beyond it")
+
+
+def token_classes(ids: NDArray[np.int64], segment_tokens: int, window_tokens: int = 0) -> NDArray[np.int64]:
+    """The class of each token from the second on, `[tokens - 1]`, as a place in `CLASSES`.
+
+    Token i is predicted from token i - 1, where self-attention sees that token's segment up to it and the
+    `window_tokens` tokens before the segment. The class says where i's id occurred last: never, there, or before it.
+
+    Args:
+        ids: a document, `[tokens]`.
+    """
+    order = np.argsort(ids, kind="stable")
+    repeats = ids[order[1:]] == ids[order[:-1]]
+    last = np.full(len(ids), -1)
+    last[order[1:][repeats]] = order[:-1][repeats]
+    visible = (np.arange(1, len(ids)) - 1) // segment_tokens * segment_tokens - window_tokens
+    return np.where(last[1:] < 0, 0, np.where(last[1:] >= visible, 1, 2))
+
+
+def position_edges(longest: int, segment_tokens: int) -> list[int]:
+    """Where buckets of positions begin and end: 0, n, 2n, 4n, ... until all `longest` positions are in one."""
+    edges = [0, segment_tokens]
+    while edges[-1] < longest:
+        edges.append(2 * edges[-1])
+    return edges
+
+
+def bucket_name(start: int, end: int) -> str:
+    """Such as 1K-2K (of 1,024 tokens), or 16-32."""
+    return f"{short(start)}-{short(end)}"
+
+
+def short(tokens: int) -> str:
+    return f"{tokens // 1024:,}K" if tokens and tokens % 1024 == 0 else str(tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,3 +282,73 @@ def scores(runs: dict[str, Run]) -> dict[str, Any]:
     """All numbers of runs over the same documents, for JSON; `compared` is with the run that `reference` names."""
     chosen = reference(runs)
     return {name: {"compared_with": chosen, **run.as_dict(runs[chosen])} for name, run in runs.items()}
+
+
+def print_runs(runs: dict[str, Run], against: str | None = None) -> None:
+    """Print what was measured: over all tokens, by position in the document, by kind of token.
+
+    Args:
+        against: the run that the others are divided by, then in every part too. Default: see `reference`, over all
+            tokens only.
+    """
+    first, chosen = next(iter(runs.values())), against or reference(runs)
+    print(f"\n{len(first.documents):,} held-out documents, {first.total.tokens:,} tokens predicted\n")
+    titles = ["", "perplexity", "95 %", "bits/character", f"/ {chosen}", "95 %"]
+    overview = []
+    for name, run in runs.items():
+        row = [name, f"{run.perplexity:.3f}", between(run.total.interval, 3), f"{run.bits_per_character:.4f}"]
+        if name != chosen:
+            ratio = compare(run.total, runs[chosen].total)
+            row += [f"{ratio.ratio:.4f}", between(ratio.interval, 4)]
+        overview.append(row)
+    print(table(titles, overview))
+    print_parts("perplexity by tokens read before", {name: run.by_position for name, run in runs.items()})
+    print_parts("perplexity by the token's last occurrence", {name: run.by_class for name, run in runs.items()})
+    if against is not None:
+        print_ratios(
+            f"/ {against}, by tokens read before", {name: run.by_position for name, run in runs.items()}, against
+        )
+        print_ratios(f"/ {against}, by last occurrence", {name: run.by_class for name, run in runs.items()}, against)
+    for name, run in runs.items():
+        if run.note:
+            print(f"\n{name}: {run.note}.")
+
+
+def print_parts(title: str, parts: dict[str, dict[str, Measure]]) -> None:
+    """Print the perplexity of each run on each part of the tokens."""
+    first = next(iter(parts.values()))
+    rows = [[run, *(f"{measure.perplexity:.3f}" for measure in measures.values())] for run, measures in parts.items()]
+    rows.append(["(tokens)", *(f"{measure.tokens:,}" for measure in first.values())])
+    print(f"\n{table([title, *first], rows)}")
+
+
+def print_ratios(title: str, parts: dict[str, dict[str, Measure]], against: str) -> None:
+    """Print the perplexity of each run on each part as a multiple of another run's, with 95 % intervals."""
+    rows = []
+    for run, measures in parts.items():
+        if run != against:
+            rows.append([run, *(multiple(measure, parts[against][name]) for name, measure in measures.items())])
+    print(f"\n{table([title, *parts[against]], rows)}")
+
+
+def multiple(measure: Measure, other: Measure) -> str:
+    """A ratio and its interval; none where a longer window puts other tokens into a class."""
+    if measure.tokens_by_document.tolist() != other.tokens_by_document.tolist():
+        return "other tokens"
+    found = compare(measure, other)
+    return f"{found.ratio:.4f} ({between(found.interval, 4)})"
+
+
+def between(interval: tuple[float, float] | None, digits: int) -> str:
+    """An interval, or a dash for one document."""
+    return "-" if interval is None else f"{interval[0]:.{digits}f} - {interval[1]:.{digits}f}"
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they need, the first one flush left, the others flush right. Rows may end early."""
+    full = [[*row, *[""] * (len(titles) - len(row))] for row in [titles, *rows]]
+    columns = list(zip(*full, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    first = [cell.ljust(widths[0]) for cell in columns[0]]
+    others = [[cell.rjust(width) for cell in column] for column, width in zip(columns[1:], widths[1:], strict=True)]
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(first, *others, strict=True))

@@ -29,16 +29,12 @@ from cacheformers.common.environment import environment, origin_lines
 from cacheformers.common.files import write_text
 from cacheformers.common.gguf_base import is_gguf
 from cacheformers.common.recipe import RecipeParser, option
-from cacheformers.evaluation.held_out import HeldOut, Losses, token_nats
+from cacheformers.evaluation.held_out import HeldOut, Losses, token_nats, window_nats
+from cacheformers.evaluation.loading import make_state, memory_config
 from cacheformers.evaluation.plots import by_position, can_draw
-from cacheformers.evaluation.processes import make_state
 from cacheformers.evaluation.readers import Decoding, Remembering
-from cacheformers.evaluation.remembering import memory_config
-from cacheformers.evaluation.run import Measure, Run
-from cacheformers.evaluation.tables import between, table
+from cacheformers.evaluation.run import Measure, Run, between, bucket_name, position_edges, table
 from cacheformers.evaluation.texts import Text, read_texts
-from cacheformers.evaluation.tokens import bucket_name, position_edges
-from cacheformers.evaluation.windows import window_nats
 from cacheformers.modeling.attach import active_options, find_decoder, unwrap
 from cacheformers.modeling.whole import WholeConfig
 

@@ -19,7 +19,7 @@ from test_memory_files import assert_equal
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
 import cacheformers
-from cacheformers.cli.explain import counts, gone_bins, heat_map
+from cacheformers.cli.ask import counts, gone_bins, heat_map
 from cacheformers.cli.main import main
 from cacheformers.modeling.files.index import read_index
 from cacheformers.modeling.tracing import Trace

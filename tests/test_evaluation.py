@@ -22,15 +22,30 @@ from cacheformers.common.documents import Documents
 from cacheformers.common.loss import token_losses
 from cacheformers.common.recipe import RecipeParser
 from cacheformers.evaluation import plots
-from cacheformers.evaluation.bootstrap import RESAMPLES, perplexity_interval
-from cacheformers.evaluation.controls import other_document, shuffled, window_of_equal_bytes
 from cacheformers.evaluation.held_out import HeldOut, divide, held_out, side_by_side, token_nats
-from cacheformers.evaluation.model import evaluate_model
-from cacheformers.evaluation.options import EvalOptions
-from cacheformers.evaluation.readers import Damaged, Forgetting, Remembering
-from cacheformers.evaluation.run import Measure, Run, compare, measure, reference, scores
-from cacheformers.evaluation.tables import multiple, print_runs
-from cacheformers.evaluation.tokens import position_edges, token_classes
+from cacheformers.evaluation.model import EvalOptions, evaluate_model
+from cacheformers.evaluation.readers import (
+    Damaged,
+    Forgetting,
+    Remembering,
+    other_document,
+    shuffled,
+    window_of_equal_bytes,
+)
+from cacheformers.evaluation.run import (
+    RESAMPLES,
+    Measure,
+    Run,
+    compare,
+    measure,
+    multiple,
+    perplexity_interval,
+    position_edges,
+    print_runs,
+    reference,
+    scores,
+    token_classes,
+)
 from cacheformers.modeling.attach import active_options, find_decoder, unwrap
 
 N = 16  # tokens a segment, as in conftest

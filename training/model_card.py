@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheformers.common.environment import origin_lines
-from cacheformers.evaluation.tables import between
+from cacheformers.evaluation.run import between
 from cacheformers.hub.card import Card, cells, saved_card
 from cacheformers.modeling.method import method_named
 from cacheformers.training.scratch import OF_ADAPTERS

@@ -1,4 +1,4 @@
-"""Results as JSON, and side by side as a Markdown table in the papers' order."""
+"""Scores of LongBench as JSON, as a Markdown table in the papers' order, and as pictures (which need matplotlib)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,121 @@ from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from cacheformers.common.environment import origin_lines
-from cacheformers.evaluation.longbench.scores import averages, bucket_average, common_tasks, paired_difference
-from cacheformers.evaluation.longbench.tasks import BUCKETS, TASKS
+from cacheformers.evaluation.longbench.metrics import score
+from cacheformers.evaluation.longbench.records import Record
+from cacheformers.evaluation.longbench.tasks import BUCKETS, TASKS, bucket
+from cacheformers.evaluation.plots import COLOURS, HATCHES, MARKERS, beside, can_draw, new_figure
+from cacheformers.evaluation.run import Floats, draws, middle
 from cacheformers.hub.card import cells
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def task_scores(records: Sequence[Record], predictions: Sequence[str]) -> dict[str, Any]:
+    """The score of a task (0 to 100, rounded as in the official code), of each bucket, and of each record."""
+    values = [
+        score(record.task, prediction, record.answers, record.all_classes or ())
+        for record, prediction in zip(records, predictions, strict=True)
+    ]
+    places = [bucket(record.length) for record in records]
+    by_bucket = {
+        name: [value for value, place in zip(values, places, strict=True) if place == name] for name in BUCKETS
+    }
+    return {
+        "score": rounded(values),
+        "metric": TASKS[records[0].task].metric,
+        "buckets": {name: {"score": rounded(found), "records": len(found)} for name, found in by_bucket.items()},
+        "records": [
+            {"_id": record.id, "length": record.length, "score": value}
+            for record, value in zip(records, values, strict=True)
+        ],
+    }
+
+
+def rounded(values: Sequence[float]) -> float | None:
+    """A mean as the official code gives it; None of nothing, where that gives NaN, which JSON does not have."""
+    return round(100 * sum(values) / len(values), 2) if values else None
+
+
+def averages(tasks: dict[str, Any]) -> dict[str, float]:
+    """The mean score of each category's tasks, and of all tasks under `average`.
+
+    Args:
+        tasks: task -> what `task_scores` gave.
+    """
+    found: dict[str, list[float]] = {}
+    for name, numbers in tasks.items():
+        found.setdefault(TASKS[name].category, []).append(numbers["score"])
+    means = {category: mean(scores) for category, scores in found.items()}
+    return {**means, "average": mean(numbers["score"] for numbers in tasks.values())}
+
+
+def bucket_average(tasks: dict[str, Any], name: str) -> float | None:
+    """Return the mean score over the tasks that have records in a bucket; None if there is none.
+
+    Args:
+        tasks: task -> what `task_scores` gave.
+    """
+    found = [numbers["buckets"][name]["score"] for numbers in tasks.values() if numbers["buckets"][name]["records"]]
+    return mean(found) if found else None
+
+
+def bucket_interval(tasks: dict[str, Any], name: str) -> tuple[float, float]:
+    """Return the 95 % interval of `bucket_average`, from resampled records of each task that has some."""
+    scores = [
+        np.array([100 * record["score"] for record in numbers["records"] if bucket(record["length"]) == name])
+        for numbers in tasks.values()
+    ]
+    drawn = [each[draws(len(each), seed)].mean(1) for seed, each in enumerate(scores) if len(each)]
+    return middle(np.mean(drawn, axis=0))
+
+
+def paired_difference(tasks: dict[str, Any], others: dict[str, Any]) -> tuple[float, tuple[float, float] | None]:
+    """By how many points the mean over tasks differs, and its 95 % interval from resampled records of each task.
+
+    Args:
+        tasks, others: task -> what `task_scores` gave, over the same records.
+    """
+    differences = [record_scores(numbers) - record_scores(others[name]) for name, numbers in tasks.items()]
+    found = float(np.mean([each.mean() for each in differences]))
+    if all(len(each) < 2 for each in differences):
+        return found, None
+    drawn = [each[draws(len(each), seed)].mean(1) for seed, each in enumerate(differences)]
+    return found, middle(np.mean(drawn, axis=0))
+
+
+def record_scores(numbers: dict[str, Any]) -> Floats:
+    """0 to 100, `[records]`."""
+    return np.array([100 * record["score"] for record in numbers["records"]])
+
+
+def common_tasks(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Tasks that all results have, in the papers' order.
+
+    Raises:
+        ValueError: there is none, or their records differ.
+    """
+    names = [name for name in TASKS if all(name in result["tasks"] for result in results)]
+    if not names:
+        raise ValueError("The results have no task in common.")
+    for name in names:
+        for result in results[1:]:
+            first, other = (
+                [record["_id"] for record in each["tasks"][name]["records"]] for each in (results[0], result)
+            )
+            if first != other:
+                raise ValueError(
+                    f"{results[0]['name']} and {result['name']} were run on different records of {name}: they cannot "
+                    "be compared."
+                )
+    return names
+
 
 SCORERS = ("rouge", "jieba")
 
@@ -97,3 +206,63 @@ def difference(tasks: dict[str, Any], others: dict[str, Any]) -> str:
     """Such as +1.20 (-0.31 to +2.75); without an interval for single records."""
     points, interval = paired_difference(tasks, others)
     return f"{points:+.2f}" + ("" if interval is None else f" ({interval[0]:+.2f} to {interval[1]:+.2f})")
+
+
+def save_plots(folder: Path, results: Sequence[dict[str, Any]]) -> list[Path]:
+    """Draw tasks.png and length.png, and return the files; says how to install matplotlib where it is missing."""
+    if not can_draw("Every plot"):
+        return []
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for name, figure in (("tasks", by_task(results)), ("length", by_length(results))):
+        files.append(folder / f"{name}.png")
+        figure.savefig(files[-1])
+    return files
+
+
+def by_task(results: Sequence[dict[str, Any]]) -> Figure:
+    """Score by task: bars, a group a task."""
+    names = common_tasks(results)
+    figure, (axes,) = new_figure("LongBench by task", ["score"])
+    figure.set_size_inches(max(8, 0.6 * len(names) + 3), 5)
+    width = 0.8 / len(results)
+    for number, result in enumerate(results):
+        places = np.arange(len(names)) + beside(number, len(results), 0.8 - width)
+        axes.bar(
+            places,
+            [result["tasks"][name]["score"] for name in names],
+            width * 0.92,
+            color=COLOURS[number % 8],
+            hatch=HATCHES[number % 7],
+            edgecolor="white",
+            label=result["name"],
+        )
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
+    figure.legend(loc="outside upper center", frameon=False, ncols=3)
+    return figure
+
+
+def by_length(results: Sequence[dict[str, Any]]) -> Figure:
+    """Draw the means of the table's buckets of length: a line a result, with 95 % intervals from resampled records."""
+    names = common_tasks(results)
+    figure, (axes,) = new_figure("LongBench by length of the context", ["mean score of the tasks"])
+    shared = [{name: result["tasks"][name] for name in names} for result in results]
+    counts = {name: sum(task["buckets"][name]["records"] for task in shared[0].values()) for name in BUCKETS}
+    shown = [name for name in BUCKETS if counts[name]]
+    for number, (result, tasks) in enumerate(zip(results, shared, strict=True)):
+        means = np.array([bucket_average(tasks, name) for name in shown])
+        ends = np.array([bucket_interval(tasks, name) for name in shown]).T
+        axes.errorbar(
+            np.arange(len(shown)) + beside(number, len(results), 0.2),
+            means,
+            np.maximum([means - ends[0], ends[1] - means], 0),
+            color=COLOURS[number % 8],
+            marker=MARKERS[number % 7],
+            capsize=2,
+            elinewidth=1,
+            label=result["name"],
+        )
+    axes.set_xticks(range(len(shown)), [f"{name}\n({counts[name]})" for name in shown])
+    axes.set_xlabel("length in words, Chinese in characters (records); tasks differ between lengths")
+    figure.legend(loc="outside upper center", frameon=False, ncols=2)
+    return figure

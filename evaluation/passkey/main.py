@@ -8,14 +8,20 @@ torchrun --nproc_per_node 8 -m cacheformers.evaluation.passkey passkey.yaml
 from __future__ import annotations
 
 import json
+import re
 import sys
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from peft import PeftModel
-from transformers import PreTrainedModel
+from torch import nn
+from tqdm.auto import tqdm
+from transformers import PretrainedConfig, PreTrainedModel
 
 from cacheformers.adapters.folders import load_adapter_config
 from cacheformers.common.base_model import (
@@ -29,17 +35,98 @@ from cacheformers.common.documents import fingerprint
 from cacheformers.common.environment import environment
 from cacheformers.common.files import write_text
 from cacheformers.common.gguf_base import is_gguf
-from cacheformers.common.recipe import RecipeParser
+from cacheformers.common.recipe import RecipeParser, option
+from cacheformers.evaluation.loading import counted_positions, make_state, memory_config, peak_bytes
+from cacheformers.evaluation.longbench.answers import answer
+from cacheformers.evaluation.longbench.methods import adapter_identity, model_settings
 from cacheformers.evaluation.longbench.predictions import PredictionError, Predictions
-from cacheformers.evaluation.longbench.settings import adapter_identity, model_settings
-from cacheformers.evaluation.passkey.filler import load_filler
-from cacheformers.evaluation.passkey.options import PasskeyOptions
-from cacheformers.evaluation.passkey.prompts import Case, PromptMaker, make_cases
+from cacheformers.evaluation.longbench.tasks import SYNTHETIC, Task
+from cacheformers.evaluation.passkey.prompts import NEEDLES, REPEAT, Case, PromptMaker, load_filler, make_cases
 from cacheformers.evaluation.passkey.report import make_result, save_heat_map, table
-from cacheformers.evaluation.passkey.run import answer_cases, check_cases
-from cacheformers.evaluation.passkey.wordings import NEEDLES
-from cacheformers.evaluation.processes import make_state
-from cacheformers.evaluation.remembering import memory_config
+
+UNITS = {"": 1, "K": 1024, "M": 1024 * 1024}
+
+
+@dataclass
+class PasskeyOptions:
+    """Which prompts are made, and who answers them.
+
+    Raises:
+        ValueError: a number that makes no sense, or a needle that does not exist.
+    """
+
+    adapter: str | None = option(
+        None,
+        help="Adapter folder or Hub id. With a memory: the text is read into it, segment by segment, and the question "
+        "is a segment of its own. Without one, or without adapter (base model alone): all is one prompt, which must "
+        "fit the model's positions.",
+    )
+    output: str = option("runs/passkey", help="Folder for answers, result.json, table.md and heatmap.png.")
+    lengths: list[str] = field(
+        default_factory=lambda: ["1K", "2K", "4K"],
+        metadata={"help": "Tokens of prompts, exactly: 5000, 4K (4096), 1M (1048576)."},
+    )
+    depths: list[float] = field(
+        default_factory=lambda: [0.0, 25.0, 50.0, 75.0, 100.0],
+        metadata={"help": "Where the key is hidden: per cent of the text before it. 0 is the beginning."},
+    )
+    trials: int = option(1, help="Keys for each length and depth.")
+    needle: str = option(
+        "passkey",
+        help="What is hidden: 'passkey' (the papers' sentences), 'number' (said once, about something), 'word' (no "
+        "digits that stand out).",
+    )
+    filler: str = option(
+        REPEAT,
+        help="The text around it: 'repeat' (the papers' sentences about grass, over and over) or a file of real text, "
+        "such as books (.txt, .jsonl, .jsonl.gz, .parquet), of which each case takes another part.",
+    )
+    text_field: str = option("text", help="The field of a JSON line of the filler, or the column, that holds its text.")
+    cache_size: int | None = option(
+        None, help="Entries that the memory holds. Default: as many as the adapter was trained with."
+    )
+    forget: bool = option(
+        False, help="Let the memory forget the beginning of texts that it cannot hold. Default: that is an error."
+    )
+    limit: int | None = option(None, help="Only so many cases of each length, for a try.")
+    seed: int = option(0, help="Fixes the keys, and which parts of the filler are taken.")
+    overwrite: bool = option(False, help="Start anew where there are answers of other settings.")
+    plots: bool = option(True, help="Draw the heat map (needs matplotlib).")
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise ValueError("There are no --lengths.")
+        if self.needle not in NEEDLES:
+            raise ValueError(f"needle {self.needle!r} is none of {', '.join(NEEDLES)}.")
+        if not self.depths or any(not 0 <= depth <= 100 for depth in self.depths):
+            raise ValueError(f"depths are per cent, 0 to 100, got {self.depths}.")
+        for name in ("trials", "limit", "cache_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}.")
+
+    @property
+    def tokens(self) -> list[int]:
+        """The lengths as numbers, the shortest first."""
+        return sorted({parse_length(length) for length in self.lengths})
+
+
+PasskeyOptions._argument_group_name = "passkey"  # type: ignore[attr-defined]
+
+
+def parse_length(text: str) -> int:
+    """`4096`, `4K` or `1M` as a number.
+
+    Raises:
+        ValueError: another form, or 0.
+    """
+    match = re.fullmatch(r"(\d+)([KM]?)", text.upper())
+    if match is None or int(match[1]) == 0:
+        raise ValueError(f"lengths: {text!r} is no number of tokens such as 5000, 4K or 1M.")
+    return int(match[1]) * UNITS[match[2]]
+
 
 COMMAND = "cacheformers passkey"
 DESCRIPTION = (
@@ -157,3 +244,70 @@ def evaluate(plan: Plan, arguments: list[str]) -> None:
     if options.plots:
         save_heat_map(folder, result)
     print(f"\n{text}\nAnswers, result.json, table and heat map are in {folder}")
+
+
+def check_cases(
+    maker: PromptMaker, cases: Sequence[Case], base: PretrainedConfig, memory: Any, options: PasskeyOptions
+) -> None:
+    """Raise ValueError if a prompt is too short for its needle, or too long for the model.
+
+    Args:
+        memory: see `remembering.memory_config`.
+    """
+    size = getattr(memory, "cache_size", None)
+    if size is None and (options.cache_size is not None or options.forget):
+        raise ValueError("--cache_size and --forget are for a memory of limited size, which this model has not.")
+    size = options.cache_size or size
+    if memory is None:
+        positions = base.get_text_config().max_position_embeddings
+        remedy = " and no memory. Give shorter --lengths, or an --adapter with a memory."
+    else:
+        positions = counted_positions(base, memory)
+        remedy = ", through which this memory counts on. Give shorter --lengths, or an --adapter of another method."
+    for case in cases:
+        maker.room(case)
+        context, needed = case.length - len(maker.parts(case)[2]), case.length + maker.new_tokens(case)
+        if positions is not None and needed > positions:
+            raise ValueError(
+                f"A prompt of {case.length:,} tokens and its answer take {needed:,} positions, but the model has "
+                f"{positions:,}{remedy}"
+            )
+        if size is not None and context > size and not options.forget:
+            raise ValueError(
+                f"Before the question of a prompt of {case.length:,} tokens stand {context:,}, but the memory holds "
+                f"{size:,}. Give a larger --cache_size or shorter --lengths, or let it forget the beginning with "
+                "--forget."
+            )
+
+
+def answer_cases(
+    model: nn.Module,
+    maker: PromptMaker,
+    cases: Sequence[Case],
+    predictions: Predictions,
+    remembers: bool,
+    cache_size: int | None,
+) -> None:
+    """Answer the cases that are not done, in this process its share of them."""
+    state = PartialState()
+    left = [case for case in cases if case.id not in predictions.done[str(case.length)]]
+    own = left[state.process_index :: state.num_processes]
+    bar = tqdm(
+        total=sum(case.length for case in own),
+        unit=" tokens",
+        unit_scale=True,
+        desc="Passkeys",
+        disable=not state.is_main_process,
+    )
+    with bar:
+        for case in own:
+            if state.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(state.device)
+            start, length = time.perf_counter(), str(case.length)
+            prompt, task = maker(case), Task("passkey", SYNTHETIC, "exact", maker.new_tokens(case))
+            [row] = answer(model, maker.tokenizer, [prompt], task, remembers, cache_size)
+            text = str(maker.tokenizer.decode(row, skip_special_tokens=True))
+            line = {"pred": text, "key": case.key, "score": maker.wording.score(text, case.key), "_id": case.id}
+            cost = {"seconds": time.perf_counter() - start, "peak_bytes": peak_bytes(model)}
+            predictions.append(length, [line], [{"task": length, "_id": case.id, **cost}])
+            bar.update(case.length)

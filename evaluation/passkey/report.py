@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cacheformers.common.environment import origin_lines
-from cacheformers.evaluation.passkey.prompts import Case
-from cacheformers.evaluation.passkey.wordings import Wording
+from cacheformers.evaluation.passkey.prompts import Case, Wording
 from cacheformers.evaluation.plots import can_draw, new_figure
-from cacheformers.evaluation.tokens import short
+from cacheformers.evaluation.run import short
 from cacheformers.hub.card import cells
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cacheformers.modeling.attach import active_options, find_decoder, layer_devices, match_rows, unwrap
 from cacheformers.modeling.cache import MemoryCache
-from cacheformers.modeling.files.index import Index, MemoryFileError, Piece, Row, Store, read_index
-from cacheformers.modeling.files.shards import DTYPES, Shards
+from cacheformers.modeling.files.index import DTYPES, Index, MemoryFileError, Piece, Row, Shards, Store, read_index
 from cacheformers.modeling.memory import BaseShape
 from cacheformers.modeling.method import method_named
 from cacheformers.modeling.origin import Origin, Source, tokenizer_hash

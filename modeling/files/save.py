@@ -17,6 +17,7 @@ from cacheformers.modeling.files.index import (
     FORMAT,
     INDEX,
     LOCK,
+    NAMES,
     OWN_FILE,
     Index,
     MemoryFileError,
@@ -24,10 +25,11 @@ from cacheformers.modeling.files.index import (
     Reader,
     Row,
     Store,
+    describe,
     read_index,
     sync,
+    write_file,
 )
-from cacheformers.modeling.files.shards import NAMES, describe, write_file
 from cacheformers.modeling.origin import Source
 from cacheformers.modeling.search.store import Ring
 
