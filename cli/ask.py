@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from numpy.ma import masked_where
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase, TextStreamer
 
 import cacheformers
 from cacheformers.cli.inspection import kept
 from cacheformers.cli.model import load_model
+from cacheformers.evaluation.plots import heat_map, save_figures
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import read_index
 from cacheformers.modeling.tracing import Trace
@@ -82,8 +84,8 @@ def answer(
     if options.explain:
         tokens = [str(tokenizer.decode([token])) for token in produced[0, ids.shape[1] :].tolist()]
         print_tokens(trace, tokens)
-        heat_map(trace, tokens, picture, question)
-        print(f"\nHeat map: {picture}")
+        if save_figures({picture: lambda: draw(trace, tokens, question)}):
+            print(f"\nHeat map: {picture}")
 
 
 def prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> Tensor:
@@ -136,36 +138,21 @@ def gone_bins(table: Tensor, length: int, forgotten: int) -> Tensor:
     return (ends <= forgotten) & (table == 0)
 
 
-def heat_map(trace: Trace, tokens: list[str], path: Path, title: str) -> None:
-    """Draw which parts of the document each token of the answer retrieved; what the memory has forgotten is gray.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is missing; says how to install it.
-    """
-    try:
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError('The heat map needs matplotlib: pip install "cacheformers[eval]"') from error
-    from numpy.ma import masked_where
+def draw(trace: Trace, tokens: list[str], title: str) -> Figure:
+    """Draw which parts of the document each token of the answer retrieved; what the memory has forgotten is gray."""
+    from matplotlib import colormaps
 
     length = trace.memory.tokens_read[0]
     forgotten = length - trace.memory.tokens_kept[0]
     table = counts(trace.chosen, length)
-    gone = gone_bins(table, length, forgotten)
-    figure: Figure = Figure(figsize=(9, 1.5 + 0.16 * len(tokens)), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    image = axes.imshow(
-        masked_where(gone.numpy(), table.numpy()),
-        aspect="auto",
+    figure, (axes,) = heat_map(
+        {title: masked_where(gone_bins(table, length, forgotten).numpy(), table.numpy())},
+        ("token of the document" + (f" (gray: the first {forgotten:,}, forgotten)" if forgotten else ""), ""),
+        "times retrieved",
+        (9, 1.5 + 0.16 * len(tokens)),
+        [quoted(token) for token in tokens],
         cmap=colormaps["magma_r"].with_extremes(bad=FORGOTTEN),
-        extent=(0, length, len(tokens), 0),
+        extent=(0, length, len(tokens) - 0.5, -0.5),
     )
-    axes.set_yticks([number + 0.5 for number in range(len(tokens))], [quoted(token) for token in tokens], fontsize=7)
-    for label in axes.get_yticklabels():
-        label.set_parse_math(False)
-    axes.set_xlabel("token of the document" + (f" (gray: the first {forgotten:,}, forgotten)" if forgotten else ""))
-    axes.set_title(title, parse_math=False, fontsize=9)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    figure.colorbar(image, label="times retrieved")
-    figure.savefig(path)
+    return figure

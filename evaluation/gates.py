@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import html
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from cacheformers.adapters.folders import new_folder
+from cacheformers.common.files import write_json
 from cacheformers.evaluation.loading import own_tokenizer
-from cacheformers.evaluation.plots import COLOURS, GREY, beside, can_draw, new_figure
+from cacheformers.evaluation.plots import COLOURS, GREY, beside, heat_map, new_figure, save_figures
 from cacheformers.evaluation.texts import raw_text
 from cacheformers.methods.gated_attention.gated_attention import fix_heads
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions
@@ -127,11 +128,12 @@ def draw_shares(given: argparse.Namespace, model: nn.Module, options: InfiniAtte
     print(f"Share of the memory: mean {found.mean():.3f}, {found.min():.3f} to {found.max():.3f}")
     result = {"model": given.model, "layers": list(options.layers), "shares": found.tolist()}
     write_json(given.output / "shares.json", result)
-    save_figure(given.output / "shares.png", lambda: share_map(options.layers, found))
+    figures = {given.output / "shares.png": lambda: share_map(options.layers, found)}
     training = Path(given.model) / "train_result.json"
     if training.is_file():
         log = [entry for entry in json.loads(training.read_text(encoding="utf-8"))["log"] if "share_histogram" in entry]
-        save_figure(given.output / "shares_history.png", lambda: share_history(log))
+        figures[given.output / "shares_history.png"] = lambda: share_history(log)
+    save_figures(figures)
 
 
 # Gated attention
@@ -175,7 +177,7 @@ def draw_gates(given: argparse.Namespace, model: nn.Module, options: GatedAttent
         heads = sum(map(len, far_heads.values()))
         print(f"{heads} of {len(far_heads) * options.base.kv_heads} kv heads see everything: {given.save}")
     write_json(given.output / "gates.json", result)
-    save_figure(given.output / "gates.png", lambda: by_layer(means, options.gate_per, histogram))
+    save_figures({given.output / "gates.png": lambda: by_layer(means, options.gate_per, histogram)})
     for number, text in enumerate(texts):
         values = token_means(text)
         file = given.output / f"text_{number}.html"
@@ -250,11 +252,6 @@ def save_fixed(model: nn.Module, far_heads: dict[int, Any], tokenizer: PreTraine
         tokenizer.save_pretrained(draft)
 
 
-def write_json(path: Path, result: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 PAGE = """<!DOCTYPE html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
 <style>
@@ -271,26 +268,20 @@ shows when pointed at. <span class="near">Gray</span> tokens have nothing beyond
 """
 
 
-def save_figure(path: Path, draw: Callable[[], Figure]) -> None:
-    """Draw into a file; says how to install matplotlib where it is missing."""
-    if not can_draw(path.name):
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draw().savefig(path)
-
-
 def share_map(layers: Sequence[int], shares: Tensor) -> Figure:
-    """The memory's share in every head: `[layers, heads]`, the top layer above."""
+    """Draw the memory's share in every head, `[layers, heads]`, the top layer above."""
     count, heads = shares.shape
-    figure, (axes,) = new_figure("Share of the memory, sigmoid(beta)", ["layer"])
-    figure.set_size_inches(max(5, 0.4 * heads + 3), max(3, 0.35 * count + 1.5))
-    axes.grid(False)
-    image = axes.imshow(shares.cpu().numpy(), cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
-    axes.set_yticks(range(count), [str(layer) for layer in layers])
-    axes.set_xticks(range(heads))
-    axes.set_xlabel("head")
-    figure.colorbar(image, ax=axes, label="0: local attention, 1: memory")
-    return figure
+    return heat_map(
+        {"Share of the memory, sigmoid(beta)": shares.cpu().numpy()},
+        ("head", "layer"),
+        "0: local attention, 1: memory",
+        (max(5, 0.4 * heads + 3), max(3, 0.35 * count + 1.5)),
+        [str(layer) for layer in layers],
+        [str(head) for head in range(heads)],
+        vmin=0,
+        vmax=1,
+        origin="lower",
+    )[0]
 
 
 def share_history(log: Sequence[Mapping[str, Any]]) -> Figure:

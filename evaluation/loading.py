@@ -8,18 +8,43 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from peft import PeftConfig
+from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from cacheformers.adapters.folders import load_adapter_config
+from cacheformers.common.base_model import ModelOptions, base_config, base_folder, load_base, load_tokenizer
+from cacheformers.common.gguf_base import is_gguf
 from cacheformers.modeling.attach import base_shape
 from cacheformers.modeling.composite import CompositeConfig
 from cacheformers.modeling.method import is_method
 from cacheformers.modeling.whole import WholeConfig
 
 
+def prepare(
+    model: ModelOptions, adapter: str | None
+) -> tuple[PartialState, PretrainedConfig, PreTrainedTokenizerBase, PeftConfig | None]:
+    """Start the processes, and return them, the base's configuration and tokenizer, and the adapter's configuration.
+
+    Raises:
+        OSError, ValueError, ImportError: something is missing or damaged.
+    """
+    state = make_state(model.device)
+    if is_gguf(model.base):
+        with state.main_process_first():  # it is converted once
+            base_folder(model.base)
+    config = None if adapter is None else load_adapter_config(adapter)
+    return state, base_config(model.base), load_tokenizer(model.base), config
+
+
+def load(model: ModelOptions, adapter: str | None, device: torch.device, **changes: Any) -> nn.Module:
+    """Load a base model, its configuration changed, and an adapter on it, for evaluation."""
+    base = load_base(model, device, **changes)[0]
+    return (base if adapter is None else PeftModel.from_pretrained(base, adapter)).eval()
+
+
 def make_state(device: str) -> PartialState:
-    """However many processes the launcher has started, each with a device of its own."""
+    """Join the processes that the launcher has started, each with a device of its own."""
     state = PartialState(
         cpu=device == "cpu" or not torch.accelerator.is_available(),
         timeout=timedelta(days=7),  # those that are done first wait for the others
@@ -29,7 +54,7 @@ def make_state(device: str) -> PartialState:
 
 
 def peak_bytes(model: nn.Module) -> int:
-    """The most memory so far: of the GPU, or of the process on a CPU."""
+    """Return the most memory used so far: of the GPU, or of the process on a CPU."""
     device = next(model.parameters()).device
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -37,7 +62,7 @@ def peak_bytes(model: nn.Module) -> int:
 
 
 def memory_config(base: PretrainedConfig, adapter: PeftConfig | None) -> Any:
-    """The configuration that has the memory's options; None if there is no memory.
+    """Return the configuration that has the memory's options; None without a memory.
 
     Raises:
         ValueError: the model looks ahead, so it cannot generate.
@@ -71,12 +96,12 @@ def counted_positions(base: PretrainedConfig, memory: Any) -> int | None:
 
 
 def own_base(adapter: str) -> str:
-    """The base model that an adapter was trained on."""
+    """Return the name of the base model that an adapter was trained on."""
     return PeftConfig.from_pretrained(adapter).base_model_name_or_path or ""
 
 
 def own_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of an adapter or a model, or, of an adapter that was saved without one, its base model's."""
+    """Load the tokenizer of an adapter or a model; that of its base for an adapter saved without one."""
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):

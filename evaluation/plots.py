@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,37 +28,33 @@ HATCHES = ("", "//", "..", "xx", "\\\\", "++", "--")
 GREY = "#555555"
 
 
-def can_draw(what: str) -> bool:
-    """Whether matplotlib is there; says what is left out without it, and how to get it."""
-    found = importlib.util.find_spec("matplotlib") is not None
-    if not found:
-        print(f'{what} is left out, because it needs matplotlib: pip install "cacheformers[eval]"')
-    return found
+def save_figures(figures: Mapping[Path, Callable[[], Figure]]) -> list[Path]:
+    """Draw into files and return those; without matplotlib, say what is left out and how to get it."""
+    for path, draw in figures.items():
+        if importlib.util.find_spec("matplotlib") is None:
+            print(f'{path.name} is left out, because it needs matplotlib: pip install "cacheformers[eval]"')
+            return []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw().savefig(path)
+    return list(figures)
 
 
 def save_plots(folder: str | Path, runs: dict[str, Run], losses: Sequence[float] = ()) -> list[Path]:
-    """Draw what there is to draw, and return the files; says how to install matplotlib where it is missing.
+    """Draw what there is to draw, and return the files.
 
     Args:
         folder: gets position.png, token_class.png, cache_size.png and training_loss.png.
         runs: over the same documents; may be empty.
         losses: of the training steps, in nats.
     """
-    if not can_draw("Every plot"):
-        return []
-    figures: dict[str, Figure] = {}
+    figures: dict[str, Callable[[], Figure]] = {}
     if runs:
-        figures |= {"position": by_position(runs), "token_class": by_class(runs)}
+        figures |= {"position": lambda: by_position(runs), "token_class": lambda: by_class(runs)}
     if sum(is_sized(run) for run in runs.values()) > 1:
-        figures["cache_size"] = by_cache_size(runs)
+        figures["cache_size"] = lambda: by_cache_size(runs)
     if len(losses):
-        figures["training_loss"] = training_loss(losses)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    files = []
-    for name, figure in figures.items():
-        files.append(Path(folder) / f"{name}.png")
-        figure.savefig(files[-1])
-    return files
+        figures["training_loss"] = lambda: training_loss(losses)
+    return save_figures({Path(folder) / f"{name}.png": draw for name, draw in figures.items()})
 
 
 def by_position(runs: dict[str, Run]) -> Figure:
@@ -85,21 +81,13 @@ def by_class(runs: dict[str, Run]) -> Figure:
 
     figure, panels = panels_for(runs, "Perplexity by the token's last occurrence")
     classes = list(runs[reference(runs)].by_class.values())
-    width = 0.8 / len(runs)
+    style: dict[str, Any] = {"error_kw": {"elinewidth": 1, "capsize": 2, "ecolor": GREY}}
     for number, (name, run) in enumerate(runs.items()):
-        measures = list(run.by_class.values())
-        places = np.arange(len(classes)) + beside(number, len(runs), 0.8 - width)
-        style: dict[str, Any] = {
-            "width": width * 0.92,
-            "color": COLOURS[number % 8],
-            "edgecolor": "white",
-            "hatch": HATCHES[number % 7],
-            "error_kw": {"elinewidth": 1, "capsize": 2, "ecolor": GREY},
-        }
-        panels[0].bar(places, [measure.perplexity for measure in measures], yerr=reach(measures), label=name, **style)
+        values, margins = perplexities(run.by_class.values())
+        bars(panels[0], number, len(runs), values, yerr=margins, label=name, **style)
         for axes in panels[1:]:
-            values, margins = differences(measures, classes)
-            axes.bar(places, values, yerr=margins, **style)
+            values, margins = differences(run.by_class.values(), classes)
+            bars(axes, number, len(runs), values, yerr=margins, **style)
     panels[0].set(yscale="log", ylabel="perplexity per token\n(log scale)")
     panels[0].yaxis.set_major_formatter(LogFormatter())
     panels[0].yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2.5, 0.5)))
@@ -121,7 +109,7 @@ def by_cache_size(runs: dict[str, Run]) -> Figure:
     ):
         places = np.arange(start, start + len(shown))
         style: dict[str, Any] = {"color": color, "marker": "o", "linestyle": line, "capsize": 3, "elinewidth": 1}
-        panels[0].errorbar(places, [measure.perplexity for measure in shown], reach(shown), **style)
+        panels[0].errorbar(places, *perplexities(shown), **style)
         values, margins = differences(shown, [chosen] * len(shown))
         panels[1].errorbar(places, values, margins, **style)
     labels = [*names, *(name.replace(" ", "\n") for name in others)]
@@ -178,6 +166,50 @@ def new_figure(title: str, labels: Sequence[str], sharex: bool = True) -> tuple[
     return figure, panels
 
 
+def heat_map(
+    panels: Mapping[str, Any],
+    axis_labels: tuple[str, str],
+    color_label: str,
+    size: tuple[float, float],
+    rows: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+    **style: Any,
+) -> tuple[Figure, list[Axes]]:
+    """Draw tables of numbers `[rows, columns]` as colors, up to four panels beside each other, with one color bar.
+
+    Args:
+        panels: by title.
+        axis_labels: of columns and of rows.
+        rows, columns: what the ticks say. Default: numbers.
+        style: options of `imshow`.
+    """
+    from matplotlib.figure import Figure
+
+    across = min(len(panels), 4)
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    drawn = figure.subplots(-(-len(panels) // across), across, sharex=True, sharey=True, squeeze=False)
+    for axes, (title, values) in zip(drawn.flat, panels.items(), strict=False):
+        image = axes.imshow(values, **{"cmap": "cividis", "aspect": "auto", **style})
+        axes.set_title(title, parse_math=False, fontsize=9)
+        if columns is not None:
+            axes.set_xticks(range(len(columns)), columns)
+        if rows is not None:
+            axes.set_yticks(range(len(rows)), rows, fontsize=8, parse_math=False)
+    for axes in drawn.flat[len(panels) :]:
+        axes.set_visible(False)
+    figure.supxlabel(axis_labels[0], fontsize=9)
+    figure.supylabel(axis_labels[1], fontsize=9)
+    figure.colorbar(image, ax=drawn, label=color_label)
+    return figure, list(drawn.flat[: len(panels)])
+
+
+def bars(axes: Axes, number: int, count: int, heights: Any, **style: Any) -> None:
+    """Draw the `number`-th of `count` bars that are beside each other in every group."""
+    width = 0.8 / count
+    look: dict[str, Any] = {"color": COLOURS[number % 8], "hatch": HATCHES[number % 7], "edgecolor": "white"}
+    axes.bar(np.arange(len(heights)) + beside(number, count, 0.8 - width), heights, width * 0.92, **look, **style)
+
+
 def ticks(axes: Axes, parts: dict[str, Measure], label: str) -> None:
     """Name the parts of the tokens below the axis, each with how many tokens it has."""
     names = [f"{textwrap.fill(name, 16)}\n({measure.tokens:,})" for name, measure in parts.items()]
@@ -185,25 +217,27 @@ def ticks(axes: Axes, parts: dict[str, Measure], label: str) -> None:
     axes.set_xlabel(label)
 
 
-def differences(measures: Sequence[Measure], others: Sequence[Measure]) -> tuple[Any, Any]:
-    """By how many percent measures differ from others, `[measures]`, and how far the intervals reach."""
+def differences(measures: Iterable[Measure], others: Iterable[Measure]) -> tuple[Any, Any]:
+    """Return by how many percent measures differ from others, `[measures]`, and how far the intervals reach."""
     found = [compare(measure, other) for measure, other in zip(measures, others, strict=True)]
-    ends = [comparison.interval or (comparison.ratio, comparison.ratio) for comparison in found]
     ratios = np.array([comparison.ratio for comparison in found])
-    return 100 * (ratios - 1), 100 * between(ratios, ends)
+    return 100 * (ratios - 1), 100 * reach(ratios, [comparison.interval for comparison in found])
 
 
-def reach(measures: Sequence[Measure]) -> Any:
-    """How far intervals reach below and above, `[2, measures]`; 0 where there is none."""
-    values = np.array([measure.perplexity for measure in measures])
-    return between(values, [measure.interval or (measure.perplexity, measure.perplexity) for measure in measures])
+def perplexities(measures: Iterable[Measure]) -> tuple[Any, Any]:
+    """Return perplexities, `[measures]`, and how far the intervals reach."""
+    shown = list(measures)
+    values = np.array([measure.perplexity for measure in shown])
+    return values, reach(values, [measure.interval for measure in shown])
 
 
-def between(values: Any, ends: Sequence[tuple[float, float]]) -> Any:
-    low, high = np.array(ends).T if len(ends) else (values, values)
+def reach(values: Any, intervals: Sequence[tuple[float, float] | None]) -> Any:
+    """Return how far intervals reach below and above values, `[2, values]`; 0 where there is none."""
+    ends = [interval or (value, value) for value, interval in zip(values, intervals, strict=True)]
+    low, high = np.array(ends).reshape(-1, 2).T
     return np.maximum([values - low, high - values], 0)
 
 
 def beside(number: int, count: int, width: float) -> float:
-    """Where the `number`-th of `count` things beside each other stands around 0, the outermost `width` apart."""
+    """Return the place around 0 of the `number`-th of `count` things side by side, the outermost `width` apart."""
     return width * (number / (count - 1) - 0.5) if count > 1 else 0.0

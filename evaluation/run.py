@@ -33,18 +33,8 @@ def perplexity_interval(nats: Floats, tokens: Floats, seed: int = 0) -> tuple[fl
     nats, tokens = nats[tokens > 0], tokens[tokens > 0]
     if len(nats) < 2:
         return None
-    return middle(np.exp(resampled_rates(nats, tokens, seed)))
-
-
-def ratio_interval(nats: Floats, other_nats: Floats, tokens: Floats, seed: int = 0) -> tuple[float, float] | None:
-    """The same for the ratio of two perplexities over the same tokens: both are taken from the same drawn documents."""
-    return perplexity_interval(nats - other_nats, tokens, seed)
-
-
-def resampled_rates(nats: Floats, tokens: Floats, seed: int) -> Floats:
-    """Nats per token of each resample, `[RESAMPLES]`."""
     drawn = draws(len(nats), seed)
-    return nats[drawn].sum(1) / tokens[drawn].sum(1)
+    return middle(np.exp(nats[drawn].sum(1) / tokens[drawn].sum(1)))
 
 
 @lru_cache(maxsize=4)  # one set of documents is asked about many times
@@ -137,6 +127,13 @@ class Measure:
         }
 
     @classmethod
+    def of(cls, losses: Sequence[Losses], masks: Sequence[NDArray[np.bool_]]) -> Measure:
+        """Measure the tokens of each document that are in its mask."""
+        picked = [each[mask] for each, mask in zip(losses, masks, strict=True)]
+        nats, tokens = [each.sum(dtype=np.float64) for each in picked], [float(len(each)) for each in picked]
+        return cls(np.array(nats), np.array(tokens))
+
+    @classmethod
     def from_dict(cls, numbers: dict[str, Any]) -> Measure:
         """What `as_dict` gave."""
         return cls(np.array(numbers["nats_by_document"]), np.array(numbers["tokens_by_document"]))
@@ -151,9 +148,9 @@ class Comparison:
 
 
 def compare(measure: Measure, other: Measure) -> Comparison:
-    """The perplexity of `measure` as a multiple of that of `other`, which is about the same tokens."""
-    interval = ratio_interval(measure.nats_by_document, other.nats_by_document, measure.tokens_by_document)
-    return Comparison(measure.perplexity / other.perplexity, interval)
+    """Return the perplexity of `measure` as a multiple of that of `other`, over the same tokens and drawn documents."""
+    nats = measure.nats_by_document - other.nats_by_document
+    return Comparison(measure.perplexity / other.perplexity, perplexity_interval(nats, measure.tokens_by_document))
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,25 +241,19 @@ def measure(
         segment_tokens, window_tokens: the configured local window, by which tokens are told apart (also where a control
             read with a longer one).
     """
-
-    def chosen(masks: Sequence[NDArray[np.bool_]]) -> Measure:
-        picked = [each[mask] for each, mask in zip(losses, masks, strict=True)]
-        nats = [each.sum(dtype=np.float64) for each in picked]
-        return Measure(np.array(nats), np.array([float(len(each)) for each in picked]))
-
     places = [np.arange(len(each)) for each in losses]
     edges = position_edges(max(map(len, places)), segment_tokens)
     classes = [token_classes(document.ids.numpy(), segment_tokens, window_tokens) for document in documents]
     return Run(
         [document.name for document in documents],
         sum(document.characters for document in documents),
-        chosen([np.ones(len(each), bool) for each in losses]),
+        Measure.of(losses, [np.ones(len(each), bool) for each in losses]),
         {
-            bucket_name(start, end): chosen([(start <= place) & (place < end) for place in places])
+            bucket_name(start, end): Measure.of(losses, [(start <= place) & (place < end) for place in places])
             for start, end in pairwise(edges)
         },
         {
-            name: chosen([found == number for found in classes])
+            name: Measure.of(losses, [found == number for found in classes])
             for number, name in enumerate(CLASSES)
             if any((found == number).any() for found in classes)
         },

@@ -8,7 +8,6 @@ The table is that of the paper (Table 5) for one layer and head; the picture (it
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cacheformers.evaluation.plots import can_draw
+from cacheformers.common.files import write_json
+from cacheformers.evaluation.plots import heat_map, save_figures
 from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions
 from cacheformers.methods.cacheformer.modeling import CacheFormerForCausalLM
 
@@ -81,29 +81,26 @@ def shares(lists: Tensor, segments: int) -> Tensor:
     return hits[..., :segments].mean(0)
 
 
-def heat_map(options: CacheFormerOptions, layers: list[Tensor]) -> Figure:
-    """A panel a layer: which segments (across) each token (down) retrieves, and how many heads agree.
+def draw(options: CacheFormerOptions, layers: list[Tensor]) -> Figure:
+    """Draw a panel a layer: which segments (across) each token (down) retrieves, and how many heads agree.
 
-    The line is where a token stands: what is right of it has not been read.
+    The line is where a token is: what is right of it has not been read.
     """
-    from matplotlib.figure import Figure
-
     time, wide = layers[0].shape[1], min(len(layers), 4)
-    segments, rows = -(-time // options.pool_tokens), -(-len(layers) // wide)
-    size = (1.5 + 2.6 * wide, 1 + 2.6 * rows)
-    figure = Figure(figsize=size, dpi=150, layout="constrained")
-    panels = figure.subplots(rows, wide, sharex=True, sharey=True, squeeze=False)
-    for number, axes in enumerate(panels.flat):
-        if number >= len(layers):
-            axes.set_visible(False)
-            continue
-        style: dict[str, Any] = {"cmap": "magma_r", "aspect": "auto", "interpolation": "none", "vmin": 0, "vmax": 1}
-        image = axes.imshow(shares(layers[number], segments).numpy(), extent=(0, segments, time, 0), **style)
+    segments = -(-time // options.pool_tokens)
+    figure, panels = heat_map(
+        {f"layer {number}": shares(lists, segments).numpy() for number, lists in enumerate(layers)},
+        (f"segment ({options.pool_tokens} tokens)", "token"),
+        "share of key-value heads that retrieve it",
+        (1.5 + 2.6 * wide, 1 + 2.6 * -(-len(layers) // wide)),
+        extent=(0, segments, time, 0),
+        cmap="magma_r",
+        interpolation="none",
+        vmin=0,
+        vmax=1,
+    )
+    for axes in panels:
         axes.plot([0, time / options.pool_tokens], [0, time], color="#56B4E9", linewidth=0.8)
-        axes.set_title(f"layer {number}", fontsize=9)
-    figure.supxlabel(f"segment ({options.pool_tokens} tokens)", fontsize=9)
-    figure.supylabel("token", fontsize=9)
-    figure.colorbar(image, ax=panels, label="share of key-value heads that retrieve it")
     return figure
 
 
@@ -157,7 +154,6 @@ def run(given: argparse.Namespace) -> None:
     print(f"Layer {given.layer}, head {given.head}, {ids.shape[1]:,} tokens:")
     print(table(options, layers[given.layer][given.head]))
 
-    given.output.mkdir(parents=True, exist_ok=True)
     result = {
         "model": given.model,
         "text": given.text.name,
@@ -168,9 +164,8 @@ def run(given: argparse.Namespace) -> None:
             for lists in layers
         ],
     }
-    (given.output / "segments.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
-    if can_draw("The heat map"):
-        heat_map(options, layers).savefig(given.output / "segments.png")
+    write_json(given.output / "segments.json", result)
+    save_figures({given.output / "segments.png": lambda: draw(options, layers)})
     print(f"Written to {given.output}")
 
 

@@ -7,7 +7,6 @@ cacheformers perplexity --base BASE --adapter ADAPTER --mode memory --texts book
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -19,19 +18,17 @@ from typing import Any, Literal
 import numpy as np
 from accelerate import PartialState
 from numpy.typing import NDArray
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig
 from torch import nn
 from transformers import PretrainedConfig
 
-from cacheformers.adapters.folders import load_adapter_config
-from cacheformers.common.base_model import ModelOptions, base_config, base_folder, load_base, load_tokenizer
+from cacheformers.common.base_model import ModelOptions
 from cacheformers.common.environment import environment, origin_lines
-from cacheformers.common.files import write_text
-from cacheformers.common.gguf_base import is_gguf
+from cacheformers.common.files import write_json
 from cacheformers.common.recipe import RecipeParser, option
 from cacheformers.evaluation.held_out import HeldOut, Losses, token_nats, window_nats
-from cacheformers.evaluation.loading import make_state, memory_config
-from cacheformers.evaluation.plots import by_position, can_draw
+from cacheformers.evaluation.loading import load, memory_config, prepare
+from cacheformers.evaluation.plots import by_position, save_figures
 from cacheformers.evaluation.readers import Decoding, Remembering
 from cacheformers.evaluation.run import Measure, Run, between, bucket_name, position_edges, table
 from cacheformers.evaluation.texts import Text, read_texts
@@ -115,19 +112,12 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = RecipeParser([ModelOptions, PerplexityOptions], "The perplexity of a model on texts.")
     model, options = parser.parse(arguments)
-    state = make_state(model.device)
     try:
-        if is_gguf(model.base):
-            with state.main_process_first():  # it is converted once
-                base_folder(model.base)
-        config, tokenizer = base_config(model.base), load_tokenizer(model.base)
-        adapter = None if options.adapter is None else load_adapter_config(options.adapter)
+        state, config, tokenizer, adapter = prepare(model, options.adapter)
         windows = check(options, model.base, config, adapter)
         texts = read_texts(options.texts, tokenizer, options.text_field, options.bos, options.documents, options.tokens)
         Path(options.output).mkdir(parents=True, exist_ok=True)
-        loaded: nn.Module = load_base(model, state.device)[0]
-        if options.adapter is not None:
-            loaded = PeftModel.from_pretrained(loaded, options.adapter)
+        loaded = load(model, options.adapter, state.device)
     except (OSError, ValueError, ImportError) as error:
         parser.error(str(error))
     try:
@@ -203,7 +193,7 @@ def make_result(
     name = Path(options.adapter or model.base).name
     counts = {unit: sum(getattr(text, unit) for text in texts) for unit in ("tokens", "words", "characters", "bytes")}
     counts["words"] = options.words or counts["words"]
-    total = chosen(losses, [np.isfinite(each) for each in losses])
+    total = Measure.of(losses, [np.isfinite(each) for each in losses])
     return {
         "name": f"{name}-{options.mode}{'-stepwise' if options.stepwise else ''}",
         "kind": "perplexity",
@@ -212,8 +202,8 @@ def make_result(
         "texts": {**counts, "documents": [text.name for text in texts]},
         **rates(total, counts),
         **total.as_dict(),
-        "by_position": as_dicts(positions(losses)),
-        "by_place_in_window": as_dicts(places_in_window(losses, windows)),
+        "by_position": {name: part.as_dict() for name, part in positions(losses).items()},
+        "by_place_in_window": {name: part.as_dict() for name, part in places_in_window(losses, windows).items()},
         "options": {**asdict(model), **asdict(options)},
         "command": ["cacheformers", "perplexity", *arguments],
         "environment": environment(state.device, state.num_processes, model.base),
@@ -249,30 +239,15 @@ def places_in_window(losses: Sequence[Losses], windows: Windows | None) -> dict[
     return by_place(losses, [np.arange(len(each)) % windows.tokens for each in losses], FIRST_IN_WINDOW)
 
 
-def as_dicts(parts: dict[str, Measure]) -> dict[str, dict[str, Any]]:
-    """For JSON."""
-    return {name: measure.as_dict() for name, measure in parts.items()}
-
-
 def by_place(losses: Sequence[Losses], places: Sequence[NDArray[np.int64]], first: int) -> dict[str, Measure]:
     """By the place that each loss has, in buckets that double from the first one on."""
     edges = position_edges(max(int(place.max()) + 1 for place in places), first)
+    scored = [np.where(np.isfinite(each), place, -1) for each, place in zip(losses, places, strict=True)]
     found = {
-        bucket_name(start, end): chosen(
-            losses,
-            [np.isfinite(each) & (start <= place) & (place < end) for each, place in zip(losses, places, strict=True)],
-        )
+        bucket_name(start, end): Measure.of(losses, [(start <= place) & (place < end) for place in scored])
         for start, end in pairwise(edges)
     }
     return {name: measure for name, measure in found.items() if measure.tokens}
-
-
-def chosen(losses: Sequence[Losses], masks: Sequence[NDArray[np.bool_]]) -> Measure:
-    """The measure of some tokens of each document."""
-    picked = [each[mask] for each, mask in zip(losses, masks, strict=True)]
-    return Measure(
-        np.array([each.sum(dtype=np.float64) for each in picked]), np.array([float(len(each)) for each in picked])
-    )
 
 
 def report(result: dict[str, Any], options: PerplexityOptions) -> None:
@@ -286,11 +261,10 @@ def report(result: dict[str, Any], options: PerplexityOptions) -> None:
         if result[name]:
             values = [f"{part['perplexity']:.3f}" for part in result[name].values()]
             print(f"\n{table([title, *result[name]], [[result['name'], *values]])}")
-    parts = result["by_position"]
     folder = Path(options.output)
-    write_text(folder / "result.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    if options.plots and can_draw("The plot"):
-        measures = {name: Measure.from_dict(part) for name, part in parts.items()}
+    write_json(folder / "result.json", result, indent=1)
+    if options.plots:
+        measures = {name: Measure.from_dict(part) for name, part in result["by_position"].items()}
         run = Run(result["texts"]["documents"], result["texts"]["characters"], Measure.from_dict(result), measures, {})
-        by_position({result["name"]: run}).savefig(folder / "position.png")
+        save_figures({folder / "position.png": lambda: by_position({result["name"]: run})})
     print("\n".join(["", *origin_lines([result]), f"{folder / 'result.json'} has all numbers."]))

@@ -19,7 +19,7 @@ from test_memory_files import assert_equal
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
 import cacheformers
-from cacheformers.cli.ask import counts, gone_bins, heat_map
+from cacheformers.cli.ask import counts, draw, gone_bins
 from cacheformers.cli.main import main
 from cacheformers.modeling.files.index import read_index
 from cacheformers.modeling.tracing import Trace
@@ -253,7 +253,7 @@ def test_what_is_forgotten_is_gray(make_model: Callable[..., PeftModel], ids: to
     assert gray[0].nonzero()[:, 0].tolist() == [place for place in range(35) if place != 20]
     assert gray[1].nonzero()[:, 0].tolist() == list(range(35))
     image = pytest.importorskip("matplotlib.image")
-    heat_map(trace, ["a", "b"], tmp_path / "map.png", "?")
+    draw(trace, ["a", "b"], "?").savefig(tmp_path / "map.png")
     shades = image.imread(tmp_path / "map.png")[..., :3]
     assert ((shades - 0.8).__abs__().max(-1) < 0.01).mean() > 0.1
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from cacheformers.common.base_model import ModelOptions, base_config, base_identity, load_base, weights_identity
+from cacheformers.common.base_model import ModelOptions, base_config, base_identity, weights_identity
 from cacheformers.common.recipe import option
-from cacheformers.evaluation.loading import counted_positions, memory_config
+from cacheformers.evaluation.loading import counted_positions, load, memory_config
 from cacheformers.evaluation.longbench.prompts import Encoded, Prompt, after_context, cut_middle, encode, fill, in_chat
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.retrieval import Retriever, check_retriever, retrieved
@@ -183,10 +183,7 @@ def load_model(method: Method, model: ModelOptions, options: LongBenchOptions, d
     if method.name == "position-interpolation":
         plain = base_config(model.base).rope_parameters
         changes["rope_parameters"] = {**plain, "rope_type": "linear", "factor": options.rope_factor}
-    loaded: PreTrainedModel | PeftModel = load_base(model, device, **changes)[0]
-    if method.adapter is not None:
-        loaded = PeftModel.from_pretrained(loaded, method.adapter)
-    return loaded.eval()
+    return load(model, method.adapter, device, **changes)
 
 
 @dataclass(frozen=True)

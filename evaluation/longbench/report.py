@@ -16,7 +16,7 @@ from cacheformers.common.environment import origin_lines
 from cacheformers.evaluation.longbench.metrics import score
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.tasks import BUCKETS, TASKS, bucket
-from cacheformers.evaluation.plots import COLOURS, HATCHES, MARKERS, beside, can_draw, new_figure
+from cacheformers.evaluation.plots import COLOURS, MARKERS, bars, beside, new_figure, reach
 from cacheformers.evaluation.run import Floats, draws, middle
 from cacheformers.hub.card import cells
 
@@ -208,35 +208,13 @@ def difference(tasks: dict[str, Any], others: dict[str, Any]) -> str:
     return f"{points:+.2f}" + ("" if interval is None else f" ({interval[0]:+.2f} to {interval[1]:+.2f})")
 
 
-def save_plots(folder: Path, results: Sequence[dict[str, Any]]) -> list[Path]:
-    """Draw tasks.png and length.png, and return the files; says how to install matplotlib where it is missing."""
-    if not can_draw("Every plot"):
-        return []
-    folder.mkdir(parents=True, exist_ok=True)
-    files = []
-    for name, figure in (("tasks", by_task(results)), ("length", by_length(results))):
-        files.append(folder / f"{name}.png")
-        figure.savefig(files[-1])
-    return files
-
-
 def by_task(results: Sequence[dict[str, Any]]) -> Figure:
-    """Score by task: bars, a group a task."""
+    """Draw the score by task: bars, a group a task."""
     names = common_tasks(results)
     figure, (axes,) = new_figure("LongBench by task", ["score"])
     figure.set_size_inches(max(8, 0.6 * len(names) + 3), 5)
-    width = 0.8 / len(results)
     for number, result in enumerate(results):
-        places = np.arange(len(names)) + beside(number, len(results), 0.8 - width)
-        axes.bar(
-            places,
-            [result["tasks"][name]["score"] for name in names],
-            width * 0.92,
-            color=COLOURS[number % 8],
-            hatch=HATCHES[number % 7],
-            edgecolor="white",
-            label=result["name"],
-        )
+        bars(axes, number, len(results), [result["tasks"][name]["score"] for name in names], label=result["name"])
     axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
     figure.legend(loc="outside upper center", frameon=False, ncols=3)
     return figure
@@ -251,11 +229,11 @@ def by_length(results: Sequence[dict[str, Any]]) -> Figure:
     shown = [name for name in BUCKETS if counts[name]]
     for number, (result, tasks) in enumerate(zip(results, shared, strict=True)):
         means = np.array([bucket_average(tasks, name) for name in shown])
-        ends = np.array([bucket_interval(tasks, name) for name in shown]).T
+        ends = [bucket_interval(tasks, name) for name in shown]
         axes.errorbar(
             np.arange(len(shown)) + beside(number, len(results), 0.2),
             means,
-            np.maximum([means - ends[0], ends[1] - means], 0),
+            reach(means, ends),
             color=COLOURS[number % 8],
             marker=MARKERS[number % 7],
             capsize=2,

@@ -7,7 +7,6 @@ torchrun --nproc_per_node 8 -m cacheformers.evaluation.passkey passkey.yaml
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
@@ -18,31 +17,23 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from peft import PeftModel
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
-from cacheformers.adapters.folders import load_adapter_config
-from cacheformers.common.base_model import (
-    ModelOptions,
-    base_config,
-    base_folder,
-    load_base,
-    load_tokenizer,
-)
+from cacheformers.common.base_model import ModelOptions
 from cacheformers.common.documents import fingerprint
 from cacheformers.common.environment import environment
-from cacheformers.common.files import write_text
-from cacheformers.common.gguf_base import is_gguf
+from cacheformers.common.files import write_json, write_text
 from cacheformers.common.recipe import RecipeParser, option
-from cacheformers.evaluation.loading import counted_positions, make_state, memory_config, peak_bytes
+from cacheformers.evaluation.loading import counted_positions, load, memory_config, peak_bytes, prepare
 from cacheformers.evaluation.longbench.answers import answer
 from cacheformers.evaluation.longbench.methods import adapter_identity, model_settings
 from cacheformers.evaluation.longbench.predictions import PredictionError, Predictions
 from cacheformers.evaluation.longbench.tasks import SYNTHETIC, Task
 from cacheformers.evaluation.passkey.prompts import NEEDLES, REPEAT, Case, PromptMaker, load_filler, make_cases
-from cacheformers.evaluation.passkey.report import make_result, save_heat_map, table
+from cacheformers.evaluation.passkey.report import draw, make_result, table
+from cacheformers.evaluation.plots import save_figures
 
 UNITS = {"": 1, "K": 1024, "M": 1024 * 1024}
 
@@ -186,14 +177,10 @@ def make_plan(model: ModelOptions, options: PasskeyOptions) -> Plan:
     Raises:
         OSError, ValueError, ImportError: something is; says what to do.
     """
-    state = make_state(model.device)
-    if is_gguf(model.base):
-        with state.main_process_first():  # it is converted once
-            base_folder(model.base)
-    config, tokenizer = base_config(model.base), load_tokenizer(model.base)
+    state, config, tokenizer, adapter = prepare(model, options.adapter)
     if not tokenizer.is_fast:
         raise ValueError(f"The filler's sentences are found with a fast tokenizer, which {model.base} has not.")
-    memory = memory_config(config, None if options.adapter is None else load_adapter_config(options.adapter))
+    memory = memory_config(config, adapter)
     filler = load_filler(options.filler, options.text_field, tokenizer, options.tokens[-1])
     wording = NEEDLES[options.needle]
     maker = PromptMaker(wording, filler, tokenizer, options.seed)
@@ -219,11 +206,9 @@ def evaluate(plan: Plan, arguments: list[str]) -> None:
     """Ask to the end, or go on; write down what came out."""
     options, predictions = plan.options, plan.predictions
     predictions.start(options.overwrite)
-    model: PreTrainedModel | PeftModel = load_base(plan.model, plan.state.device)[0]
-    if options.adapter is not None:
-        model = PeftModel.from_pretrained(model, options.adapter)
+    model = load(plan.model, options.adapter, plan.state.device)
     cases = [case for own in plan.cases.values() for case in own]
-    answer_cases(model.eval(), plan.maker, cases, predictions, plan.remembers, options.cache_size)
+    answer_cases(model, plan.maker, cases, predictions, plan.remembers, options.cache_size)
     answers = predictions.finish(plan.cases)
     if not plan.state.is_main_process:
         return
@@ -239,10 +224,10 @@ def evaluate(plan: Plan, arguments: list[str]) -> None:
         environment=environment(plan.state.device, plan.state.num_processes, plan.model.base),
     )
     folder, text = Path(options.output), table(result)
-    write_text(folder / "result.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    write_json(folder / "result.json", result, indent=1)
     write_text(folder / "table.md", text)
     if options.plots:
-        save_heat_map(folder, result)
+        save_figures({folder / "heatmap.png": lambda: draw(result)})
     print(f"\n{text}\nAnswers, result.json, table and heat map are in {folder}")
 
 

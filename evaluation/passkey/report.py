@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from cacheformers.common.environment import origin_lines
 from cacheformers.evaluation.passkey.prompts import Case, Wording
-from cacheformers.evaluation.plots import can_draw, new_figure
+from cacheformers.evaluation.plots import heat_map
 from cacheformers.evaluation.run import short
 from cacheformers.hub.card import cells
 
@@ -74,7 +73,7 @@ def table(result: dict[str, Any]) -> str:
     names = [short(length) for length in result["lengths"]]
     lines = [cells("depth", *names), cells("---:", *["---:"] * len(names))]
     for depth, row in zip(result["depths"], result["scores"], strict=True):
-        lines.append(cells(f"{depth:g} %", *(shown(score) for score in row)))
+        lines.append(cells(f"{depth:g} %", *("-" if score is None else f"{score:.0f}" for score in row)))
     lines.append(cells("seconds a case", *(f"{seconds:.1f}" for seconds in result["seconds_per_case"])))
     lines.append(cells("peak memory (GiB)", *(f"{size / 2**30:.2f}" for size in result["peak_bytes"])))
     found = sum(case["score"] for case in result["cases"])
@@ -82,29 +81,20 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", total, *origin_lines([result])]) + "\n"
 
 
-def shown(score: float | None) -> str:
-    return "-" if score is None else f"{score:.0f}"
-
-
-def save_heat_map(folder: Path, result: dict[str, Any]) -> None:
-    """Draw heatmap.png; says how to install matplotlib where it is missing."""
-    if not can_draw("The heat map"):
-        return
-    heat_map(result).savefig(folder / "heatmap.png")
-
-
-def heat_map(result: dict[str, Any]) -> Figure:
-    """Depth by length; numbers say the same as colors."""
+def draw(result: dict[str, Any]) -> Figure:
+    """Draw a heat map of depth by length; numbers say the same as colors."""
     scores = np.array(result["scores"], dtype=float)
-    figure, (axes,) = new_figure(f"{result['name']}: keys found (%)", ["depth (% of the text before the key)"])
-    figure.set_size_inches(max(5, 0.8 * scores.shape[1] + 3), max(3, 0.45 * scores.shape[0] + 2))
-    axes.grid(False)
-    image = axes.imshow(scores, cmap="cividis", vmin=0, vmax=100, aspect="auto")
+    figure, (axes,) = heat_map(
+        {f"{result['name']}: keys found (%)": scores},
+        ("tokens of the prompt", "depth (% of the text before the key)"),
+        "",
+        (max(5, 0.8 * scores.shape[1] + 3), max(3, 0.45 * scores.shape[0] + 2)),
+        [f"{depth:g}" for depth in result["depths"]],
+        [short(length) for length in result["lengths"]],
+        vmin=0,
+        vmax=100,
+    )
     for (row, column), score in np.ndenumerate(scores):
         if not np.isnan(score):
             axes.text(column, row, f"{score:.0f}", ha="center", va="center", color="white" if score < 50 else "black")
-    axes.set_xticks(range(scores.shape[1]), [short(length) for length in result["lengths"]])
-    axes.set_yticks(range(scores.shape[0]), [f"{depth:g}" for depth in result["depths"]])
-    axes.set_xlabel("tokens of the prompt")
-    figure.colorbar(image, ax=axes)
     return figure

@@ -134,9 +134,9 @@ class Index:
         os.replace(draft, folder / INDEX)
 
 
-def sync(folder: Path) -> None:
-    """Make sure that a folder's names are on disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -248,8 +248,7 @@ def write_file(path: Path, tensors: dict[str, Tensor]) -> File:
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
     shutil.copymode(path.parent / LOCK, path)  # safetensors makes it private
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    sync(path)
     return File(path.stat().st_size, {name: describe(tensor) for name, tensor in held.items()})
 
 
