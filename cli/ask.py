@@ -29,7 +29,7 @@ PASSAGE, SHOWN = 40, 3  # tokens of a passage, and how many are shown
 
 
 def ask(options: argparse.Namespace) -> None:
-    """Load once, answer every question."""
+    """Load the model once and answer every question."""
     if not all(question.strip() for question in options.questions):
         raise ValueError("There is an empty question.")
     start = time.perf_counter()
@@ -89,7 +89,7 @@ def answer(
 
 
 def prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> Tensor:
-    """The question as ids `[1, tokens]`, through the chat template where the tokenizer has one."""
+    """Encode the question, `[1, tokens]`, through the tokenizer's chat template if it has one."""
     if tokenizer.chat_template is None:
         return tokenizer(f"\nQuestion: {question}\nAnswer:", return_tensors="pt").input_ids
     chat: Any = tokenizer.apply_chat_template(
@@ -105,7 +105,7 @@ FORGOTTEN = "0.8"  # gray
 
 
 def print_tokens(trace: Trace, tokens: list[str]) -> None:
-    """A line for each token of the answer and each of the passages it retrieved most often."""
+    """Print, for each token of the answer, the passages that it retrieved most often."""
     print(f"\nEach token of the answer, and where its {len(trace.chosen[0])} searches hit:")
     for token, retrieved in zip(tokens, trace.chosen, strict=True):
         name = quoted(token)
@@ -117,19 +117,19 @@ def print_tokens(trace: Trace, tokens: list[str]) -> None:
 
 
 def quoted(token: str) -> str:
-    """A token with its spaces and line ends to be seen."""
+    """Quote a token so that its spaces and line ends are visible."""
     return json.dumps(token, ensure_ascii=False)
 
 
 def counts(retrieved: list[Tensor], length: int) -> Tensor:
-    """How often each stretch of a document of `length` tokens was retrieved for each token, `[tokens, BINS]`."""
+    """Count how often each stretch of a document of `length` tokens was retrieved for each token, `[tokens, BINS]`."""
     bins = min(BINS, length)
     places = [(numbers * bins // length).clamp(max=bins - 1) for numbers in retrieved]
     return torch.stack([torch.bincount(place, minlength=bins) for place in places])
 
 
 def gone_bins(table: Tensor, length: int, forgotten: int) -> Tensor:
-    """Which cells of `counts` show nothing but forgotten tokens, `[tokens, BINS]`.
+    """Return which cells of `counts` show only forgotten tokens, `[tokens, BINS]`.
 
     What was retrieved just before it was forgotten stays visible.
     """

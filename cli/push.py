@@ -14,7 +14,7 @@ from cacheformers.hub import push_to_hub
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Push as the arguments say, and print where to."""
+    """Push as the arguments say, and print the address."""
     parser = argparse.ArgumentParser(
         prog="cacheformers push", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

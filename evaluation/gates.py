@@ -44,7 +44,7 @@ class ReadText:
     """A text and the gates of its tokens.
 
     Attributes:
-        pieces: what each token stands for in the text.
+        pieces: the text of each token.
         gates: of every layer with gates, sigmoid of the logits, `[channels, tokens]`.
         counted: which tokens have something beyond the window, `[tokens]`; the other gates decide nothing.
     """
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--tokens",
         type=int,
-        help="Read so many tokens of each text. Default: as many as the base model has positions.",
+        help="Read the first N tokens of each text. Default: as many as the base model has positions.",
     )
     parser.add_argument(
         "--fix-heads",
@@ -81,11 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Load, read, write.
-
-    Raises:
-        OSError, ValueError: something is missing or does not fit the model's method.
-    """
+    """Load the model, read the texts, write what was found; raise OSError or ValueError if something is wrong."""
     if (given.fix_heads is None) != (given.save is None):
         raise ValueError("--fix-heads and --save belong together: by which mean gate, and where to.")
     model = load(given.model)
@@ -103,7 +99,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def load(name: str) -> nn.Module:
-    """An adapter on its base, or a model."""
+    """Load an adapter on its base, or a model."""
     try:
         config = PeftConfig.from_pretrained(name)
     except ValueError:  # no adapter
@@ -117,13 +113,13 @@ def load(name: str) -> nn.Module:
 
 @torch.no_grad()
 def shares(model: nn.Module) -> Tensor:
-    """The memory's share in every head, `[layers, heads]`, of the layers that have one."""
+    """Return the memory's share in every head, `[layers, heads]`, of the layers that have one."""
     memories: list[Any] = active_memories(find_decoder(unwrap(model)))
     return torch.stack([memory.active_parts.beta.shares() for memory in memories])
 
 
 def draw_shares(given: argparse.Namespace, model: nn.Module, options: InfiniAttentionOptions) -> None:
-    """Write shares.json and shares.png; and shares_history.png, where training left its log."""
+    """Write shares.json and shares.png, and shares_history.png where training left its log."""
     found = shares(model)
     print(f"Share of the memory: mean {found.mean():.3f}, {found.min():.3f} to {found.max():.3f}")
     result = {"model": given.model, "layers": list(options.layers), "shares": found.tolist()}
@@ -140,7 +136,7 @@ def draw_shares(given: argparse.Namespace, model: nn.Module, options: InfiniAtte
 
 
 def draw_gates(given: argparse.Namespace, model: nn.Module, options: GatedAttentionOptions) -> None:
-    """Write gates.json, gates.png and a page for each text; and a model with fixed heads, if that is wanted."""
+    """Write gates.json, gates.png and a page for each text, and with --save a model with fixed heads."""
     if all(options.fixed(layer) is not None for layer in options.layers):
         raise ValueError("All heads of this model are fixed already: no gate is asked any more.")
     if not given.text:
@@ -188,10 +184,10 @@ def draw_gates(given: argparse.Namespace, model: nn.Module, options: GatedAttent
 def read_text(
     model: nn.Module, options: GatedAttentionOptions, tokenizer: PreTrainedTokenizerBase, path: Path, tokens: int
 ) -> ReadText:
-    """Read the beginning of a text file, and keep the gates of its tokens.
+    """Read the beginning of a text file and return the gates of its tokens.
 
     Raises:
-        OSError, ValueError: it cannot be read, or nothing in it is beyond the window.
+        OSError, ValueError: the file cannot be read, or all of it is within the window.
     """
     if not tokenizer.is_fast:
         raise ValueError("This takes a fast tokenizer, which says where in the text a token ends.")
@@ -216,7 +212,7 @@ def read_text(
 
 
 def mean_gates(texts: list[ReadText]) -> dict[int, Tensor]:
-    """The mean gate of each layer over the counted tokens of all texts, `[channels]`."""
+    """Return the mean gate of each layer over the counted tokens of all texts, `[channels]`."""
     return {
         layer: torch.cat([text.gates[layer][:, text.counted] for text in texts], 1).double().mean(1)
         for layer in texts[0].gates
@@ -224,17 +220,17 @@ def mean_gates(texts: list[ReadText]) -> dict[int, Tensor]:
 
 
 def counted_gates(texts: list[ReadText]) -> Tensor:
-    """The gates of all counted tokens, heads and layers in one row."""
+    """Join the gates of all counted tokens, heads and layers in one row."""
     return torch.cat([layer[:, text.counted].flatten() for text in texts for layer in text.gates.values()])
 
 
 def token_means(text: ReadText) -> Tensor:
-    """The mean gate of each token over layers and heads, `[tokens]`."""
+    """Return the mean gate of each token over layers and heads, `[tokens]`."""
     return torch.stack([layer.mean(0) for layer in text.gates.values()]).mean(0)
 
 
 def as_dict(text: ReadText) -> dict[str, Any]:
-    """For JSON: the tokens, and the gate of each in every layer (the mean of its heads)."""
+    """Return the tokens and the gate of each in every layer (the mean of its heads), for JSON."""
     return {
         "name": text.name,
         "pieces": text.pieces,
@@ -285,7 +281,7 @@ def share_map(layers: Sequence[int], shares: Tensor) -> Figure:
 
 
 def share_history(log: Sequence[Mapping[str, Any]]) -> Figure:
-    """How heads' shares moved in training: mean and range by step, and how many heads were in each tenth.
+    """Draw heads' shares during training: mean and range by step, and the number of heads in each tenth.
 
     Args:
         log: entries with `step`, `share_mean`, `share_min`, `share_max` and `share_histogram`.
@@ -302,7 +298,7 @@ def share_history(log: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def histograms_beside(axes: Axes, counts: Mapping[str, Sequence[int]]) -> None:
-    """Bars for the tenths from 0 to 1, those of several histograms beside each other."""
+    """Draw bars for the tenths from 0 to 1, those of several histograms beside each other."""
     width = 0.8 / len(counts)  # of a bar, in tenths
     for number, (name, bars) in enumerate(counts.items()):
         places = [(tenth + 0.5 + beside(number, len(counts), 0.8 - width)) / len(bars) for tenth in range(len(bars))]
@@ -312,12 +308,7 @@ def histograms_beside(axes: Axes, counts: Mapping[str, Sequence[int]]) -> None:
 
 
 def by_layer(means: Mapping[int, Tensor], gate_per: str, histogram: Sequence[int]) -> Figure:
-    """The mean gate of each layer as a bar, of each of its heads as a dot; and how many gates are in each tenth.
-
-    Args:
-        means: by layer, `[channels]`.
-        histogram: gates of all layers in each tenth from 0 to 1.
-    """
+    """Draw each layer's mean gate `[channels]` as a bar, each head's as a dot, and a histogram in tenths."""
     figure, (axes, below) = new_figure("Gates", ["mean by layer", "gates of tokens"], sharex=False)
     for place, mean in enumerate(means.values()):
         axes.bar(place, float(mean.mean()), color=COLOURS[5])
@@ -333,11 +324,7 @@ def by_layer(means: Mapping[int, Tensor], gate_per: str, histogram: Sequence[int
 
 
 def page(title: str, pieces: Sequence[str], gates: Sequence[float], counted: Sequence[bool]) -> str:
-    """A text as HTML, each token on the color of its gate.
-
-    Args:
-        pieces, gates, counted: of each token: what it stands for, its gate, whether it has something far.
-    """
+    """Write a text as HTML, each token on the color of its gate; `counted` says which have something far to see."""
     tokens = [
         f'<span style="background: {color(gate)}" title="{gate:.3f}">{html.escape(piece)}</span>'
         if far
@@ -348,7 +335,7 @@ def page(title: str, pieces: Sequence[str], gates: Sequence[float], counted: Seq
 
 
 def color(gate: float) -> str:
-    """White for 0, orange for 1."""
+    """Return white for 0, orange for 1."""
     return f"rgba(230, 159, 0, {gate:.3f})"
 
 

@@ -14,9 +14,9 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from cacheformers.common.documents import Documents
+from cacheformers.evaluation.loading import progress
 from cacheformers.evaluation.readers import Reader, losses
 
 Losses = NDArray[np.float32]
@@ -28,8 +28,8 @@ class HeldOut:
 
     Attributes:
         ids: `[tokens]`.
-        characters: how many characters the predicted tokens (all but the first) stand for.
-        name: what reports call it.
+        characters: length of the text of the predicted tokens (all but the first).
+        name: its name in reports.
     """
 
     ids: Tensor
@@ -38,11 +38,7 @@ class HeldOut:
 
 
 def held_out(documents: Documents, count: int | None = None, tokens: int | None = None) -> list[HeldOut]:
-    """The first `count` documents that are not left out, each cut after `tokens` predicted tokens.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the first `count` documents that are long enough, each cut after `tokens` predicted tokens."""
     chosen: list[HeldOut] = []
     for index in range(len(documents)):
         if len(chosen) == count:
@@ -65,14 +61,14 @@ def token_nats(
     rows: int = 1,
     title: str = "Evaluating",
 ) -> list[Losses]:
-    """The losses in nats of each document's tokens from the second on, `[tokens - 1]`, the same in every process.
+    """Return the losses in nats of each document's tokens from the second on, `[tokens - 1]`, in every process.
 
     Processes divide the documents among them. All make the same number of forwards (a process that is done reads one
     token over and over), because the forwards of sharded models and of DDP wait for each other.
 
     Args:
-        reader: how a group of documents is read (see `evaluation/readers.py`).
-        rows: documents read side by side, where the reader does not say itself.
+        reader: reads a group of documents (see `evaluation/readers.py`).
+        rows: documents read side by side, unless the reader says how many.
         title: shown before the progress bar.
 
     Raises:
@@ -88,9 +84,7 @@ def token_nats(
 
     losses = {index: np.zeros(lengths[index], np.float32) for group in own for index in group}
     problems: list[str] = []
-    total = sum(map(len, losses.values()))
-    hidden = not processes.is_main_process
-    with evaluating(model), tqdm(total=total, unit=" tokens", unit_scale=True, desc=title, disable=hidden) as bar:
+    with evaluating(model), progress(title, sum(map(len, losses.values()))) as bar:
         try:
             for tokens in read_groups(model, documents, own, reader, segment_tokens, losses):
                 left -= 1
@@ -99,7 +93,8 @@ def token_nats(
             left -= 1
             problems.append(str(error))
         for _ in range(left if processes.num_processes > 1 else 0):
-            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device_of(model)), use_cache=False)
+            token = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
+            model(input_ids=token, use_cache=False)
     problems = gather_object(problems)
     if problems:
         raise FloatingPointError(problems[0])
@@ -115,7 +110,7 @@ def read_groups(
     segment_tokens: int,
     losses: dict[int, Losses],
 ) -> Iterator[int]:
-    """Read groups of documents and fill in their losses; yields after each forward how many tokens it predicted."""
+    """Read groups of documents and fill in their losses; yield the number of predicted tokens after each forward."""
     for group in groups:
         start = 0
         for found in reader.read(model, [documents[index].ids for index in group], segment_tokens):
@@ -123,19 +118,14 @@ def read_groups(
             for index, row in zip(group, found.cpu().numpy(), strict=False):  # documents that ended may be left out
                 piece = losses[index][start : start + segment_tokens]
                 piece[:] = row[: len(piece)]
-                wrong = np.flatnonzero(~np.isfinite(piece))
-                if len(wrong):
-                    raise FloatingPointError(
-                        f"The loss of {documents[index].name} at token {start + wrong[0] + 1:,} is {piece[wrong[0]]}. "
-                        "Check the model's weights and dtype: float16 overflows in many models, bfloat16 does not."
-                    )
+                check_finite(documents[index].name, start + 1, piece)
                 tokens += len(piece)
             start += segment_tokens
             yield tokens
 
 
 def side_by_side(lengths: Sequence[int], rows: int, least: int = 0) -> list[list[int]]:
-    """Groups of `rows` documents of similar length, longest first, by their index.
+    """Group documents of similar length by `rows`, longest first, and return their indices.
 
     The last group may be smaller; with fewer than `least` documents it joins the one before.
     """
@@ -147,7 +137,7 @@ def side_by_side(lengths: Sequence[int], rows: int, least: int = 0) -> list[list
 
 
 def divide(costs: Sequence[int], shares: int) -> list[list[int]]:
-    """Places of costs (largest first) in so many shares, each given to the share that has least so far."""
+    """Divide costs (largest first) into shares; each goes to the share with the smallest sum so far."""
     divided: list[list[int]] = [[] for _ in range(shares)]
     sums = [0] * shares
     for place, cost in enumerate(costs):
@@ -159,7 +149,7 @@ def divide(costs: Sequence[int], shares: int) -> list[list[int]]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards the mode is what it was."""
+    """Switch to evaluation mode without gradients, and restore the mode afterwards."""
     training = model.training
     model.eval()
     try:
@@ -167,10 +157,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(training)
-
-
-def device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 @dataclass(frozen=True)
@@ -184,18 +170,15 @@ class Window:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Tokens read, and tokens scored."""
+        """Return the number of tokens read, and of tokens scored."""
         return self.end - self.start - 1, self.end - self.first
 
 
 def windows(lengths: Sequence[int], window_tokens: int, stride: int) -> Iterator[Window]:
-    """Windows over documents, each `stride` tokens after the one before; the last one of a document ends with it.
+    """Yield windows over documents of these lengths, each `stride` tokens after the last, to the document's end.
 
-    A token is scored in the first window that holds it, if some token of the window stands before it: with a stride of
-    a whole window the first token of each is not scored.
-
-    Args:
-        lengths: of the documents, in tokens.
+    A token is scored in the first window that holds it, if some token of the window precedes it: with a stride of a
+    whole window the first token of each is not scored.
     """
     for document, length in enumerate(lengths):
         scored = 0
@@ -217,7 +200,7 @@ def window_nats(
     title: str = "Reading",
     stepwise: bool = False,
 ) -> list[Losses]:
-    """The losses in nats of each document's tokens from the second on, `[tokens - 1]`; NaN where one is not scored.
+    """Return the losses in nats of each document's tokens from the second on, `[tokens - 1]`; NaN if not scored.
 
     Processes divide the windows among them and get the same losses.
 
@@ -234,8 +217,7 @@ def window_nats(
     own = work[state.process_index :: state.num_processes]
     found: list[tuple[Window, Losses]] = []
     total = sum(window.shape[1] for batch in own for window in batch)
-    bar = tqdm(total=total, unit=" tokens", unit_scale=True, desc=title, disable=not state.is_main_process)
-    with evaluating(model), bar:
+    with evaluating(model), progress(title, total) as bar:
         for batch in own:
             inputs = torch.stack([documents[window.document][window.start : window.end - 1] for window in batch])
             labels = torch.stack([documents[window.document][window.first : window.end] for window in batch])
@@ -244,13 +226,13 @@ def window_nats(
             bar.update(labels.numel())
     nats = [np.full(len(ids) - 1, np.nan, np.float32) for ids in documents]
     for window, values in gather_object(found):
-        check_finite(window, values)
+        check_finite(f"document {window.document}", window.first, values)
         nats[window.document][window.first - 1 : window.end - 1] = values
     return nats
 
 
 def step_losses(model: nn.Module, inputs: Tensor, labels: Tensor, **options: Any) -> Tensor:
-    """As `losses`, but each token has a forward of its own that ends just before it: it sees nothing after itself."""
+    """Compute `losses` with a forward for each token that ends just before it, so that it sees nothing after itself."""
     before = inputs.shape[1] - labels.shape[1]
     steps = [
         losses(model, inputs[:, : before + step + 1], labels[:, step : step + 1], **options)
@@ -260,7 +242,7 @@ def step_losses(model: nn.Module, inputs: Tensor, labels: Tensor, **options: Any
 
 
 def batches(work: Sequence[Window], rows: int) -> list[list[Window]]:
-    """Windows of one shape together, the longest first."""
+    """Group windows of one shape, the longest first."""
     found: list[list[Window]] = []
     for _, group in groupby(sorted(work, key=lambda window: window.shape, reverse=True), lambda window: window.shape):
         same = list(group)
@@ -268,11 +250,11 @@ def batches(work: Sequence[Window], rows: int) -> list[list[Window]]:
     return found
 
 
-def check_finite(window: Window, values: Losses) -> None:
-    """Raise FloatingPointError if a loss is not finite."""
+def check_finite(name: str, first: int, values: Losses) -> None:
+    """Raise FloatingPointError if a loss is not finite; `first` is the position of the first one in the document."""
     wrong = np.flatnonzero(~np.isfinite(values))
     if len(wrong):
         raise FloatingPointError(
-            f"The loss of document {window.document} at token {window.first + wrong[0]:,} is {values[wrong[0]]}. Check "
-            "the model's weights and dtype: float16 overflows in many models, bfloat16 does not."
+            f"The loss of {name} at token {first + wrong[0]:,} is {values[wrong[0]]}. Check the model's weights and "
+            "dtype: float16 overflows in many models, bfloat16 does not."
         )

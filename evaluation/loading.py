@@ -10,6 +10,7 @@ import torch
 from accelerate import PartialState
 from peft import PeftConfig, PeftModel
 from torch import nn
+from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from cacheformers.adapters.folders import load_adapter_config
@@ -24,11 +25,7 @@ from cacheformers.modeling.whole import WholeConfig
 def prepare(
     model: ModelOptions, adapter: str | None
 ) -> tuple[PartialState, PretrainedConfig, PreTrainedTokenizerBase, PeftConfig | None]:
-    """Start the processes, and return them, the base's configuration and tokenizer, and the adapter's configuration.
-
-    Raises:
-        OSError, ValueError, ImportError: something is missing or damaged.
-    """
+    """Start the processes; return them, the base's configuration and tokenizer, and the adapter's configuration."""
     state = make_state(model.device)
     if is_gguf(model.base):
         with state.main_process_first():  # it is converted once
@@ -53,6 +50,11 @@ def make_state(device: str) -> PartialState:
     return state
 
 
+def progress(title: str, total: int | None = None, unit: str = " tokens") -> tqdm:
+    """Make a progress bar, which only the main process shows."""
+    return tqdm(total=total, unit=unit, unit_scale=True, desc=title, disable=not PartialState().is_main_process)
+
+
 def peak_bytes(model: nn.Module) -> int:
     """Return the most memory used so far: of the GPU, or of the process on a CPU."""
     device = next(model.parameters()).device
@@ -65,7 +67,7 @@ def memory_config(base: PretrainedConfig, adapter: PeftConfig | None) -> Any:
     """Return the configuration that has the memory's options; None without a memory.
 
     Raises:
-        ValueError: the model looks ahead, so it cannot generate.
+        ValueError: the model's tokens depend on later ones, so it cannot generate.
     """
     if isinstance(base, WholeConfig):
         if not base.causal:
@@ -77,16 +79,12 @@ def memory_config(base: PretrainedConfig, adapter: PeftConfig | None) -> Any:
 
 
 def counted_positions(base: PretrainedConfig, memory: Any) -> int | None:
-    """Return the positions of a base model that a text cannot exceed, although there is a memory.
+    """Return the positions of a base model that limit a text although there is a memory; None for no limit.
 
-    That is so where positions are learned embeddings and the method counts on from segment to segment. Elsewhere a text
-    may have any length: None.
+    There is a limit where positions are learned embeddings and the method counts on from segment to segment.
 
     Args:
-        base, memory: the base model's configuration, and what `memory_config` gives for it.
-
-    Raises:
-        ValueError: the memory does not fit this base model.
+        memory: what `memory_config` returns for the base model.
     """
     if isinstance(base, WholeConfig):
         return None

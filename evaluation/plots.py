@@ -58,7 +58,7 @@ def save_plots(folder: str | Path, runs: dict[str, Run], losses: Sequence[float]
 
 
 def by_position(runs: dict[str, Run]) -> Figure:
-    """Perplexity by position in the document: a line a run."""
+    """Draw perplexity by position in the document, one line for each run."""
     figure, panels = panels_for(runs, "Perplexity by position in the document")
     buckets = list(runs[reference(runs)].by_position.values())
     for number, (name, run) in enumerate(runs.items()):
@@ -76,7 +76,7 @@ def by_position(runs: dict[str, Run]) -> Figure:
 
 
 def by_class(runs: dict[str, Run]) -> Figure:
-    """Perplexity of new and of repeated tokens: bars, a group a class."""
+    """Draw perplexity of new and of repeated tokens, one bar for each run in a group for each class."""
     from matplotlib.ticker import LogFormatter
 
     figure, panels = panels_for(runs, "Perplexity by the token's last occurrence")
@@ -97,7 +97,7 @@ def by_class(runs: dict[str, Run]) -> Figure:
 
 
 def by_cache_size(runs: dict[str, Run]) -> Figure:
-    """Perplexity by the number of entries: a line; the other runs are points beside it."""
+    """Draw perplexity by the number of entries as a line, and the other runs as points beside it."""
     sized = sorted((run for run in runs.values() if is_sized(run)), key=lambda run: run.cache_size or 0)
     others = {name: run for name, run in runs.items() if not is_sized(run)}
     names = [f"{run.cache_size:,}" if run.cache_size else "off" for run in sized]
@@ -121,7 +121,7 @@ def by_cache_size(runs: dict[str, Run]) -> Figure:
 
 
 def training_loss(losses: Sequence[float]) -> Figure:
-    """The loss of each step, and its running mean."""
+    """Draw the loss of each step and its running mean."""
     figure, (axes,) = new_figure("Training loss", ["loss (nats per token)"])
     steps, values = np.arange(1, len(losses) + 1), np.asarray(losses, float)
     window = min(max(len(values) // 50, 20), len(values))
@@ -136,12 +136,12 @@ def training_loss(losses: Sequence[float]) -> Figure:
 
 
 def is_sized(run: Run) -> bool:
-    """Whether it belongs to the line over cache sizes."""
+    """Return whether a run belongs to the line over cache sizes."""
     return run.cache_size is not None and not run.control
 
 
 def panels_for(runs: dict[str, Run], title: str) -> tuple[Figure, list[Axes]]:
-    """A panel for perplexities, and one for differences where there is more than one run."""
+    """Make a panel for perplexities, and with more than one run one for differences."""
     labels = ["perplexity per token"]
     if len(runs) > 1:
         labels.append(f"difference from\n{reference(runs)} (%)")
@@ -152,7 +152,7 @@ def panels_for(runs: dict[str, Run], title: str) -> tuple[Figure, list[Axes]]:
 
 
 def new_figure(title: str, labels: Sequence[str], sharex: bool = True) -> tuple[Figure, list[Axes]]:
-    """A figure with a panel a label, without pyplot: no window and no global setting is touched."""
+    """Make a figure with one panel for each label, without pyplot: no window and no global setting is touched."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 2 + 2.5 * len(labels)), dpi=150, layout="constrained")

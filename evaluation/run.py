@@ -25,7 +25,7 @@ LEVEL = 0.95
 
 
 def perplexity_interval(nats: Floats, tokens: Floats, seed: int = 0) -> tuple[float, float] | None:
-    """Lower and upper end for the perplexity per token; None for a single document.
+    """Return both ends of the perplexity's interval; None for a single document.
 
     Args:
         nats, tokens: of each document, `[documents]`; those without tokens do not count.
@@ -39,12 +39,12 @@ def perplexity_interval(nats: Floats, tokens: Floats, seed: int = 0) -> tuple[fl
 
 @lru_cache(maxsize=4)  # one set of documents is asked about many times
 def draws(documents: int, seed: int) -> NDArray[np.int64]:
-    """Which documents each resample consists of, `[RESAMPLES, documents]`."""
+    """Draw the documents of each resample, `[RESAMPLES, documents]`."""
     return np.random.default_rng(seed).integers(documents, size=(RESAMPLES, documents))
 
 
 def middle(values: Floats) -> tuple[float, float]:
-    """Between which values the middle 95 % lie."""
+    """Return the ends of the middle 95 % of values."""
     tail = (1 - LEVEL) / 2
     low, high = np.quantile(values, (tail, 1 - tail))
     return float(low), float(high)
@@ -54,13 +54,10 @@ CLASSES = ("first occurrence", "repeated within the window", "repeated only beyo
 
 
 def token_classes(ids: NDArray[np.int64], segment_tokens: int, window_tokens: int = 0) -> NDArray[np.int64]:
-    """The class of each token from the second on, `[tokens - 1]`, as a place in `CLASSES`.
+    """Return the class of each token from the second on, `[tokens - 1]`, as an index into `CLASSES`.
 
     Token i is predicted from token i - 1, where self-attention sees that token's segment up to it and the
     `window_tokens` tokens before the segment. The class says where i's id occurred last: never, there, or before it.
-
-    Args:
-        ids: a document, `[tokens]`.
     """
     order = np.argsort(ids, kind="stable")
     repeats = ids[order[1:]] == ids[order[:-1]]
@@ -71,7 +68,7 @@ def token_classes(ids: NDArray[np.int64], segment_tokens: int, window_tokens: in
 
 
 def position_edges(longest: int, segment_tokens: int) -> list[int]:
-    """Where buckets of positions begin and end: 0, n, 2n, 4n, ... until all `longest` positions are in one."""
+    """Return where buckets of positions begin and end: 0, n, 2n, 4n, ... until one holds position `longest`."""
     edges = [0, segment_tokens]
     while edges[-1] < longest:
         edges.append(2 * edges[-1])
@@ -79,7 +76,7 @@ def position_edges(longest: int, segment_tokens: int) -> list[int]:
 
 
 def bucket_name(start: int, end: int) -> str:
-    """Such as 1K-2K (of 1,024 tokens), or 16-32."""
+    """Name a bucket, such as 1K-2K (of 1,024 tokens), or 16-32."""
     return f"{short(start)}-{short(end)}"
 
 
@@ -92,7 +89,7 @@ class Measure:
     """The perplexity of some tokens of every document.
 
     Attributes:
-        nats_by_document, tokens_by_document: sum of losses, and how many there are, `[documents]`.
+        nats_by_document, tokens_by_document: sum of the losses and number of tokens, `[documents]`.
     """
 
     nats_by_document: Floats
@@ -108,16 +105,16 @@ class Measure:
 
     @property
     def perplexity(self) -> float:
-        """Per token."""
+        """Return it per token."""
         return math.exp(self.nats / self.tokens)
 
     @cached_property
     def interval(self) -> tuple[float, float] | None:
-        """95 % interval of the perplexity; None for a single document."""
+        """Return the 95 % interval of the perplexity; None for a single document."""
         return perplexity_interval(self.nats_by_document, self.tokens_by_document)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return it for JSON."""
         return {
             "tokens": self.tokens,
             "perplexity": self.perplexity,
@@ -135,7 +132,7 @@ class Measure:
 
     @classmethod
     def from_dict(cls, numbers: dict[str, Any]) -> Measure:
-        """What `as_dict` gave."""
+        """Make it from what `as_dict` returned."""
         return cls(np.array(numbers["nats_by_document"]), np.array(numbers["tokens_by_document"]))
 
 
@@ -148,7 +145,7 @@ class Comparison:
 
 
 def compare(measure: Measure, other: Measure) -> Comparison:
-    """Return the perplexity of `measure` as a multiple of that of `other`, over the same tokens and drawn documents."""
+    """Return the ratio of two perplexities over the same tokens; resamples draw the same documents for both."""
     nats = measure.nats_by_document - other.nats_by_document
     return Comparison(measure.perplexity / other.perplexity, perplexity_interval(nats, measure.tokens_by_document))
 
@@ -159,12 +156,12 @@ class Run:
 
     Attributes:
         documents: their names.
-        characters: how many characters the predicted tokens stand for.
+        characters: length of the text of the predicted tokens.
         total: all predicted tokens.
-        by_position: by how many tokens of the document were read before: the first segment, then buckets that double.
-        by_class: by where the predicted token occurred before (`CLASSES`); classes without a token are left out.
-        cache_size: entries that the memory could hold; None where there was none.
-        control: not a way to use the model, but something to compare with.
+        by_position: by the number of tokens read before: the first segment, then buckets that double.
+        by_class: by where the predicted token occurred before (`CLASSES`); empty classes are left out.
+        cache_size: entries that the memory could hold; None without a memory.
+        control: it is a comparison, not a way to use the model.
         note: what a reader of the numbers should know.
         losses: nats of each document's tokens from the second on, `[tokens - 1]` each, float32; not in the JSON.
     """
@@ -181,7 +178,7 @@ class Run:
 
     @property
     def perplexity(self) -> float:
-        """Per token."""
+        """Return it per token."""
         return self.total.perplexity
 
     @property
@@ -189,7 +186,7 @@ class Run:
         return self.total.nats / math.log(2) / self.characters
 
     def as_dict(self, reference: Run) -> dict[str, Any]:
-        """For JSON: every number, each part also as a multiple of that part of another run over the same documents."""
+        """Return every number, each also as a multiple of that of another run over the same documents, for JSON."""
 
         def numbers(measure: Measure, other: Measure) -> dict[str, Any]:
             return {**measure.as_dict(), "compared": asdict(compare(measure, other))}
@@ -212,7 +209,7 @@ class Run:
 
     @classmethod
     def from_dict(cls, numbers: dict[str, Any]) -> Run:
-        """What `as_dict` gave."""
+        """Make it from what `as_dict` returned."""
         return cls(
             numbers["documents"],
             numbers["characters"],
@@ -234,12 +231,11 @@ def measure(
     control: bool = False,
     note: str = "",
 ) -> Run:
-    """What the losses of documents say.
+    """Make a run from the losses of documents, `[tokens - 1]` each.
 
     Args:
-        losses: nats of each document's tokens from the second on, `[tokens - 1]` each.
-        segment_tokens, window_tokens: the configured local window, by which tokens are told apart (also where a control
-            read with a longer one).
+        segment_tokens, window_tokens: the configured local window, which divides tokens into classes (also where a
+            control read with a longer one).
     """
     places = [np.arange(len(each)) for each in losses]
     edges = position_edges(max(map(len, places)), segment_tokens)
@@ -265,22 +261,22 @@ def measure(
 
 
 def reference(runs: dict[str, Run]) -> str:
-    """The run that the others are compared with: the last one that is not a control."""
+    """Return the run that the others are compared with: the last one that is not a control."""
     return [name for name, run in runs.items() if not run.control][-1]
 
 
 def scores(runs: dict[str, Run]) -> dict[str, Any]:
-    """All numbers of runs over the same documents, for JSON; `compared` is with the run that `reference` names."""
+    """Return all numbers of runs over the same documents, for JSON, compared with the run that `reference` names."""
     chosen = reference(runs)
     return {name: {"compared_with": chosen, **run.as_dict(runs[chosen])} for name, run in runs.items()}
 
 
 def print_runs(runs: dict[str, Run], against: str | None = None) -> None:
-    """Print what was measured: over all tokens, by position in the document, by kind of token.
+    """Print perplexities over all tokens, by position in the document and by class of token.
 
     Args:
-        against: the run that the others are divided by, then in every part too. Default: see `reference`, over all
-            tokens only.
+        against: the run that the others are divided by, also in every part. Default: see `reference`, over all tokens
+            only.
     """
     first, chosen = next(iter(runs.values())), against or reference(runs)
     print(f"\n{len(first.documents):,} held-out documents, {first.total.tokens:,} tokens predicted\n")
@@ -323,7 +319,7 @@ def print_ratios(title: str, parts: dict[str, dict[str, Measure]], against: str)
 
 
 def multiple(measure: Measure, other: Measure) -> str:
-    """A ratio and its interval; none where a longer window puts other tokens into a class."""
+    """Format a ratio and its interval, unless a longer window puts other tokens into the class."""
     if measure.tokens_by_document.tolist() != other.tokens_by_document.tolist():
         return "other tokens"
     found = compare(measure, other)
@@ -331,12 +327,12 @@ def multiple(measure: Measure, other: Measure) -> str:
 
 
 def between(interval: tuple[float, float] | None, digits: int) -> str:
-    """An interval, or a dash for one document."""
+    """Format an interval; a dash for one document."""
     return "-" if interval is None else f"{interval[0]:.{digits}f} - {interval[1]:.{digits}f}"
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need, the first one flush left, the others flush right. Rows may end early."""
+    """Align columns, the first one left and the others right. Rows may end early."""
     full = [[*row, *[""] * (len(titles) - len(row))] for row in [titles, *rows]]
     columns = list(zip(*full, strict=True))
     widths = [max(map(len, column)) for column in columns]

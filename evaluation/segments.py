@@ -29,10 +29,10 @@ Block = tuple[tuple[int, int], list[int]]  # first and last row, and their segme
 
 @torch.no_grad()
 def retrieved(model: CacheFormerForCausalLM, ids: Tensor) -> list[Tensor]:
-    """What every layer retrieves while the model reads a document `[1, time]`, teacher-forced.
+    """Return what every layer retrieves while the model reads a document `[1, time]`, teacher-forced.
 
     Returns:
-        By layer: segments `[kv_heads, time, topk * neighbors]`; -1 is none.
+        By layer: segments `[kv_heads, time, topk * neighbors]`; -1 for none.
 
     Raises:
         ValueError: the model retrieves nothing.
@@ -55,7 +55,7 @@ def retrieved(model: CacheFormerForCausalLM, ids: Tensor) -> list[Tensor]:
 
 
 def blocks(options: CacheFormerOptions, lists: Tensor) -> list[Block]:
-    """Rows of `[time, topk * neighbors]` that follow each other in a block and retrieve the same."""
+    """Group consecutive rows of `[time, topk * neighbors]` that are in one block and retrieve the same."""
     changes = set(((lists[1:] != lists[:-1]).any(1).nonzero()[:, 0] + 1).tolist())
     if options.selection != "token":
         changes |= set(range(options.block_rows, len(lists), options.block_rows))
@@ -65,7 +65,7 @@ def blocks(options: CacheFormerOptions, lists: Tensor) -> list[Block]:
 
 
 def table(options: CacheFormerOptions, lists: Tensor) -> str:
-    """Rows, what they retrieve, and the last segment that they may: `lists` is `[time, topk * neighbors]`."""
+    """Format rows, what they retrieve, and the last segment that they may retrieve, from `[time, topk * neighbors]`."""
     lines = [f"{'rows':>13}  {'last allowed':>12}  segments"]
     for (start, end), chosen in blocks(options, lists):
         allowed = int(options.admissible(options.block_start(torch.tensor(end))))
@@ -75,7 +75,7 @@ def table(options: CacheFormerOptions, lists: Tensor) -> str:
 
 
 def shares(lists: Tensor, segments: int) -> Tensor:
-    """The share of heads that retrieve each segment, `[time, segments]`, of their lists `[kv_heads, time, k*u]`."""
+    """Return the share of heads that retrieve each segment, `[time, segments]`, from `[kv_heads, time, k*u]`."""
     hits = torch.zeros(*lists.shape[:2], segments + 1)
     hits.scatter_(2, torch.where(lists < 0, segments, lists), 1.0)
     return hits[..., :segments].mean(0)
@@ -105,11 +105,7 @@ def draw(options: CacheFormerOptions, layers: list[Tensor]) -> Figure:
 
 
 def token_ids(model: str, vocabulary: int, text: str) -> Tensor:
-    """A text as ids `[1, time]`: by the model's tokenizer, or as bytes where it has none and its vocabulary is theirs.
-
-    Raises:
-        ValueError: it has none, and its vocabulary is not that of bytes.
-    """
+    """Encode a text `[1, time]` with the model's tokenizer; without one as bytes, if the vocabulary has 256 tokens."""
     if Path(model).is_dir() and not (Path(model) / "tokenizer_config.json").exists():
         if vocabulary != 256:
             raise ValueError(f"{model} has no tokenizer, and its {vocabulary} tokens are not bytes: save one there.")
@@ -123,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("model", help="Folder or Hub id of a CacheFormer model.")
     parser.add_argument("text", type=Path, help="A text file.")
-    parser.add_argument("--tokens", type=int, default=1024, help="Read so many of its first tokens. Default: 1024.")
+    parser.add_argument("--tokens", type=int, default=1024, help="Read its first N tokens. Default: 1024.")
     parser.add_argument("--layer", type=int, default=0, help="Layer of the table. Default: 0.")
     parser.add_argument("--head", type=int, default=0, help="Key-value head of the table. Default: 0.")
     parser.add_argument("--output", type=Path, required=True, help="Folder for segments.json and segments.png.")
@@ -135,7 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Read, print, write."""
+    """Read the text, print the table, write the files."""
     model = AutoModelForCausalLM.from_pretrained(given.model).eval()
     if not isinstance(model, CacheFormerForCausalLM):
         raise ValueError(

@@ -41,11 +41,7 @@ LONGEST_WORD = 100  # nats; what takes more is no word
 
 @dataclass
 class PerplexityOptions:
-    """Which texts are read, and how.
-
-    Raises:
-        ValueError: options that make no sense together.
-    """
+    """Which texts are read, and how; ValueError for options that make no sense together."""
 
     texts: list[str] = option(
         help="What is read: files, folders and datasets of the Hub, in the forms of train_adapt.py's --train. A file "
@@ -68,12 +64,12 @@ class PerplexityOptions:
         "for every model but a CacheFormer with 'paper_block', of which only this is what a decoder would obtain.",
     )
     text_field: str = option("text", help="The field of a JSON line, or the column, that holds a document's text.")
-    documents: int | None = option(None, help="Read only the first so many documents.")
-    tokens: int | None = option(None, help="Read only the first so many tokens of each document.")
+    documents: int | None = option(None, help="Read only the first N documents.")
+    tokens: int | None = option(None, help="Read only the first N tokens of each document.")
     bos: bool = option(False, help="Put the tokenizer's BOS token before each document.")
     words: int | None = option(
         None,
-        help="Take the texts for so many words. Default: as many as white space separates. Tables on WikiText-103 "
+        help="Number of words to divide by. Default: as many as white space separates. Tables on WikiText-103 "
         "count words and line ends of the tokenized files, for raw ones as well: 217646 (valid) and 245569 (test).",
     )
     rows: int = option(1, help="Windows, or documents with memory, that each process reads side by side.")
@@ -101,7 +97,7 @@ PerplexityOptions._argument_group_name = "perplexity"  # type: ignore[attr-defin
 
 @dataclass(frozen=True)
 class Windows:
-    """Tokens of a window, and from one to the next."""
+    """The size of a window in tokens, and the step from one to the next."""
 
     tokens: int
     stride: int
@@ -132,11 +128,7 @@ def main(arguments: list[str] | None = None) -> None:
 def check(
     options: PerplexityOptions, base: str, config: PretrainedConfig, adapter: PeftConfig | None
 ) -> Windows | None:
-    """The windows that are read, None with a memory.
-
-    Raises:
-        ValueError: this model cannot read so.
-    """
+    """Return the windows to read, None with a memory; raise ValueError if the model cannot read in this mode."""
     whole = config if isinstance(config, WholeConfig) else None  # reads in windows and with its state
     remembers = whole is None and memory_config(config, adapter) is not None
     if options.mode == "memory":
@@ -167,7 +159,7 @@ def check(
 
 
 def read(model: nn.Module, texts: Sequence[Text], windows: Windows | None, options: PerplexityOptions) -> list[Losses]:
-    """The losses of each text's tokens from the second on; NaN where one is not predicted."""
+    """Return the losses of each text's tokens from the second on; NaN where one is not predicted."""
     rows, title, ids = options.rows, options.mode.capitalize(), [text.ids for text in texts]
     if windows is not None:
         return window_nats(model, ids, windows.tokens, windows.stride, rows, title, options.stepwise)
@@ -189,7 +181,7 @@ def make_result(
     state: PartialState,
     arguments: list[str],
 ) -> dict[str, Any]:
-    """Everything about a run, for JSON."""
+    """Collect everything about a run, for JSON."""
     name = Path(options.adapter or model.base).name
     counts = {unit: sum(getattr(text, unit) for text in texts) for unit in ("tokens", "words", "characters", "bytes")}
     counts["words"] = options.words or counts["words"]
@@ -211,10 +203,10 @@ def make_result(
 
 
 def rates(total: Measure, counts: dict[str, int]) -> dict[str, float | None]:
-    """The mean loss per other units than tokens, by how many of them the texts have for each token.
+    """Convert the mean loss to other units than tokens, by the number of each in the texts.
 
-    A token that is not predicted (the first) counts as the mean of the others. Per word there is none where the texts
-    are not divided into words by white space, such as Chinese.
+    A token that is not predicted (the first) counts as the mean of the others. There is no perplexity per word
+    for texts that white space does not divide into words, such as Chinese.
 
     Args:
         counts: tokens, words, characters and bytes of the texts.
@@ -228,19 +220,19 @@ def rates(total: Measure, counts: dict[str, int]) -> dict[str, float | None]:
 
 
 def positions(losses: Sequence[Losses]) -> dict[str, Measure]:
-    """By how many tokens of the document stand before."""
+    """Measure by the number of tokens of the document before each."""
     return by_place(losses, [np.arange(len(each)) for each in losses], FIRST_BUCKET)
 
 
 def places_in_window(losses: Sequence[Losses], windows: Windows | None) -> dict[str, Measure]:
-    """By how many tokens of the window stand before, where windows stand side by side; else nothing."""
+    """Measure by the number of tokens of the window before each; nothing where windows overlap."""
     if windows is None or windows.stride < windows.tokens:
         return {}
     return by_place(losses, [np.arange(len(each)) % windows.tokens for each in losses], FIRST_IN_WINDOW)
 
 
 def by_place(losses: Sequence[Losses], places: Sequence[NDArray[np.int64]], first: int) -> dict[str, Measure]:
-    """By the place that each loss has, in buckets that double from the first one on."""
+    """Measure by the place of each loss, in buckets that double from the first one on."""
     edges = position_edges(max(int(place.max()) + 1 for place in places), first)
     scored = [np.where(np.isfinite(each), place, -1) for each, place in zip(losses, places, strict=True)]
     found = {
@@ -251,7 +243,7 @@ def by_place(losses: Sequence[Losses], places: Sequence[NDArray[np.int64]], firs
 
 
 def report(result: dict[str, Any], options: PerplexityOptions) -> None:
-    """Print the numbers; write them and a plot."""
+    """Print the numbers, and write them and a plot."""
     row = [f"{result['tokens']:,}", f"{result['perplexity']:.3f}", between(result["interval"], 3)]
     row += ["-" if result["word_perplexity"] is None else f"{result['word_perplexity']:.3f}"]
     row += [f"{result[name]:.4f}" for name in ("bits_per_character", "bits_per_byte")]

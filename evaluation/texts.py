@@ -22,9 +22,9 @@ class Text:
     """What is read of a document.
 
     Attributes:
-        ids: `[tokens]`, among them a BOS token where one was asked for.
-        tokens, words, characters, bytes: how many the text has, without a BOS token. Words are what white space
-            separates, bytes those of UTF-8.
+        ids: `[tokens]`, with a BOS token if asked for.
+        tokens, words, characters, bytes: their numbers, without a BOS token. White space separates words; bytes are
+            those of UTF-8.
     """
 
     name: str
@@ -43,14 +43,14 @@ def read_texts(
     documents: int | None = None,
     tokens: int | None = None,
 ) -> list[Text]:
-    """The first documents of files, folders and datasets of the Hub, each up to a number of tokens.
+    """Read the first documents of files, folders and datasets of the Hub, each up to a number of tokens.
 
     Args:
         paths: see `find_sources`. A file of any other kind is one document of raw UTF-8 text (.gz: compressed).
         bos: put the tokenizer's BOS token before each document. No other special token is added.
 
     Raises:
-        FileNotFoundError, ValueError: something is not there or cannot be read, or there is nothing but white space.
+        FileNotFoundError, ValueError: a path does not exist or cannot be read, or holds only white space.
     """
     if bos and tokenizer.bos_token_id is None:
         raise ValueError("The tokenizer has no BOS token: leave out --bos.")
@@ -68,7 +68,7 @@ def read_texts(
 
 
 def load(path: str, text_field: str) -> Sequence[str | None]:
-    """The documents behind one path."""
+    """Load the documents of one path."""
     file = Path(path)
     return (
         [raw_text(file)]
@@ -78,10 +78,10 @@ def load(path: str, text_field: str) -> Sequence[str | None]:
 
 
 def raw_text(file: Path) -> str:
-    """A file's bytes as text, line ends as they are. A character that the end of the file cuts off is left out.
+    """Read a file as text with its line ends; drop a character that the end of the file cuts off.
 
     Raises:
-        ValueError: it is not UTF-8, or not what .gz says.
+        ValueError: the file is not UTF-8, or not valid gzip.
     """
     try:
         data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
@@ -93,7 +93,7 @@ def raw_text(file: Path) -> str:
 
 
 def tokenized(name: str, text: str, tokenizer: PreTrainedTokenizerBase, bos: bool, tokens: int | None) -> Text:
-    """A document's first tokens, and what they stand for."""
+    """Tokenize a document's beginning, and count what it stands for."""
     cut = tokens is not None
     if cut and not tokenizer.is_fast:
         raise ValueError("--tokens needs a fast tokenizer, which says where in the text a token ends.")

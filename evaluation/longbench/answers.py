@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
-from cacheformers.evaluation.loading import peak_bytes
+from cacheformers.evaluation.loading import peak_bytes, progress
 from cacheformers.evaluation.longbench.methods import PromptMaker
 from cacheformers.evaluation.longbench.predictions import Predictions, prediction_line
 from cacheformers.evaluation.longbench.prompts import Encoded
@@ -32,7 +32,7 @@ class ReservedLayer(DynamicLayer):
 
     Args:
         like: keys or values, for their type and sizes, `[., heads, ., head_dim]`.
-        rows, length: how many sequences, and how many tokens of each are known.
+        rows, length: the number of sequences, and of known tokens in each.
         room: tokens that may follow.
     """
 
@@ -57,7 +57,7 @@ class ReservedLayer(DynamicLayer):
 
 
 def prefill(model: Any, rows: Sequence[Sequence[int]], room: int, spare: int = 0) -> DynamicCache | None:
-    """What a base model makes of prompts, but for their last tokens, as if they stood padded on the left in a batch.
+    """Read prompts, except for their last tokens, one by one, as if they were padded on the left in a batch.
 
     A padded batch has a mask, which keeps attention from its fastest kernels and from skipping the future. On a CPU,
     prompts of 3,500 tokens take less than half the time one by one, and less memory.
@@ -100,13 +100,12 @@ def answer(
     remembers: bool,
     cache_size: int | None = None,
 ) -> list[list[int]]:
-    """The new ids of each prompt, up to and with the end token.
+    """Generate the ids that answer each prompt, up to and including the end token.
 
     Args:
-        remembers: read what stands before the questions into a memory, close its last segment, then answer from the
-            questions. Otherwise everything is one prompt, as always for a model whose own attention is its
-            memory.
-        cache_size: another number of entries than the memory's configured one.
+        remembers: read the contexts into a memory, close its last segment, then answer from the questions. Otherwise
+            everything is one prompt, as always for a model whose own attention is its memory.
+        cache_size: number of entries, instead of the memory's configured one.
     """
     memory: Cache | None = None
     device, spare = next(model.parameters()).device, 0
@@ -129,7 +128,7 @@ def answer(
 
 
 def generation_config(model: nn.Module, tokenizer: PreTrainedTokenizerBase, task: Task) -> Any:
-    """The model's own settings of generation, made greedy, with the task's length and end tokens."""
+    """Return the model's own generation settings, made greedy, with the task's length and end tokens."""
     config: Any = copy.deepcopy(unwrap(model).generation_config or GenerationConfig())
     ends = config.eos_token_id if config.eos_token_id is not None else tokenizer.eos_token_id
     config.eos_token_id = [ends] if isinstance(ends, int) else list(ends or [])
@@ -139,20 +138,13 @@ def generation_config(model: nn.Module, tokenizer: PreTrainedTokenizerBase, task
         config.min_new_tokens = 1
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    config.update(
-        max_new_tokens=task.new_tokens,
-        max_length=None,
-        do_sample=False,
-        num_beams=1,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-    )
+    config.update(max_new_tokens=task.new_tokens, max_length=None, do_sample=False, num_beams=1)
+    config.update(temperature=None, top_p=None, top_k=None)
     return config
 
 
 def left_padded(rows: Sequence[Sequence[int]], pad: int, spare: int = 0) -> tuple[Tensor, Tensor]:
-    """Ids and attention mask, `[rows, spare + longest]`."""
+    """Return ids and attention mask, `[rows, spare + longest]`."""
     longest = spare + max(map(len, rows))
     ids = torch.full((len(rows), longest), pad)
     mask = torch.zeros(len(rows), longest, dtype=torch.long)
@@ -163,7 +155,7 @@ def left_padded(rows: Sequence[Sequence[int]], pad: int, spare: int = 0) -> tupl
 
 
 def up_to_end(row: list[int], ends: Sequence[int]) -> list[int]:
-    """Ids up to the first end token, with it."""
+    """Cut ids after the first end token."""
     last = next((place for place, id in enumerate(row) if id in ends), len(row) - 1)
     return row[: last + 1]
 
@@ -173,34 +165,22 @@ CHARACTERS_PER_TOKEN = 4  # of English
 
 
 def batches(records: dict[str, list[Record]], rows: int) -> list[Batch]:
-    """Records of one task and of like length together; batches with the longest records first.
-
-    Args:
-        records: task -> its records.
-    """
+    """Group records of one task and of similar length by `rows`; the longest batches come first."""
     found: list[Batch] = []
     for own in records.values():
         longest_first = sorted(own, key=lambda record: -record.characters)
         found += [longest_first[start : start + rows] for start in range(0, len(own), rows)]
-    return sorted(found, key=lambda batch: -characters(batch))
-
-
-def characters(batch: Batch) -> int:
-    return sum(record.characters for record in batch)
+    return sorted(found, key=lambda batch: -sum(record.characters for record in batch))
 
 
 def characters_read(batch: Batch, max_length: int | None) -> int:
-    """About how much of a batch is read, for the bar: where prompts are cut, the rest of them takes no time."""
+    """Estimate how many characters of a batch are read, for the progress bar: cut prompts take less time."""
     limit = math.inf if max_length is None else CHARACTERS_PER_TOKEN * max_length
     return int(sum(min(record.characters, limit) for record in batch))
 
 
 def check_prompts(maker: PromptMaker, records: dict[str, list[Record]]) -> None:
-    """Tokenize prompts of any length before the model is loaded, and see whether they fit. Processes share the work.
-
-    Raises:
-        ValueError: one does not.
-    """
+    """Raise ValueError if a prompt does not fit, before the model is loaded. Processes share the work."""
     state = PartialState()
     if maker.method.positions is None and maker.method.capacity is None:
         return
@@ -218,7 +198,7 @@ def check_prompts(maker: PromptMaker, records: dict[str, list[Record]]) -> None:
 
 
 def predict(model: nn.Module, maker: PromptMaker, work: Sequence[Batch], predictions: Predictions) -> None:
-    """Answer all batches that are not done, in this process its share of them.
+    """Answer the batches that are not done, in this process its share of them.
 
     A batch of which some records are done is answered as a whole, so that it is the batch that it would have been.
     """
@@ -227,14 +207,8 @@ def predict(model: nn.Module, maker: PromptMaker, work: Sequence[Batch], predict
         torch.cuda.reset_peak_memory_stats(state.device)
     left = [batch for batch in work if any(record.id not in predictions.done[record.task] for record in batch)]
     own = left[state.process_index :: state.num_processes]
-    bar = tqdm(
-        total=sum(characters_read(batch, maker.method.max_length) for batch in own),
-        unit=" characters",
-        unit_scale=True,
-        desc=maker.method.title,
-        disable=not state.is_main_process,
-    )
-    with bar:
+    total = sum(characters_read(batch, maker.method.max_length) for batch in own)
+    with progress(maker.method.title, total, " characters") as bar:
         for batch, answers, times in answered(model, maker, own):
             new = [place for place, record in enumerate(batch) if record.id not in predictions.done[record.task]]
             lines = [prediction_line(batch[place], answers[place]) for place in new]
@@ -245,25 +219,18 @@ def predict(model: nn.Module, maker: PromptMaker, work: Sequence[Batch], predict
 def answered(
     model: nn.Module, maker: PromptMaker, work: Sequence[Batch]
 ) -> Iterator[tuple[Batch, list[str], list[dict[str, Any]]]]:
-    """Each batch with its answers, and what it cost by record."""
+    """Yield each batch with its answers, and the cost of each record."""
     for batch in work:
         start = time.perf_counter()
         prompts = [maker(record) for record in batch]
         rows = answer(model, maker.tokenizer, prompts, TASKS[batch[0].task], maker.method.remembers)
         texts = [str(maker.tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
         cost = {"seconds": (time.perf_counter() - start) / len(batch), "peak_bytes": peak_bytes(model)}
-        yield (
-            batch,
-            texts,
-            [
-                {
-                    "task": record.task,
-                    "_id": record.id,
-                    "prompt_tokens": len(prompt.ids),
-                    "new_tokens": len(row),
-                    "cut_again_to": prompt.cut,
-                    **cost,
-                }
-                for record, prompt, row in zip(batch, prompts, rows, strict=True)
-            ],
-        )
+        times = [
+            {
+                **{"task": record.task, "_id": record.id, "prompt_tokens": len(prompt.ids), "new_tokens": len(row)},
+                **{"cut_again_to": prompt.cut, **cost},
+            }
+            for record, prompt, row in zip(batch, prompts, rows, strict=True)
+        ]
+        yield batch, texts, times

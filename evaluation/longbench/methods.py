@@ -27,11 +27,7 @@ METHODS = ("truncation", "full", "retrieval", "position-interpolation", "memory"
 
 @dataclass
 class LongBenchOptions:
-    """Data, methods, and how prompts are made and answered.
-
-    Raises:
-        ValueError: a method that does not exist, or a number that makes no sense.
-    """
+    """Data, methods, and how prompts are made and answered; ValueError for a wrong name or number."""
 
     data: str = option(
         help="LongBench: a folder with TASK.jsonl, .jsonl.gz or .parquet for each task, or a dataset of the Hub."
@@ -63,7 +59,7 @@ class LongBenchOptions:
     )
     max_length: int | None = option(
         None,
-        help="Cut longer prompts in the middle to so many tokens. Default: for truncation and retrieval the official "
+        help="Cut longer prompts in the middle to N tokens. Default: for truncation and retrieval the official "
         "limit of a model with as many positions (3500 of 4096, 7500 of 8192, ...); for other methods no limit.",
     )
     batch: int = option(1, help="Records answered together. Which ones does not depend on the number of processes.")
@@ -109,11 +105,11 @@ class Method:
     """A way to answer questions about long texts.
 
     Attributes:
-        title: what folders and tables call it.
+        title: its name in folders and tables.
         adapter: what is put on the base model.
-        max_length: prompts are cut in the middle to so many tokens; None: they are not.
+        max_length: prompts are cut in the middle to this many tokens; None: they are not.
         positions: prompt and answer must fit into this many; None: they need not.
-        capacity: tokens that the memory can hold; None: any number. It goes with no `positions`.
+        capacity: tokens that the memory can hold; None: any number. Where it is set, `positions` is None.
     """
 
     name: str
@@ -139,10 +135,7 @@ class Method:
 def make_method(
     name: str, options: LongBenchOptions, base: str, config: PretrainedConfig, adapter: PeftConfig | None
 ) -> Method:
-    """One of `METHODS` for one base model.
-
-    Args:
-        config, adapter: configurations of the base model and of the adapter.
+    """Make one of `METHODS` for a base model, from its and the adapter's configurations.
 
     Raises:
         ImportError, OSError, ValueError: it is not possible with this base model, this adapter or these options.
@@ -178,7 +171,7 @@ def make_method(
 
 
 def load_model(method: Method, model: ModelOptions, options: LongBenchOptions, device: torch.device) -> nn.Module:
-    """The model that a method takes, for evaluation."""
+    """Load the model that a method takes, for evaluation."""
     changes = {}
     if method.name == "position-interpolation":
         plain = base_config(model.base).rope_parameters
@@ -196,12 +189,8 @@ class PromptMaker:
     templates: Mapping[str, str]
     retriever: Retriever | None = None
 
-    def using(self, retriever: Retriever | None) -> PromptMaker:
-        """The same with a retriever."""
-        return replace(self, retriever=retriever)
-
     def __call__(self, record: Record) -> Encoded:
-        """What the model reads of a record."""
+        """Return what the model reads of a record."""
         template, context = self.templates[record.task], None
         if self.retriever is not None:
             query = record.input.strip() or after_context(template, record)
@@ -216,7 +205,7 @@ class PromptMaker:
         return found
 
     def encoded(self, prompt: Prompt, task: str, limit: int | None) -> Encoded:
-        """The prompt as the official code cuts it to a limit, in its chat template, tokenized again."""
+        """Cut the prompt to a limit as the official code does, and tokenize it again, in its chat template."""
         if limit is not None:
             prompt = cut_middle(prompt, self.tokenizer, limit)
         if self.options.chat and TASKS[task].chat:
@@ -262,19 +251,11 @@ def check_limit(maker: PromptMaker, tasks: list[Task]) -> None:
 EMPTY = Record("", "", "", "-", [], 0, None)
 
 
-RETRIEVAL = ("retriever", "chunk_words", "chunks")
 CUT = "in the middle, as the official code does; then again, shorter, until prompt and answer fit"
 
 
 def model_settings(model: ModelOptions, config: PretrainedConfig, adapter: str | None) -> dict[str, Any]:
-    """Describe what answers, as JSON holds it.
-
-    Args:
-        adapter: its identity (`adapter_identity`).
-
-    Raises:
-        OSError, ValueError: the base model's weights cannot be found or read.
-    """
+    """Describe what answers, for JSON; `adapter` is what `adapter_identity` returns."""
     return {
         "base": Path(model.base).name,
         "base_config": base_identity(config),
@@ -286,16 +267,22 @@ def model_settings(model: ModelOptions, config: PretrainedConfig, adapter: str |
     }
 
 
-def method_settings(
-    method: Method,
-    answering: dict[str, Any],
-    options: LongBenchOptions,
-) -> dict[str, Any]:
-    """Describe all that predictions depend on, apart from the records, as JSON holds it.
+def method_settings(method: Method, answering: dict[str, Any], options: LongBenchOptions) -> dict[str, Any]:
+    """Describe everything that predictions depend on, except the records, for JSON.
 
     Args:
         answering: base and adapter (`model_settings`).
     """
+    more: dict[str, Any] = {}
+    if method.name == "retrieval":
+        more = {name: getattr(options, name) for name in ("retriever", "chunk_words", "chunks")}
+        if options.retriever != "bm25":
+            encoder = AutoConfig.from_pretrained(options.retriever)
+            more["retriever_weights"] = weights_identity(options.retriever, encoder)
+    elif method.name == "position-interpolation":
+        more = {"rope_factor": options.rope_factor}
+    elif method.remembers:
+        more = {"forget": options.forget}
     return {
         "method": method.name,
         **answering,
@@ -305,27 +292,12 @@ def method_settings(
         "cut": None if method.max_length is None else CUT,
         "batch": options.batch,
         "longbench_e": options.longbench_e,
-        **(retrieval_settings(options) if method.name == "retrieval" else {}),
-        **({"rope_factor": options.rope_factor} if method.name == "position-interpolation" else {}),
-        **({"forget": options.forget} if method.remembers else {}),
+        **more,
     }
 
 
-def retrieval_settings(options: LongBenchOptions) -> dict[str, Any]:
-    """Describe what chooses chunks."""
-    given = {name: getattr(options, name) for name in RETRIEVAL}
-    if options.retriever == "bm25":
-        return given
-    encoder = AutoConfig.from_pretrained(options.retriever)
-    return {**given, "retriever_weights": weights_identity(options.retriever, encoder)}
-
-
 def adapter_identity(adapter: str | None) -> str | None:
-    """Hash the files of an adapter, which may be a folder or a Hub id.
-
-    Raises:
-        OSError: they are not there.
-    """
+    """Hash the files of an adapter, which may be a folder or a Hub id."""
     if adapter is None:
         return None
     digest = hashlib.sha256()

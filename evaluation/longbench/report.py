@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def task_scores(records: Sequence[Record], predictions: Sequence[str]) -> dict[str, Any]:
-    """The score of a task (0 to 100, rounded as in the official code), of each bucket, and of each record."""
+    """Score a task (0 to 100, rounded as in the official code), each bucket, and each record."""
     values = [
         score(record.task, prediction, record.answers, record.all_classes or ())
         for record, prediction in zip(records, predictions, strict=True)
@@ -46,15 +46,15 @@ def task_scores(records: Sequence[Record], predictions: Sequence[str]) -> dict[s
 
 
 def rounded(values: Sequence[float]) -> float | None:
-    """A mean as the official code gives it; None of nothing, where that gives NaN, which JSON does not have."""
+    """Round a mean as the official code does; None for no values, where that gives NaN, which JSON does not have."""
     return round(100 * sum(values) / len(values), 2) if values else None
 
 
 def averages(tasks: dict[str, Any]) -> dict[str, float]:
-    """The mean score of each category's tasks, and of all tasks under `average`.
+    """Return the mean score of each category's tasks, and of all tasks under `average`.
 
     Args:
-        tasks: task -> what `task_scores` gave.
+        tasks: task -> what `task_scores` returned.
     """
     found: dict[str, list[float]] = {}
     for name, numbers in tasks.items():
@@ -64,11 +64,7 @@ def averages(tasks: dict[str, Any]) -> dict[str, float]:
 
 
 def bucket_average(tasks: dict[str, Any], name: str) -> float | None:
-    """Return the mean score over the tasks that have records in a bucket; None if there is none.
-
-    Args:
-        tasks: task -> what `task_scores` gave.
-    """
+    """Return the mean score over the tasks that have records in a bucket; None if there are none."""
     found = [numbers["buckets"][name]["score"] for numbers in tasks.values() if numbers["buckets"][name]["records"]]
     return mean(found) if found else None
 
@@ -84,10 +80,10 @@ def bucket_interval(tasks: dict[str, Any], name: str) -> tuple[float, float]:
 
 
 def paired_difference(tasks: dict[str, Any], others: dict[str, Any]) -> tuple[float, tuple[float, float] | None]:
-    """By how many points the mean over tasks differs, and its 95 % interval from resampled records of each task.
+    """Return the difference of two means over tasks in points, and its 95 % interval.
 
     Args:
-        tasks, others: task -> what `task_scores` gave, over the same records.
+        tasks, others: task -> what `task_scores` returned, over the same records, which are resampled by task.
     """
     differences = [record_scores(numbers) - record_scores(others[name]) for name, numbers in tasks.items()]
     found = float(np.mean([each.mean() for each in differences]))
@@ -98,15 +94,15 @@ def paired_difference(tasks: dict[str, Any], others: dict[str, Any]) -> tuple[fl
 
 
 def record_scores(numbers: dict[str, Any]) -> Floats:
-    """0 to 100, `[records]`."""
+    """Return the score of each record, 0 to 100, `[records]`."""
     return np.array([100 * record["score"] for record in numbers["records"]])
 
 
 def common_tasks(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Tasks that all results have, in the papers' order.
+    """Return the tasks that all results have, in the papers' order.
 
     Raises:
-        ValueError: there is none, or their records differ.
+        ValueError: there are none, or their records differ.
     """
     names = [name for name in TASKS if all(name in result["tasks"] for result in results)]
     if not names:
@@ -130,11 +126,11 @@ SCORERS = ("rouge", "jieba")
 def make_result(
     name: str, settings: dict[str, Any], tasks: dict[str, Any], times: Sequence[dict[str, Any]], **more: Any
 ) -> dict[str, Any]:
-    """Everything about one method's run, for JSON.
+    """Collect everything about one method's run, for JSON.
 
     Args:
-        tasks: task -> what `task_scores` gave.
-        times: what the records cost (`Predictions.times`).
+        tasks: task -> what `task_scores` returned.
+        times: the costs of the records (`Predictions.times`).
         more: command, environment.
     """
     return {
@@ -152,20 +148,16 @@ def make_result(
 
 
 def load_result(path: str) -> dict[str, Any]:
-    """A result.json, or that of a folder.
-
-    Raises:
-        OSError, ValueError: there is none, or it is another kind of file.
-    """
+    """Read a result.json, or that of a folder; raise OSError or ValueError if there is none."""
     file = Path(path) / "result.json" if Path(path).is_dir() else Path(path)
     result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(result, dict) or not isinstance(result.get("tasks"), dict) or "average" not in result:
-        raise ValueError(f"{file} is no result of eval_longbench.py.")
+        raise ValueError(f"{file} is not a result of eval_longbench.py.")
     return result
 
 
 def joint_table(results: Sequence[dict[str, Any]]) -> str:
-    """Scores by task in the papers' order, a column a result; below, each one's difference from the first.
+    """Format scores by task in the papers' order, one column for each result, and the differences from the first.
 
     Raises:
         ValueError: the results have no task in common, or were run on different records.
@@ -191,7 +183,7 @@ def joint_table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def differences(titles: Sequence[str], shared: Sequence[dict[str, Any]]) -> list[str]:
-    """A second table that compares each result with the first one, by task and on average."""
+    """Format a second table that compares each result with the first one, by task and on average."""
     if len(shared) < 2:
         return []
     lines = ["", f"Difference from *{titles[0]}*, with 95 % intervals from resampled records:", ""]
@@ -203,13 +195,13 @@ def differences(titles: Sequence[str], shared: Sequence[dict[str, Any]]) -> list
 
 
 def difference(tasks: dict[str, Any], others: dict[str, Any]) -> str:
-    """Such as +1.20 (-0.31 to +2.75); without an interval for single records."""
+    """Format a difference, such as +1.20 (-0.31 to +2.75); without an interval for single records."""
     points, interval = paired_difference(tasks, others)
     return f"{points:+.2f}" + ("" if interval is None else f" ({interval[0]:+.2f} to {interval[1]:+.2f})")
 
 
 def by_task(results: Sequence[dict[str, Any]]) -> Figure:
-    """Draw the score by task: bars, a group a task."""
+    """Draw the score by task, one bar for each result."""
     names = common_tasks(results)
     figure, (axes,) = new_figure("LongBench by task", ["score"])
     figure.set_size_inches(max(8, 0.6 * len(names) + 3), 5)
@@ -221,7 +213,7 @@ def by_task(results: Sequence[dict[str, Any]]) -> Figure:
 
 
 def by_length(results: Sequence[dict[str, Any]]) -> Figure:
-    """Draw the means of the table's buckets of length: a line a result, with 95 % intervals from resampled records."""
+    """Draw the means of the table's buckets of length, one line for each result, with 95 % intervals."""
     names = common_tasks(results)
     figure, (axes,) = new_figure("LongBench by length of the context", ["mean score of the tasks"])
     shared = [{name: result["tasks"][name] for name in names} for result in results]

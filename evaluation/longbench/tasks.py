@@ -21,7 +21,7 @@ class Task:
     """One data set.
 
     Attributes:
-        category: the heading it stands under in the papers' tables.
+        category: its heading in the papers' tables.
         metric: a name of `metrics.METRICS`.
         new_tokens: how long an answer may be.
         chat: chat models get the prompt in their chat template.
@@ -79,16 +79,12 @@ BUCKETS = ("0-4k", "4-8k", "8k+")
 
 
 def bucket(length: int) -> str:
-    """LongBench-E's bucket of a record by its `length` (words, or characters in Chinese)."""
+    """Return LongBench-E's bucket of a record by its `length` (words, or characters in Chinese)."""
     return BUCKETS[(length >= 4000) + (length >= 8000)]
 
 
 def chosen_tasks(names: list[str] | None, e: bool) -> list[Task]:
-    """Tasks in the papers' order.
-
-    Args:
-        names: default: all.
-        e: of LongBench-E.
+    """Return tasks in the papers' order: those of these names, or all of LongBench or LongBench-E.
 
     Raises:
         ValueError: one does not exist; names those that do.
@@ -131,14 +127,13 @@ TWO_NEWLINES = ("triviaqa", "samsum")
 
 
 def load_templates(tasks: Iterable[str], file: str | None = None) -> dict[str, str]:
-    """The template of each task, with the fields `{context}` and `{input}`.
+    """Return the template of each task, with the fields `{context}` and `{input}`.
 
     Args:
         file: the official `dataset2prompt.json`. Default: what the installed lm-eval ships.
 
     Raises:
-        ImportError: lm-eval is not installed.
-        OSError: the file cannot be read.
+        ImportError, OSError: lm-eval is not installed, or the file cannot be read.
         ValueError: a template is missing, or is not the official one.
     """
     found = {task: from_lm_eval(task) for task in tasks} if file is None else from_file(Path(file), tasks)
@@ -154,7 +149,7 @@ def load_templates(tasks: Iterable[str], file: str | None = None) -> dict[str, s
 
 
 def from_lm_eval(task: str) -> str:
-    """lm-eval's template of a task, made equal to the official one."""
+    """Read lm-eval's template of a task, and make it equal to the official one."""
     path = lm_eval_folder() / f"{task}.yaml"
     if not path.is_file():
         raise ValueError(f"{path} does not exist: install lm-eval 0.4.13, or give --prompts.")
@@ -164,7 +159,7 @@ def from_lm_eval(task: str) -> str:
 
 
 def lm_eval_folder() -> Path:
-    """Where the installed lm-eval keeps its LongBench tasks; the package itself is not imported."""
+    """Find the LongBench tasks of the installed lm-eval, without importing it."""
     spec = find_spec("lm_eval")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError(
@@ -175,18 +170,18 @@ def lm_eval_folder() -> Path:
 
 
 class TaskLoader(yaml.SafeLoader):
-    """Reads lm-eval's task files; what they say of Python functions is not looked at."""
+    """Reads lm-eval's task files, and ignores the Python functions that they name."""
 
 
 TaskLoader.add_multi_constructor("!function", lambda loader, suffix, node: None)
 
 
 def from_file(path: Path, tasks: Iterable[str]) -> dict[str, str]:
-    """Templates from a JSON file that maps tasks to them."""
+    """Read templates from a JSON file that maps tasks to them."""
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON file: {error}") from error
+        raise ValueError(f"{path} is not a JSON file: {error}") from error
     missing = [task for task in tasks if not isinstance(found, dict) or not isinstance(found.get(task), str)]
     if missing:
         raise ValueError(f"{path} has no template for {', '.join(missing)}.")

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import PretrainedConfig
 
 from cacheformers.common.base_model import ModelOptions
@@ -26,7 +25,7 @@ from cacheformers.common.documents import fingerprint
 from cacheformers.common.environment import environment
 from cacheformers.common.files import write_json, write_text
 from cacheformers.common.recipe import RecipeParser, option
-from cacheformers.evaluation.loading import counted_positions, load, memory_config, peak_bytes, prepare
+from cacheformers.evaluation.loading import counted_positions, load, memory_config, peak_bytes, prepare, progress
 from cacheformers.evaluation.longbench.answers import answer
 from cacheformers.evaluation.longbench.methods import adapter_identity, model_settings
 from cacheformers.evaluation.longbench.predictions import PredictionError, Predictions
@@ -40,11 +39,7 @@ UNITS = {"": 1, "K": 1024, "M": 1024 * 1024}
 
 @dataclass
 class PasskeyOptions:
-    """Which prompts are made, and who answers them.
-
-    Raises:
-        ValueError: a number that makes no sense, or a needle that does not exist.
-    """
+    """Which prompts are made, and who answers them; ValueError for a wrong number or needle."""
 
     adapter: str | None = option(
         None,
@@ -79,7 +74,7 @@ class PasskeyOptions:
     forget: bool = option(
         False, help="Let the memory forget the beginning of texts that it cannot hold. Default: that is an error."
     )
-    limit: int | None = option(None, help="Only so many cases of each length, for a try.")
+    limit: int | None = option(None, help="Only N cases of each length, for a try.")
     seed: int = option(0, help="Fixes the keys, and which parts of the filler are taken.")
     overwrite: bool = option(False, help="Start anew where there are answers of other settings.")
     plots: bool = option(True, help="Draw the heat map (needs matplotlib).")
@@ -100,7 +95,7 @@ class PasskeyOptions:
 
     @property
     def tokens(self) -> list[int]:
-        """The lengths as numbers, the shortest first."""
+        """Return the lengths as numbers, the shortest first."""
         return sorted({parse_length(length) for length in self.lengths})
 
 
@@ -108,14 +103,10 @@ PasskeyOptions._argument_group_name = "passkey"  # type: ignore[attr-defined]
 
 
 def parse_length(text: str) -> int:
-    """`4096`, `4K` or `1M` as a number.
-
-    Raises:
-        ValueError: another form, or 0.
-    """
+    """Turn `4096`, `4K` or `1M` into a number; raise ValueError for another form, or 0."""
     match = re.fullmatch(r"(\d+)([KM]?)", text.upper())
     if match is None or int(match[1]) == 0:
-        raise ValueError(f"lengths: {text!r} is no number of tokens such as 5000, 4K or 1M.")
+        raise ValueError(f"lengths: {text!r} is not a number of tokens such as 5000, 4K or 1M.")
     return int(match[1]) * UNITS[match[2]]
 
 
@@ -130,12 +121,7 @@ DESCRIPTION = (
 
 @dataclass
 class Plan:
-    """A checked run: everything that it needs but the model's weights.
-
-    Attributes:
-        cases: length -> its cases.
-        remembers: the model has a memory.
-    """
+    """A checked run: everything that it needs but the model's weights; `cases` are by length."""
 
     model: ModelOptions
     options: PasskeyOptions
@@ -144,11 +130,6 @@ class Plan:
     cases: dict[str, list[Case]]
     predictions: Predictions
     remembers: bool
-
-    @property
-    def name(self) -> str:
-        """What tables call the model."""
-        return Path(self.options.adapter or self.model.base).name
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -172,11 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def make_plan(model: ModelOptions, options: PasskeyOptions) -> Plan:
-    """Look at everything that can be wrong before the model is loaded.
-
-    Raises:
-        OSError, ValueError, ImportError: something is; says what to do.
-    """
+    """Check everything that can be checked before the model is loaded; raise OSError, ValueError or ImportError."""
     state, config, tokenizer, adapter = prepare(model, options.adapter)
     if not tokenizer.is_fast:
         raise ValueError(f"The filler's sentences are found with a fast tokenizer, which {model.base} has not.")
@@ -203,7 +180,7 @@ def make_plan(model: ModelOptions, options: PasskeyOptions) -> Plan:
 
 
 def evaluate(plan: Plan, arguments: list[str]) -> None:
-    """Ask to the end, or go on; write down what came out."""
+    """Ask to the end, or go on; write the result."""
     options, predictions = plan.options, plan.predictions
     predictions.start(options.overwrite)
     model = load(plan.model, options.adapter, plan.state.device)
@@ -217,7 +194,7 @@ def evaluate(plan: Plan, arguments: list[str]) -> None:
         [answer for length in plan.cases for answer in answers[length]],
         predictions.times(plan.cases),
         plan.maker.wording,
-        name=plan.name,
+        name=Path(options.adapter or plan.model.base).name,
         command=[COMMAND, *arguments],
         settings=predictions.settings,
         options={**asdict(plan.model), **asdict(options)},
@@ -237,7 +214,7 @@ def check_cases(
     """Raise ValueError if a prompt is too short for its needle, or too long for the model.
 
     Args:
-        memory: see `remembering.memory_config`.
+        memory: see `memory_config`.
     """
     size = getattr(memory, "cache_size", None)
     if size is None and (options.cache_size is not None or options.forget):
@@ -277,14 +254,7 @@ def answer_cases(
     state = PartialState()
     left = [case for case in cases if case.id not in predictions.done[str(case.length)]]
     own = left[state.process_index :: state.num_processes]
-    bar = tqdm(
-        total=sum(case.length for case in own),
-        unit=" tokens",
-        unit_scale=True,
-        desc="Passkeys",
-        disable=not state.is_main_process,
-    )
-    with bar:
+    with progress("Passkeys", sum(case.length for case in own)) as bar:
         for case in own:
             if state.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(state.device)

@@ -35,7 +35,7 @@ class Wording:
     Attributes:
         needle: with `{key}` for what is hidden.
         question: comes last; the answer follows after a space.
-        keys: what is hidden is one of these. None: a number of five digits.
+        keys: what is hidden is one of these. Empty: a number of five digits.
     """
 
     needle: str
@@ -44,11 +44,11 @@ class Wording:
     intro: str = INTRO
 
     def draw(self, random: np.random.Generator) -> str:
-        """Something to hide."""
+        """Choose something to hide."""
         return str(random.choice(self.keys)) if self.keys else str(random.integers(10_000, 100_000))
 
     def score(self, answer: str, key: str) -> float:
-        """1 if the first number (word, where a word is hidden) of an answer is the key, else 0."""
+        """Return 1 if the first number (or word, where a word is hidden) of an answer is the key, else 0."""
         found = re.search(r"[^\W\d_]+" if self.keys else r"\d+", answer)
         return float(found is not None and found[0].lower() == key)
 
@@ -66,7 +66,7 @@ NEEDLES = {
 
 
 REPEAT = "repeat"
-SENTENCE = re.compile(r"[.!?][\"'\u201d\u2019)_]*\s+(?=\S)")  # what stands between two sentences
+SENTENCE = re.compile(r"[.!?][\"'\u201d\u2019)_]*\s+(?=\S)")  # what is between two sentences
 IDENTIFYING = 10_000  # tokens at the beginning by which a filler is known
 Ids = NDArray[np.int64]
 
@@ -86,32 +86,28 @@ class Filler:
     varied: bool
 
     def start(self, tokens: int, random: np.random.Generator) -> int:
-        """Where a part of so many tokens begins: at a sentence, among the first so many tokens."""
+        """Choose where a part of `tokens` tokens begins: at a sentence among the first `tokens` tokens."""
         if not self.varied:
             return 0
         last = min(tokens, len(self.ids) - tokens)
         return int(random.choice(self.starts[: np.searchsorted(self.starts, last, side="right")]))
 
     def split(self, start: int, end: int, share: float) -> int:
-        """The beginning of a sentence, the start or the end: whichever divides a part in this ratio best."""
+        """Return the beginning of a sentence, the start or the end: whichever divides a part best in this ratio."""
         first, last = np.searchsorted(self.starts, (start, end))
         places = np.array([start, *self.starts[first:last], end])
         return int(places[np.abs(places - (start + share * (end - start))).argmin()])
 
     def identity(self) -> str:
-        """A short hash of its beginning."""
+        """Hash its beginning."""
         return fingerprint([self.varied, self.ids[:IDENTIFYING].tolist()])
 
 
 def load_filler(name: str, text_field: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> Filler:
-    """The filler for prompts of up to `longest` tokens.
-
-    Args:
-        name: 'repeat', or a file of texts.
-        text_field: the field or column that holds a text.
+    """Load the filler for prompts of up to `longest` tokens: 'repeat', or a file of texts in a field.
 
     Raises:
-        FileNotFoundError, ValueError: no such file, not readable, or not enough text in it.
+        FileNotFoundError, ValueError: there is no such file, it cannot be read, or it is too short.
     """
     if name == REPEAT:
         times = 1 + max(longest, IDENTIFYING) // len(encode(REPEATED, tokenizer)[0])
@@ -129,7 +125,7 @@ def load_filler(name: str, text_field: str, tokenizer: PreTrainedTokenizerBase, 
 
 
 def joined(texts: Iterable[str | None], tokenizer: PreTrainedTokenizerBase, enough: int, varied: bool) -> Filler:
-    """Texts one after the other, until there are enough tokens."""
+    """Join texts until there are enough tokens."""
     ids, starts, total = [], [], 0
     for text in texts:
         if text and text.strip():
@@ -145,7 +141,7 @@ def joined(texts: Iterable[str | None], tokenizer: PreTrainedTokenizerBase, enou
 
 
 def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[Ids, Ids]:
-    """A text's ids, and the tokens with which its sentences begin."""
+    """Return a text's ids, and the indices of the tokens with which its sentences begin."""
     encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ends = np.array([end for _, end in encoded.offset_mapping])
     places = [0, *(match.end() for match in SENTENCE.finditer(text))]
@@ -159,7 +155,7 @@ class Case:
 
     Attributes:
         length: tokens of the whole prompt, without the answer.
-        depth: where the needle stands: per cent of the filler before it.
+        depth: percentage of the filler that is before the needle.
         trial: number among the cases of this length and depth.
         key: what is hidden.
     """
@@ -175,7 +171,7 @@ class Case:
 
 
 def make_cases(wording: Wording, lengths: Sequence[int], depths: Sequence[float], trials: int, seed: int) -> list[Case]:
-    """All cases, the shortest first. What one hides depends on nothing but itself and the seed."""
+    """Make all cases, the shortest first. What one hides depends only on itself and the seed."""
     return [
         Case(length, depth, trial, wording.draw(randomness(seed, length, depth, trial)))
         for length in lengths
@@ -198,11 +194,7 @@ class PromptMaker:
     seed: int
 
     def __call__(self, case: Case) -> Encoded:
-        """The prompt, and where its question begins.
-
-        Raises:
-            ValueError: it is too short for the needle.
-        """
+        """Return the prompt, and where its question begins; raise ValueError if it is too short for the needle."""
         intro, needle, question = self.parts(case)
         room = self.room(case)
         start = self.filler.start(room, randomness(self.seed, case.length, case.depth, case.trial, 1))
@@ -212,7 +204,7 @@ class PromptMaker:
         return Encoded([*intro, *before, *needle, *after, *question], case.length - len(question))
 
     def parts(self, case: Case) -> tuple[list[int], list[int], list[int]]:
-        """Introduction, needle and question, each a line of its own."""
+        """Return introduction, needle and question, each a line of its own."""
         special: list[int] = self.tokenizer("").input_ids  # such as a token for the beginning
         wording = self.wording
         return (
@@ -222,11 +214,7 @@ class PromptMaker:
         )
 
     def room(self, case: Case) -> int:
-        """Tokens of filler that a prompt has place for.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Return how many tokens of filler fit into a prompt; raise ValueError if none do."""
         taken = sum(map(len, self.parts(case)))
         if taken > case.length:
             raise ValueError(
@@ -236,7 +224,7 @@ class PromptMaker:
         return case.length - taken
 
     def new_tokens(self, case: Case) -> int:
-        """How long an answer may be: the key and enough to see that it has ended."""
+        """Return how long an answer may be: the key, and enough to see that it has ended."""
         return len(self.encode(f" {case.key}")) + 3
 
     def encode(self, text: str) -> list[int]:

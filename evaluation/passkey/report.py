@@ -25,10 +25,10 @@ def make_result(
     wording: Wording,
     **more: Any,
 ) -> dict[str, Any]:
-    """Everything about a run, for JSON; `scores` is per cent by depth, then by length, None where there is no case.
+    """Collect everything about a run, for JSON; `scores` is in percent by depth, then by length, None without a case.
 
     Args:
-        times: what the cases cost (`Predictions.times`).
+        times: the costs of the cases (`Predictions.times`).
         more: name, settings, command, options, environment.
     """
     scores = {case.id: wording.score(answer, case.key) for case, answer in zip(cases, answers, strict=True)}
@@ -69,7 +69,7 @@ def percent(scores: Sequence[float]) -> float | None:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Per cent of keys found, a row a depth, a column a length, as Markdown."""
+    """Format the percentage of keys found, a row for each depth, a column for each length, as Markdown."""
     names = [short(length) for length in result["lengths"]]
     lines = [cells("depth", *names), cells("---:", *["---:"] * len(names))]
     for depth, row in zip(result["depths"], result["scores"], strict=True):
