@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from cacheformers.common.base_model import ModelOptions
 from cacheformers.common.environment import environment
 from cacheformers.common.files import write_json, write_text
+from cacheformers.common.plots import save_figures
 from cacheformers.common.recipe import RecipeParser
 from cacheformers.evaluation.loading import prepare
 from cacheformers.evaluation.longbench.answers import batches, check_prompts, predict
@@ -46,7 +47,6 @@ from cacheformers.evaluation.longbench.report import (
 )
 from cacheformers.evaluation.longbench.retrieval import make_retriever
 from cacheformers.evaluation.longbench.tasks import chosen_tasks, load_templates
-from cacheformers.evaluation.plots import save_figures
 
 DESCRIPTION = (
     "Evaluate a model on LongBench, as the official code does. With --compare RESULT ... (and --output) nothing is "

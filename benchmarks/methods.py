@@ -24,8 +24,8 @@ from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from cacheformers.adapters.folders import own_tokenizer
 from cacheformers.common.sources import load_texts
-from cacheformers.evaluation.loading import own_tokenizer
 from cacheformers.evaluation.run import Run, between, compare
 from cacheformers.modeling.attach import new_memory
 

@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerBase, TextStrea
 import cacheformers
 from cacheformers.cli.inspection import kept
 from cacheformers.cli.model import load_model
-from cacheformers.evaluation.plots import heat_map, save_figures
+from cacheformers.common.plots import heat_map, save_figures
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import read_index
 from cacheformers.modeling.tracing import Trace

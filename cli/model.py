@@ -9,8 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from cacheformers.adapters.folders import check_adapter_folder, check_base_folder
-from cacheformers.evaluation.loading import own_base, own_tokenizer
+from cacheformers.adapters.folders import check_adapter_folder, check_base_folder, own_base, own_tokenizer
 
 
 def load_model(base: str, adapter: str, device: str | None, dtype: str) -> tuple[Any, PreTrainedTokenizerBase]:
@@ -36,7 +35,7 @@ def load_model(base: str, adapter: str, device: str | None, dtype: str) -> tuple
     if base and adapter:
         model = PeftModel.from_pretrained(model, adapter)
     model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return model.eval(), load_tokenizer(base, adapter)
+    return model.eval(), AutoTokenizer.from_pretrained(base) if base else own_tokenizer(adapter)
 
 
 def check_device(device: str | None) -> None:
@@ -49,11 +48,6 @@ def check_device(device: str | None) -> None:
             f"--device {device} cannot be used here ({reason}). Leave it out to take a GPU if there is one, and the "
             "CPU if not."
         ) from error
-
-
-def load_tokenizer(base: str, adapter: str) -> PreTrainedTokenizerBase:
-    """Load the adapter's tokenizer, or its base model's if it was saved without one."""
-    return AutoTokenizer.from_pretrained(base) if base else own_tokenizer(adapter)
 
 
 def lasting_name(name: str | None) -> str:

@@ -10,9 +10,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 import cacheformers
+from cacheformers.adapters.folders import own_base
 from cacheformers.cli.inspection import kept, remedy
 from cacheformers.cli.model import lasting_name, load_model
-from cacheformers.evaluation.loading import own_base
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import INDEX
 from cacheformers.modeling.files.save import check_place

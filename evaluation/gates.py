@@ -24,10 +24,9 @@ from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from cacheformers.adapters.folders import new_folder
+from cacheformers.adapters.folders import new_folder, own_tokenizer
 from cacheformers.common.files import write_json
-from cacheformers.evaluation.loading import own_tokenizer
-from cacheformers.evaluation.plots import COLOURS, GREY, beside, heat_map, new_figure, save_figures
+from cacheformers.common.plots import COLOURS, GREY, beside, heat_map, new_figure, save_figures
 from cacheformers.evaluation.texts import raw_text
 from cacheformers.methods.gated_attention.gated_attention import fix_heads
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions
@@ -61,17 +60,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("model", help="Folder or Hub id of an adapter, or of a model with a memory of its own.")
     parser.add_argument("--output", type=Path, required=True, help="Folder for pictures, and their numbers as JSON.")
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="Text files (gated attention needs one).")
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        help="Read the first N tokens of each text. Default: as many as the base model has positions.",
-    )
-    parser.add_argument(
-        "--fix-heads",
-        type=float,
-        metavar="LEAST",
-        help="Heads whose mean gate is at least this see everything for good, the others their window.",
-    )
+    tokens = "Read the first N tokens of each text. Default: as many as the base model has positions."
+    parser.add_argument("--tokens", type=int, metavar="N", help=tokens)
+    fix = "Heads whose mean gate is at least this see everything for good, the others their window."
+    parser.add_argument("--fix-heads", type=float, metavar="LEAST", help=fix)
     parser.add_argument("--save", type=Path, help="With --fix-heads: a new folder for the model with fixed heads.")
     given = parser.parse_args(arguments)
     try:
@@ -148,9 +140,10 @@ def draw_gates(given: argparse.Namespace, model: nn.Module, options: GatedAttent
         raise ValueError(f"--tokens must be from 1 to {most}, the base model's positions, got {given.tokens}.")
     tokenizer = own_tokenizer(given.model)
     texts = [read_text(model, options, tokenizer, path, given.tokens or most) for path in given.text]
-    means = mean_gates(texts)
+    counted = {layer: torch.cat([text.gates[layer][:, text.counted] for text in texts], 1) for layer in texts[0].gates}
+    means = {layer: gates.double().mean(1) for layer, gates in counted.items()}  # [channels]
+    every = torch.cat([gates.flatten() for gates in counted.values()])
     threshold = options.threshold or 0.5
-    every = counted_gates(texts)
     closed = float((every < threshold).double().mean())
     histogram = torch.histc(every.float(), 10, 0.0, 1.0).int().tolist()
     for layer, mean in means.items():
@@ -175,7 +168,7 @@ def draw_gates(given: argparse.Namespace, model: nn.Module, options: GatedAttent
     write_json(given.output / "gates.json", result)
     save_figures({given.output / "gates.png": lambda: by_layer(means, options.gate_per, histogram)})
     for number, text in enumerate(texts):
-        values = token_means(text)
+        values = torch.stack([layer.mean(0) for layer in text.gates.values()]).mean(0)  # of layers and heads
         file = given.output / f"text_{number}.html"
         file.write_text(page(text.name, text.pieces, values.tolist(), text.counted.tolist()), encoding="utf-8")
 
@@ -209,24 +202,6 @@ def read_text(
         found.append(state.last)
     gates = {layer: torch.cat([part.gates[layer][0] for part in found], 1).cpu() for layer in found[0].gates}
     return ReadText(path.name, pieces, gates, torch.cat([part.counted[0] for part in found]).cpu())
-
-
-def mean_gates(texts: list[ReadText]) -> dict[int, Tensor]:
-    """Return the mean gate of each layer over the counted tokens of all texts, `[channels]`."""
-    return {
-        layer: torch.cat([text.gates[layer][:, text.counted] for text in texts], 1).double().mean(1)
-        for layer in texts[0].gates
-    }
-
-
-def counted_gates(texts: list[ReadText]) -> Tensor:
-    """Join the gates of all counted tokens, heads and layers in one row."""
-    return torch.cat([layer[:, text.counted].flatten() for text in texts for layer in text.gates.values()])
-
-
-def token_means(text: ReadText) -> Tensor:
-    """Return the mean gate of each token over layers and heads, `[tokens]`."""
-    return torch.stack([layer.mean(0) for layer in text.gates.values()]).mean(0)
 
 
 def as_dict(text: ReadText) -> dict[str, Any]:
@@ -337,7 +312,3 @@ def page(title: str, pieces: Sequence[str], gates: Sequence[float], counted: Seq
 def color(gate: float) -> str:
     """Return white for 0, orange for 1."""
     return f"rgba(230, 159, 0, {gate:.3f})"
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -117,7 +116,8 @@ class MemoryLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
             if going < memory.batch_size:
                 memory.select(range(going))
             inputs = pad_sequence([row[:-1][start : start + step] for row in ids[:going]], batch_first=True)
-            wanted = padded([row[start : start + step] for row in labels[:going]]).to(self.device)
+            rows = [row[start : start + step] for row in labels[:going]]
+            wanted = pad_sequence(rows, batch_first=True, padding_value=IGNORED).to(self.device)
             scored = wanted != IGNORED
             if not bool(scored.any()):
                 wanted, scored = wanted[:, -1:], scored[:, -1:]
@@ -132,11 +132,6 @@ class MemoryLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
                 nats[place] += float(lost[place])
                 greedy[place] = greedy[place] and bool(right[place].all())
         return [(-lost, chosen) for lost, chosen in zip(nats, greedy, strict=True)]
-
-
-def padded(rows: list[Tensor]) -> Tensor:
-    """Pad labels of rows, `[rows, longest]`."""
-    return pad_sequence(rows, batch_first=True, padding_value=IGNORED)
 
 
 if __name__ == "__main__":

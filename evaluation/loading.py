@@ -11,7 +11,7 @@ from accelerate import PartialState
 from peft import PeftConfig, PeftModel
 from torch import nn
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from cacheformers.adapters.folders import load_adapter_config
 from cacheformers.common.base_model import ModelOptions, base_config, base_folder, load_base, load_tokenizer
@@ -50,7 +50,7 @@ def make_state(device: str) -> PartialState:
     return state
 
 
-def progress(title: str, total: int | None = None, unit: str = " tokens") -> tqdm:
+def progress(title: str, total: int | None = None, unit: str = " tokens") -> Any:
     """Make a progress bar, which only the main process shows."""
     return tqdm(total=total, unit=unit, unit_scale=True, desc=title, disable=not PartialState().is_main_process)
 
@@ -91,16 +91,3 @@ def counted_positions(base: PretrainedConfig, memory: Any) -> int | None:
     options = base.options() if isinstance(base, CompositeConfig) else memory.resolve(base_shape(base))
     shape = options.base
     return None if shape.rotary or options.window.kept_tokens < shape.max_positions else shape.max_positions
-
-
-def own_base(adapter: str) -> str:
-    """Return the name of the base model that an adapter was trained on."""
-    return PeftConfig.from_pretrained(adapter).base_model_name_or_path or ""
-
-
-def own_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of an adapter or a model; that of its base for an adapter saved without one."""
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError):
-        return AutoTokenizer.from_pretrained(own_base(name))

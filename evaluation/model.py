@@ -98,7 +98,7 @@ def evaluate_model(model: nn.Module, documents: Sequence[HeldOut], options: Eval
         losses = token_nats(model, documents, reader, memory.segment_tokens, options.valid_rows, name.capitalize())
         runs[name] = measure(documents, losses, memory.segment_tokens, kept, cache_size, control, note)
 
-    adapter = peft_model(model)
+    adapter = next((module for module in model.modules() if isinstance(module, PeftModel)), None)  # in wrappers
     if adapter is not None and not options.skip_base:
         with adapter.disable_adapter():
             add("base", Forgetting(shown))
@@ -177,8 +177,3 @@ def longer_window(model: nn.Module, memory: Any) -> tuple[int, str]:
     if wanted > free:
         note += f"; cut to {free:,}, which fit the base model's {memory.base.max_positions:,} positions"
     return min(wanted, free), note
-
-
-def peft_model(model: nn.Module) -> PeftModel | None:
-    """Return the PeftModel inside wrappers; None for a model trained from scratch."""
-    return next((module for module in model.modules() if isinstance(module, PeftModel)), None)

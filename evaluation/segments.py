@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheformers.common.files import write_json
-from cacheformers.evaluation.plots import heat_map, save_figures
+from cacheformers.common.plots import heat_map, save_figures
 from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions
 from cacheformers.methods.cacheformer.modeling import CacheFormerForCausalLM
 
@@ -163,7 +163,3 @@ def run(given: argparse.Namespace) -> None:
     write_json(given.output / "segments.json", result)
     save_figures({given.output / "segments.png": lambda: draw(options, layers)})
     print(f"Written to {given.output}")
-
-
-if __name__ == "__main__":
-    main()

@@ -25,10 +25,11 @@ from transformers import PretrainedConfig
 from cacheformers.common.base_model import ModelOptions
 from cacheformers.common.environment import environment, origin_lines
 from cacheformers.common.files import write_json
+from cacheformers.common.plots import save_figures
 from cacheformers.common.recipe import RecipeParser, option
 from cacheformers.evaluation.held_out import HeldOut, Losses, token_nats, window_nats
 from cacheformers.evaluation.loading import load, memory_config, prepare
-from cacheformers.evaluation.plots import by_position, save_figures
+from cacheformers.evaluation.plots import by_position
 from cacheformers.evaluation.readers import Decoding, Remembering
 from cacheformers.evaluation.run import Measure, Run, between, bucket_name, position_edges, table
 from cacheformers.evaluation.texts import Text, read_texts

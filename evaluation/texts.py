@@ -70,11 +70,8 @@ def read_texts(
 def load(path: str, text_field: str) -> Sequence[str | None]:
     """Load the documents of one path."""
     file = Path(path)
-    return (
-        [raw_text(file)]
-        if file.is_file() and not file.name.endswith(tuple(FORMATS))
-        else load_texts([path], text_field)
-    )
+    raw = file.is_file() and not file.name.endswith(tuple(FORMATS))
+    return [raw_text(file)] if raw else load_texts([path], text_field)
 
 
 def raw_text(file: Path) -> str:
@@ -102,11 +99,5 @@ def tokenized(name: str, text: str, tokenizer: PreTrainedTokenizerBase, bos: boo
     if tokens is not None and len(ids) > tokens:
         ids, text = ids[:tokens], text[: encoded.offset_mapping[tokens - 1][1]]
     start = [tokenizer.bos_token_id] if bos else []
-    return Text(
-        name,
-        torch.tensor([*start, *ids], dtype=torch.long),
-        len(ids),
-        len(text.split()),
-        len(text),
-        len(text.encode()),
-    )
+    read = torch.tensor([*start, *ids], dtype=torch.long)
+    return Text(name, read, len(ids), len(text.split()), len(text), len(text.encode()))

@@ -120,9 +120,8 @@ def perplexity(result: dict[str, Any]) -> list[EvalResult]:
 
 def entry(dataset: tuple[str, str], metric: tuple[str, float, str], **more: Any) -> EvalResult:
     """Make an entry from a dataset's name and type, and a metric's type, value and name."""
-    metric_type, value, title = metric
-    named = {"dataset_name": dataset[0], "dataset_type": dataset[1], "metric_name": title}
-    return EvalResult("text-generation", metric_type=metric_type, metric_value=value, **named, **more)
+    more |= {"dataset_name": dataset[0], "dataset_type": dataset[1], "metric_name": metric[2]}
+    return EvalResult("text-generation", metric_type=metric[0], metric_value=metric[1], **more)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -138,7 +137,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (OSError, ValueError) as error:
         sys.exit(f"cacheformers results: {error}")
     print(f"{len(written)} results are in {Path(options.card) / CARD}.")
-
-
-if __name__ == "__main__":
-    main()

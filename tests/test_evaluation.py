@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import multiprocessing
@@ -486,7 +487,7 @@ def test_plots_are_drawn(tmp_path):
 
 
 def test_without_matplotlib_only_the_plots_are_missing(tmp_path, monkeypatch, capsys):
-    find: Callable = plots.importlib.util.find_spec
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    find: Callable = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     assert plots.save_plots(tmp_path, {"base": made_run(0, 90)}, [1.0]) == []
     assert 'pip install "cacheformers[eval]"' in capsys.readouterr().out

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cacheformers.common.environment import origin_lines
+from cacheformers.common.plots import COLOURS, MARKERS, bars, beside, new_figure
 from cacheformers.evaluation.longbench.metrics import score
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.tasks import BUCKETS, TASKS, bucket
-from cacheformers.evaluation.plots import COLOURS, MARKERS, bars, beside, new_figure, reach
+from cacheformers.evaluation.plots import reach
 from cacheformers.evaluation.run import Floats, draws, middle
 from cacheformers.hub.card import cells
 
@@ -108,11 +109,9 @@ def common_tasks(results: Sequence[dict[str, Any]]) -> list[str]:
     if not names:
         raise ValueError("The results have no task in common.")
     for name in names:
-        for result in results[1:]:
-            first, other = (
-                [record["_id"] for record in each["tasks"][name]["records"]] for each in (results[0], result)
-            )
-            if first != other:
+        own = [[record["_id"] for record in result["tasks"][name]["records"]] for result in results]
+        for result, ids in zip(results, own, strict=True):
+            if ids != own[0]:
                 raise ValueError(
                     f"{results[0]['name']} and {result['name']} were run on different records of {name}: they cannot "
                     "be compared."
@@ -222,16 +221,9 @@ def by_length(results: Sequence[dict[str, Any]]) -> Figure:
     for number, (result, tasks) in enumerate(zip(results, shared, strict=True)):
         means = np.array([bucket_average(tasks, name) for name in shown])
         ends = [bucket_interval(tasks, name) for name in shown]
-        axes.errorbar(
-            np.arange(len(shown)) + beside(number, len(results), 0.2),
-            means,
-            reach(means, ends),
-            color=COLOURS[number % 8],
-            marker=MARKERS[number % 7],
-            capsize=2,
-            elinewidth=1,
-            label=result["name"],
-        )
+        places = np.arange(len(shown)) + beside(number, len(results), 0.2)
+        style: dict[str, Any] = {"color": COLOURS[number % 8], "marker": MARKERS[number % 7], "label": result["name"]}
+        axes.errorbar(places, means, reach(means, ends), capsize=2, elinewidth=1, **style)
     axes.set_xticks(range(len(shown)), [f"{name}\n({counts[name]})" for name in shown])
     axes.set_xlabel("length in words, Chinese in characters (records); tasks differ between lengths")
     figure.legend(loc="outside upper center", frameon=False, ncols=2)

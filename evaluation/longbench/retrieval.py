@@ -83,13 +83,8 @@ class Embeddings:
         """Return unit vectors, `[texts, dim]`."""
         found = []
         for start in range(0, len(texts), EMBEDDED_TOGETHER):
-            batch = self.tokenizer(
-                list(texts[start : start + EMBEDDED_TOGETHER]),
-                padding=True,
-                truncation=True,
-                max_length=self.longest,
-                return_tensors="pt",
-            ).to(self.model.device)
+            own, form = list(texts[start : start + EMBEDDED_TOGETHER]), {"padding": True, "truncation": True}
+            batch = self.tokenizer(own, max_length=self.longest, return_tensors="pt", **form).to(self.model.device)
             states = self.model(**batch).last_hidden_state
             mask = batch["attention_mask"][..., None].to(states.dtype)
             found.append((states * mask).sum(1) / mask.sum(1))

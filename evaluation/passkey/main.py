@@ -24,6 +24,7 @@ from cacheformers.common.base_model import ModelOptions
 from cacheformers.common.documents import fingerprint
 from cacheformers.common.environment import environment
 from cacheformers.common.files import write_json, write_text
+from cacheformers.common.plots import save_figures
 from cacheformers.common.recipe import RecipeParser, option
 from cacheformers.evaluation.loading import counted_positions, load, memory_config, peak_bytes, prepare, progress
 from cacheformers.evaluation.longbench.answers import answer
@@ -32,7 +33,6 @@ from cacheformers.evaluation.longbench.predictions import PredictionError, Predi
 from cacheformers.evaluation.longbench.tasks import SYNTHETIC, Task
 from cacheformers.evaluation.passkey.prompts import NEEDLES, REPEAT, Case, PromptMaker, load_filler, make_cases
 from cacheformers.evaluation.passkey.report import draw, make_result, table
-from cacheformers.evaluation.plots import save_figures
 
 UNITS = {"": 1, "K": 1024, "M": 1024 * 1024}
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cacheformers.common.environment import origin_lines
+from cacheformers.common.plots import heat_map
 from cacheformers.evaluation.passkey.prompts import Case, Wording
-from cacheformers.evaluation.plots import heat_map
 from cacheformers.evaluation.run import short
 from cacheformers.hub.card import cells
 
@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 def make_result(
-    cases: Sequence[Case],
-    answers: Sequence[str],
-    times: Sequence[dict[str, Any]],
-    wording: Wording,
-    **more: Any,
+    cases: Sequence[Case], answers: Sequence[str], times: Sequence[dict[str, Any]], wording: Wording, **more: Any
 ) -> dict[str, Any]:
     """Collect everything about a run, for JSON; `scores` is in percent by depth, then by length, None without a case.
 
@@ -50,14 +46,9 @@ def make_result(
         "peak_bytes": [max(cost[case.id]["peak_bytes"] for case in cases if case.length == n) for n in lengths],
         "cases": [
             {
-                "_id": case.id,
-                "length": case.length,
-                "depth": case.depth,
-                "key": case.key,
-                "answer": answer,
+                **{"_id": case.id, "length": case.length, "depth": case.depth, "key": case.key, "answer": answer},
                 "score": scores[case.id],
-                "seconds": cost[case.id]["seconds"],
-                "peak_bytes": cost[case.id]["peak_bytes"],
+                **{name: cost[case.id][name] for name in ("seconds", "peak_bytes")},
             }
             for case, answer in zip(cases, answers, strict=True)
         ],
