@@ -10,7 +10,7 @@ from typing import Any, ClassVar, get_type_hints
 from peft import LoraConfig
 
 from cacheformers.adapters.config import MemoryAdapterConfig
-from cacheformers.common.recipe import given_options
+from cacheformers.common.recipe import given_options, option
 from cacheformers.methods import DEFAULT
 from cacheformers.modeling.method import METHODS, is_method, method_named
 
@@ -58,11 +58,10 @@ def method_options(config: type[MemoryAdapterConfig]) -> type[MethodOptions]:
     for field in dataclasses.fields(config):
         if (field.name in inherited and field.name not in own) or field.name in WITHOUT:
             continue
-        kind, metadata = hints[field.name], dict(field.metadata)
+        kind, text = hints[field.name], field.metadata["help"]
         if kind in NOTATION:
-            metadata["help"] += NOTATION[kind]
-            kind = list[str] | None
-        fields.append((field.name, kind, dataclasses.field(default=field.default, metadata=metadata)))
+            kind, text = list[str] | None, text + NOTATION[kind]
+        fields.append((field.name, kind, option(field.default, help=text)))
     facts = {
         "method": method_named(config.kind).name,
         "config": config,
