@@ -102,8 +102,10 @@ def run_elsewhere(command: str, arguments: list[str]) -> None:
         if command == "lm-eval":
             sys.argv[1:] = arguments
             module.cli_evaluate()
+        elif command == "compare":
+            module.main(sorted(["--compare", *arguments], key=lambda argument: argument not in ("-h", "--help")))
         else:
-            module.main(["--compare", *arguments] if command == "compare" else dashed_unless_recipe(command, arguments))
+            module.main(dashed_unless_recipe(command, arguments))
     except KeyboardInterrupt:
         print(f"\ncacheformers {command}: stopped.", file=sys.stderr)
         sys.exit(130)

@@ -367,8 +367,8 @@ def test_every_verb_of_the_door_has_help(verb: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "argv", ["cacheformers", verb, "--help"])
     with pytest.raises(SystemExit) as stopped:
         main([verb, "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert stopped.value.code == 0 and f"usage: cacheformers {verb} " in shown
+    usage = "lm-eval" if verb == "lm-eval" else f"cacheformers {verb}"  # lm-eval's parser has a name of its own
+    assert stopped.value.code == 0 and f"usage: {usage} " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", [["read", "BOOK", "-o", "MEMORY"], ["ask", "MEMORY", "Who?"]])
