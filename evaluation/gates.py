@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from cacheformers.adapters.folders import new_folder, own_tokenizer
 from cacheformers.common.files import write_json
 from cacheformers.common.plots import COLOURS, GREY, beside, heat_map, new_figure, save_figures
-from cacheformers.evaluation.texts import raw_text
+from cacheformers.evaluation.text_perplexity import raw_text
 from cacheformers.methods.gated_attention.gated_attention import fix_heads
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions
 from cacheformers.methods.infini_attention import InfiniAttentionOptions
