@@ -9,7 +9,7 @@ python eval_longbench.py --compare runs/longbench/ONE runs/longbench/OTHER
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,7 @@ def evaluate(plan: Plan, maker: PromptMaker, predictions: Predictions, arguments
     predictions.start(options.overwrite)
     model = load_model(method, plan.model, options, state.device)
     retriever = make_retriever(options.retriever, state.device) if method.name == "retrieval" else None
-    predict(model, replace(maker, retriever=retriever), batches(plan.records, options.batch), predictions)
+    predict(model, maker.using(retriever), batches(plan.records, options.batch), predictions)
     found = predictions.finish(plan.records)
     if not state.is_main_process:
         return {}

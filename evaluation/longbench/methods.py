@@ -189,6 +189,10 @@ class PromptMaker:
     templates: Mapping[str, str]
     retriever: Retriever | None = None
 
+    def using(self, retriever: Retriever | None) -> PromptMaker:
+        """Return the same with a retriever."""
+        return replace(self, retriever=retriever)
+
     def __call__(self, record: Record) -> Encoded:
         """Return what the model reads of a record."""
         template, context = self.templates[record.task], None

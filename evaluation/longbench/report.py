@@ -151,7 +151,7 @@ def load_result(path: str) -> dict[str, Any]:
     file = Path(path) / "result.json" if Path(path).is_dir() else Path(path)
     result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(result, dict) or not isinstance(result.get("tasks"), dict) or "average" not in result:
-        raise ValueError(f"{file} is not a result of eval_longbench.py.")
+        raise ValueError(f"{file} is no result of eval_longbench.py.")
     return result
 
 

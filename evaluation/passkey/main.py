@@ -113,7 +113,7 @@ def parse_length(text: str) -> int:
     """Turn `4096`, `4K` or `1M` into a number; raise ValueError for another form, or 0."""
     match = re.fullmatch(r"(\d+)([KM]?)", text.upper())
     if match is None or int(match[1]) == 0:
-        raise ValueError(f"lengths: {text!r} is not a number of tokens such as 5000, 4K or 1M.")
+        raise ValueError(f"lengths: {text!r} is no number of tokens such as 5000, 4K or 1M.")
     return int(match[1]) * UNITS[match[2]]
 
 

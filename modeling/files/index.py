@@ -160,7 +160,7 @@ def read_index(folder: Path) -> Index:
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise MemoryFileError(f"{folder} is not a memory: it is not a folder with an {INDEX}.") from error
+        raise MemoryFileError(f"{folder} is no memory: it is not a folder with an {INDEX}.") from error
     except (ValueError, RecursionError) as error:
         raise MemoryFileError(f"{path} is damaged, or of something else: {error}") from error
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
