@@ -76,6 +76,7 @@ ELSEWHERE = {
     "results": ("Put results into a model card's metadata.", "cacheformers.hub.results"),
     "push": ("Push an adapter or a model to the Hub, with its card.", "cacheformers.cli.push"),
 }
+RECIPES = ("train", "longbench", "perplexity", "passkey")  # their parsers take both spellings of options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -105,15 +106,10 @@ def run_elsewhere(command: str, arguments: list[str]) -> None:
         elif command == "compare":
             module.main(sorted(["--compare", *arguments], key=lambda argument: argument not in ("-h", "--help")))
         else:
-            module.main(dashed_unless_recipe(command, arguments))
+            module.main(arguments if command in RECIPES else dashed(arguments))
     except KeyboardInterrupt:
         print(f"\ncacheformers {command}: stopped.", file=sys.stderr)
         sys.exit(130)
-
-
-def dashed_unless_recipe(command: str, arguments: list[str]) -> list[str]:
-    """Spell options with dashes, except for recipes, whose parsers take both spellings."""
-    return arguments if command in ("train", "longbench", "perplexity", "passkey") else dashed(arguments)
 
 
 def dashed(arguments: Sequence[str]) -> list[str]:
