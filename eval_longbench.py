@@ -8,7 +8,6 @@ python eval_longbench.py --compare runs/longbench/ONE runs/longbench/OTHER
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,26 +16,37 @@ from typing import Any
 from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
-from cacheformers.adapters.folders import load_adapter_config
-from cacheformers.common.base_model import ModelOptions, base_config, base_folder, load_tokenizer
+from cacheformers.common.base_model import ModelOptions
 from cacheformers.common.environment import environment
-from cacheformers.common.files import write_text
-from cacheformers.common.gguf_base import is_gguf
+from cacheformers.common.files import write_json, write_text
+from cacheformers.common.plots import save_figures
 from cacheformers.common.recipe import RecipeParser
-from cacheformers.evaluation.longbench.methods import PromptMaker, check_limit, load_model, make_method
+from cacheformers.evaluation.loading import prepare
+from cacheformers.evaluation.longbench.answers import batches, check_prompts, predict
+from cacheformers.evaluation.longbench.methods import (
+    CompareOptions,
+    LongBenchOptions,
+    PromptMaker,
+    adapter_identity,
+    check_limit,
+    load_model,
+    make_method,
+    method_settings,
+    model_settings,
+)
 from cacheformers.evaluation.longbench.metrics import check_scorers
-from cacheformers.evaluation.longbench.options import CompareOptions, LongBenchOptions
-from cacheformers.evaluation.longbench.plots import save_plots
 from cacheformers.evaluation.longbench.predictions import PredictionError, Predictions
 from cacheformers.evaluation.longbench.records import Record, limited, load_records, records_identity
-from cacheformers.evaluation.longbench.report import joint_table, load_result, make_result
+from cacheformers.evaluation.longbench.report import (
+    by_length,
+    by_task,
+    joint_table,
+    load_result,
+    make_result,
+    task_scores,
+)
 from cacheformers.evaluation.longbench.retrieval import make_retriever
-from cacheformers.evaluation.longbench.run import batches, check_prompts, predict
-from cacheformers.evaluation.longbench.scores import task_scores
-from cacheformers.evaluation.longbench.settings import adapter_identity, method_settings, model_settings
-from cacheformers.evaluation.longbench.tasks import chosen_tasks
-from cacheformers.evaluation.longbench.templates import load_templates
-from cacheformers.evaluation.processes import make_state
+from cacheformers.evaluation.longbench.tasks import chosen_tasks, load_templates
 
 DESCRIPTION = (
     "Evaluate a model on LongBench, as the official code does. With --compare RESULT ... (and --output) nothing is "
@@ -96,13 +106,8 @@ def make_plan(model: ModelOptions, options: LongBenchOptions) -> Plan:
     templates = load_templates([task.name for task in tasks], options.prompts)
     everything = {task.name: load_records(options.data, task.name, options.longbench_e) for task in tasks}
     records = {task: limited(own, options.limit, options.seed) for task, own in everything.items()}
-    state = make_state(model.device)
-    if is_gguf(model.base):
-        with state.main_process_first():  # it is converted once
-            base_folder(model.base)
-    config, tokenizer = base_config(model.base), load_tokenizer(model.base)
+    state, config, tokenizer, adapter = prepare(model, options.adapter)
     check_chat(options, tokenizer, model.base)
-    adapter = None if options.adapter is None else load_adapter_config(options.adapter)
     methods = [make_method(name, options, model.base, config, adapter) for name in options.methods]
     answering = model_settings(model, config, adapter_identity(options.adapter))
     data = {task: records_identity(own) for task, own in everything.items()}
@@ -150,8 +155,7 @@ def evaluate(plan: Plan, maker: PromptMaker, predictions: Predictions, arguments
         environment=environment(state.device, state.num_processes, plan.model.base),
     )
     folder = Path(options.output) / (f"{method.title}_e" if options.longbench_e else method.title)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / "result.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    write_json(folder / "result.json", result, indent=1)
     report(folder, [result], options.plots)
     return result
 
@@ -175,7 +179,8 @@ def report(folder: Path | None, results: list[dict[str, Any]], plots: bool) -> N
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "table.md", table)
         if plots:
-            save_plots(folder, results)
+            figures = {"tasks.png": lambda: by_task(results), "length.png": lambda: by_length(results)}
+            save_figures({folder / name: draw for name, draw in figures.items()})
         print(f"The table and plots are in {folder}")
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from peft import PeftConfig
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 
@@ -103,3 +104,16 @@ def new_folder(out: str | Path) -> Iterator[Path]:
         if out.exists():
             out.rmdir()
         complete.rename(out)
+
+
+def own_base(adapter: str) -> str:
+    """Return the name of the base model that an adapter was trained on."""
+    return PeftConfig.from_pretrained(adapter).base_model_name_or_path or ""
+
+
+def own_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of an adapter or a model; that of its base for an adapter saved without one."""
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):
+        return AutoTokenizer.from_pretrained(own_base(name))

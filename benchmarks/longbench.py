@@ -25,11 +25,9 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheformers.evaluation.longbench.answers import answer, generation_config
-from cacheformers.evaluation.longbench.methods import PromptMaker, make_method
-from cacheformers.evaluation.longbench.options import LongBenchOptions
+from cacheformers.evaluation.longbench.methods import LongBenchOptions, PromptMaker, make_method
 from cacheformers.evaluation.longbench.records import load_records
-from cacheformers.evaluation.longbench.tasks import TASKS
-from cacheformers.evaluation.longbench.templates import load_templates
+from cacheformers.evaluation.longbench.tasks import TASKS, load_templates
 
 CHOSEN = ("lcc", "multi_news", "qasper", "samsum", "multifieldqa_en")  # tasks with prompts of some thousand tokens
 

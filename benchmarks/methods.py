@@ -24,10 +24,9 @@ from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from cacheformers.adapters.folders import own_tokenizer
 from cacheformers.common.sources import load_texts
-from cacheformers.evaluation.remembering import own_tokenizer
-from cacheformers.evaluation.run import Run, compare
-from cacheformers.evaluation.tables import between
+from cacheformers.evaluation.run import Run, between, compare
 from cacheformers.modeling.attach import new_memory
 
 

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from numpy.ma import masked_where
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase, TextStreamer
 
 import cacheformers
-from cacheformers.cli.explain import heat_map, print_tokens
-from cacheformers.cli.kept import kept
+from cacheformers.cli.inspection import kept
 from cacheformers.cli.model import load_model
+from cacheformers.common.plots import heat_map, save_figures
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import read_index
 from cacheformers.modeling.tracing import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 PASSAGE, SHOWN = 40, 3  # tokens of a passage, and how many are shown
 
 
 def ask(options: argparse.Namespace) -> None:
-    """Load once, answer every question."""
+    """Load the model once and answer every question."""
     if not all(question.strip() for question in options.questions):
         raise ValueError("There is an empty question.")
     start = time.perf_counter()
@@ -78,12 +84,12 @@ def answer(
     if options.explain:
         tokens = [str(tokenizer.decode([token])) for token in produced[0, ids.shape[1] :].tolist()]
         print_tokens(trace, tokens)
-        heat_map(trace, tokens, picture, question)
-        print(f"\nHeat map: {picture}")
+        if save_figures({picture: lambda: draw(trace, tokens, question)}):
+            print(f"\nHeat map: {picture}")
 
 
 def prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> Tensor:
-    """The question as ids `[1, tokens]`, through the chat template where the tokenizer has one."""
+    """Encode the question, `[1, tokens]`, through the tokenizer's chat template if it has one."""
     if tokenizer.chat_template is None:
         return tokenizer(f"\nQuestion: {question}\nAnswer:", return_tensors="pt").input_ids
     chat: Any = tokenizer.apply_chat_template(
@@ -91,3 +97,62 @@ def prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> Tensor:
     )
     ids: Tensor = chat["input_ids"]
     return ids
+
+
+PASSAGE, SHOWN = 16, 2  # tokens of a passage, and how many are shown for a token
+BINS = 120  # stretches of the document in the picture
+FORGOTTEN = "0.8"  # gray
+
+
+def print_tokens(trace: Trace, tokens: list[str]) -> None:
+    """Print, for each token of the answer, the passages that it retrieved most often."""
+    print(f"\nEach token of the answer, and where its {len(trace.chosen[0])} searches hit:")
+    for token, retrieved in zip(tokens, trace.chosen, strict=True):
+        name = quoted(token)
+        for passage in trace.passages([retrieved], PASSAGE, SHOWN):
+            print(f"  {name:<16} {passage.times:>2} near token {passage.first:>9,}: {passage.text}")
+            name = ""
+        if name:
+            print(f"  {name:<16}  nothing")
+
+
+def quoted(token: str) -> str:
+    """Quote a token so that its spaces and line ends are visible."""
+    return json.dumps(token, ensure_ascii=False)
+
+
+def counts(retrieved: list[Tensor], length: int) -> Tensor:
+    """Count how often each stretch of a document of `length` tokens was retrieved for each token, `[tokens, BINS]`."""
+    bins = min(BINS, length)
+    places = [(numbers * bins // length).clamp(max=bins - 1) for numbers in retrieved]
+    return torch.stack([torch.bincount(place, minlength=bins) for place in places])
+
+
+def gone_bins(table: Tensor, length: int, forgotten: int) -> Tensor:
+    """Return which cells of `counts` show only forgotten tokens, `[tokens, BINS]`.
+
+    What was retrieved just before it was forgotten stays visible.
+    """
+    bins = table.shape[1]
+    ends = torch.arange(1, bins + 1) * length // bins
+    return (ends <= forgotten) & (table == 0)
+
+
+def draw(trace: Trace, tokens: list[str], title: str) -> Figure:
+    """Draw which parts of the document each token of the answer retrieved; what the memory has forgotten is gray."""
+    from matplotlib import colormaps
+
+    length = trace.memory.tokens_read[0]
+    forgotten = length - trace.memory.tokens_kept[0]
+    table = counts(trace.chosen, length)
+    figure, (axes,) = heat_map(
+        {title: masked_where(gone_bins(table, length, forgotten).numpy(), table.numpy())},
+        ("token of the document" + (f" (gray: the first {forgotten:,}, forgotten)" if forgotten else ""), ""),
+        "times retrieved",
+        (9, 1.5 + 0.16 * len(tokens)),
+        [quoted(token) for token in tokens],
+        cmap=colormaps["magma_r"].with_extremes(bad=FORGOTTEN),
+        extent=(0, length, len(tokens) - 0.5, -0.5),
+    )
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    return figure

@@ -1,4 +1,4 @@
-"""`cacheformers inspect`: what a memory file holds."""
+"""Memories in words: what `cacheformers inspect` says of a file, and how much of a text is kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cacheformers.modeling.files.load import load_memory
 
 
 def inspect(options: argparse.Namespace) -> None:
-    """Print it."""
+    """Print what the memory file holds."""
     memory = load_memory(options.memory, verify=not options.no_verify)
     index = read_index(options.memory)
     size = sum(file.bytes for file in index.files.values())
@@ -41,7 +41,7 @@ def described_reader(index: Index) -> str:
 
 
 def stores(memory: MemoryCache) -> dict[str, str]:
-    """A line for each store, and row if there are several."""
+    """Describe each store, and each row if there are several."""
     lines = {}
     for layer, ring in memory.state.rings.items():
         for row in range(memory.batch_size):
@@ -54,7 +54,7 @@ def stores(memory: MemoryCache) -> dict[str, str]:
 
 
 def documents(memory: MemoryCache) -> dict[str, str]:
-    """A line for each document."""
+    """Describe each document."""
     lines = {}
     for row, (source, read) in enumerate(zip(memory.origin.sources, memory.tokens_read, strict=True)):
         waiting = int(memory.timeline.open[row].sum())
@@ -64,3 +64,21 @@ def documents(memory: MemoryCache) -> dict[str, str]:
             text += f"“{' '.join(source.text[:200].split())[:80]}...”"
         lines["document" + (f" {row}" if memory.batch_size > 1 else "")] = text
     return lines
+
+
+def kept(memory: MemoryCache) -> str:
+    """Say how much a memory of one document keeps of it."""
+    read, held = memory.tokens_read[0], memory.tokens_kept[0]
+    if held == read:
+        return f"{read:,} tokens read, and the memory keeps all of them."
+    return f"{read:,} tokens read, of which the memory keeps the newest {held:,}{remedy(memory, read)}."
+
+
+def remedy(memory: MemoryCache, tokens: int) -> str:
+    """Name the --cache-size that keeps all tokens, and its bytes, in parentheses; empty where no size does."""
+    rings = memory.state.rings.values()
+    if not rings:
+        return ""
+    stores = [store for ring in rings for store in (ring.keys, ring.values) if store is not None]
+    entry = sum(store.shape[2] * store.element_size() for store in stores)
+    return f" (to keep all, read with --overwrite --cache-size {tokens}: {tokens * entry / 2**20:.1f} MiB)"

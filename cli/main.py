@@ -59,6 +59,8 @@ loaded.
 """
 
 
+# The other commands: the module whose function of the same name runs them.
+HERE = {"read": "cacheformers.cli.read", "ask": "cacheformers.cli.ask", "inspect": "cacheformers.cli.inspection"}
 # Commands whose options and help are in a module of their own: what they do, and the module whose `main` does it.
 ELSEWHERE = {
     "train": ("Adapt a pretrained model, or train one from scratch.", "cacheformers.train_adapt"),
@@ -74,17 +76,18 @@ ELSEWHERE = {
     "results": ("Put results into a model card's metadata.", "cacheformers.hub.results"),
     "push": ("Push an adapter or a model to the Hub, with its card.", "cacheformers.cli.push"),
 }
+RECIPES = ("train", "longbench", "perplexity", "passkey")  # their parsers take both spellings of options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command; what a user can put right ends with one line on stderr and status 1, Ctrl-C with status 130."""
+    """Run one command; errors that a user can fix end with one line on stderr and status 1, Ctrl-C with status 130."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in ELSEWHERE:
         run_elsewhere(given[0], given[1:])
         return
     options = make_parser().parse_args(dashed(given))
     try:
-        options.run(options)
+        getattr(import_module(HERE[options.command]), options.command)(options)
     except KeyboardInterrupt:
         print(f"\ncacheformers {options.command}: stopped.", options.when_stopped, file=sys.stderr)
         sys.exit(130)
@@ -100,43 +103,22 @@ def run_elsewhere(command: str, arguments: list[str]) -> None:
         if command == "lm-eval":
             sys.argv[1:] = arguments
             module.cli_evaluate()
+        elif command == "compare":
+            module.main(sorted(["--compare", *arguments], key=lambda argument: argument not in ("-h", "--help")))
         else:
-            module.main(["--compare", *arguments] if command == "compare" else dashed_unless_recipe(command, arguments))
+            module.main(arguments if command in RECIPES else dashed(arguments))
     except KeyboardInterrupt:
         print(f"\ncacheformers {command}: stopped.", file=sys.stderr)
         sys.exit(130)
 
 
-def dashed_unless_recipe(command: str, arguments: list[str]) -> list[str]:
-    """Arguments as a command's parser takes them; those of recipes take both spellings by themselves."""
-    return arguments if command in ("train", "longbench", "perplexity", "passkey") else dashed(arguments)
-
-
 def dashed(arguments: Sequence[str]) -> list[str]:
-    """Options with dashes in their names, so that `--cache_size 5` is `--cache-size 5`."""
+    """Spell options with dashes, so that `--cache_size 5` is `--cache-size 5`."""
     spelled = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
         spelled.append(name.replace("_", "-") + equals + value if name.startswith("--") else argument)
     return spelled
-
-
-def read(options: argparse.Namespace) -> None:
-    from cacheformers.cli.read import read
-
-    read(options)
-
-
-def ask(options: argparse.Namespace) -> None:
-    from cacheformers.cli.ask import ask
-
-    ask(options)
-
-
-def inspect(options: argparse.Namespace) -> None:
-    from cacheformers.cli.inspection import inspect
-
-    inspect(options)
 
 
 class ShowVersion(argparse.Action):
@@ -148,48 +130,38 @@ class ShowVersion(argparse.Action):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; `run` of what it returns is the command's function."""
+    """Make the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="cacheformers", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action=ShowVersion, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, title="commands", metavar="COMMAND")
 
-    def add(name: str, run: object, description: str, when_stopped: str = "") -> argparse.ArgumentParser:
+    def add(name: str, description: str, when_stopped: str = "") -> argparse.ArgumentParser:
         command = commands.add_parser(
             name,
             help=description.partition("\n")[0],
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.set_defaults(run=run, when_stopped=when_stopped)
+        command.set_defaults(when_stopped=when_stopped)
         return command
 
-    command = add("read", read, READ, "What was saved stays; give the same command again to go on from there.")
+    command = add("read", READ, "What was saved stays; give the same command again to go on from there.")
     command.add_argument("book", help=".txt or .md file, or JSON lines or parquet")
     command.add_argument("-o", "--output", type=Path, required=True, metavar="MEMORY", help="folder to write")
     add_model(command, "the adapter's own")
     command.add_argument("--document", type=int, help="which document of the file, from 0 (default: the longest)")
-    command.add_argument(
-        "--text-field",
-        default="text",
-        metavar="NAME",
-        help="field of JSON lines or parquet that holds the text (default: text)",
-    )
+    text_field = "field of JSON lines or parquet that holds the text (default: text)"
+    command.add_argument("--text-field", default="text", metavar="NAME", help=text_field)
     command.add_argument("--encoding", metavar="NAME", help="of a .txt or .md file (default: utf-8)")
-    command.add_argument(
-        "--cache-size", type=int, metavar="N", help="most entries a layer keeps (default: the adapter's)"
-    )
-    command.add_argument(
-        "--checkpoint",
-        type=int,
-        default=32,
-        metavar="N",
-        help="save after every N segments; 0: at the end (default: 32)",
-    )
+    size = "most entries a layer keeps (default: the adapter's)"
+    command.add_argument("--cache-size", type=int, metavar="N", help=size)
+    checkpoint = "save after every N segments; 0: at the end (default: 32)"
+    command.add_argument("--checkpoint", type=int, default=32, metavar="N", help=checkpoint)
     command.add_argument("--overwrite", action="store_true", help="begin anew where MEMORY is there already")
 
-    command = add("ask", ask, ASK)
+    command = add("ask", ASK)
     command.add_argument("memory", type=Path, metavar="MEMORY", help="folder that `cacheformers read` wrote")
     command.add_argument("questions", nargs="+", metavar="QUESTION", help="one or several, each on its own")
     add_model(command, "the one that read")
@@ -200,7 +172,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_verify(command)
 
-    command = add("inspect", inspect, INSPECT)
+    command = add("inspect", INSPECT)
     command.add_argument("memory", type=Path, metavar="MEMORY", help="folder that `cacheformers read` wrote")
     add_verify(command)
     for name, (text, _) in ELSEWHERE.items():

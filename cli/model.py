@@ -9,20 +9,18 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from cacheformers.adapters.folders import check_adapter_folder, check_base_folder
-from cacheformers.evaluation.remembering import own_base, own_tokenizer
+from cacheformers.adapters.folders import check_adapter_folder, check_base_folder, own_base, own_tokenizer
 
 
 def load_model(base: str, adapter: str, device: str | None, dtype: str) -> tuple[Any, PreTrainedTokenizerBase]:
-    """A model with its memory, ready to read, and its tokenizer.
+    """Load a model with its memory, ready to read, and its tokenizer.
 
     Args:
         base: folder or Hub id; empty for the adapter's own.
         adapter: folder or Hub id; empty for a base with a memory of its own.
 
     Raises:
-        ValueError: neither is given, or the device cannot be used.
-        OSError: not found.
+        OSError, ValueError: neither is given, one does not exist, or the device cannot be used.
     """
     if not (base or adapter):
         raise ValueError("Which model? Give --adapter ADAPTER (a memory adapter's folder or Hub id).")
@@ -37,7 +35,7 @@ def load_model(base: str, adapter: str, device: str | None, dtype: str) -> tuple
     if base and adapter:
         model = PeftModel.from_pretrained(model, adapter)
     model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return model.eval(), load_tokenizer(base, adapter)
+    return model.eval(), AutoTokenizer.from_pretrained(base) if base else own_tokenizer(adapter)
 
 
 def check_device(device: str | None) -> None:
@@ -52,11 +50,6 @@ def check_device(device: str | None) -> None:
         ) from error
 
 
-def load_tokenizer(base: str, adapter: str) -> PreTrainedTokenizerBase:
-    """The adapter's tokenizer, or, where it was saved without one, its base model's."""
-    return AutoTokenizer.from_pretrained(base) if base else own_tokenizer(adapter)
-
-
 def lasting_name(name: str | None) -> str:
-    """A name that means the same in another working directory."""
+    """Return a name that means the same in another working directory."""
     return str(Path(name).resolve()) if name and Path(name).exists() else name or ""

@@ -14,12 +14,12 @@ from cacheformers.hub import push_to_hub
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Push as the arguments say, and print where to."""
+    """Push as the arguments say, and print the address."""
     parser = argparse.ArgumentParser(
         prog="cacheformers push", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="folder of an adapter or a model")
-    parser.add_argument("repository", metavar="OWNER/NAME", help="where to; created if there is none")
+    parser.add_argument("model", type=Path, metavar="folder", help="folder of an adapter or a model")
+    parser.add_argument("repo_id", metavar="OWNER/NAME", help="where to; created if there is none")
     parser.add_argument("--base-model", metavar="ID", help="Hub id of an adapter's base, if it was a local folder")
     parser.add_argument("--license", metavar="NAME", help="the Hub's name of a license, for the card")
     parser.add_argument("--private", action="store_true", default=None, help="create a private repository")
@@ -27,15 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--allow-mixed", action="store_true", help="an adapter and a model may share the repository")
     given = parser.parse_args(arguments)
     try:
-        address = push_to_hub(
-            given.folder,
-            given.repository,
-            base_model=given.base_model,
-            license=given.license,
-            private=given.private,
-            token=given.token,
-            allow_mixed=given.allow_mixed,
-        )
+        print(push_to_hub(**vars(given)))
     except (OSError, ValueError) as error:
         sys.exit(f"cacheformers push: {error}")
-    print(address)

@@ -10,9 +10,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 import cacheformers
-from cacheformers.cli.kept import kept, remedy
+from cacheformers.adapters.folders import own_base
+from cacheformers.cli.inspection import kept, remedy
 from cacheformers.cli.model import lasting_name, load_model
-from cacheformers.evaluation.remembering import own_base
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import INDEX
 from cacheformers.modeling.files.save import check_place
@@ -50,14 +50,14 @@ def read(options: argparse.Namespace) -> None:
 
 
 def foretell(memory: MemoryCache, tokens: int, name: str) -> None:
-    """Say before reading that a memory of entries is too small for a text of that many tokens."""
+    """Say before reading that a memory of entries is too small for a text of `tokens` tokens."""
     size = min((ring.capacity for ring in memory.state.rings.values()), default=tokens)
     if size < tokens:
         print(f"{name} has {tokens:,} tokens; the memory will keep the newest {size:,}{remedy(memory, tokens)}.")
 
 
 def read_on(model: object, memory: MemoryCache, ids: Tensor, options: argparse.Namespace) -> None:
-    """Read to the end, a segment at a time, saving now and then."""
+    """Read to the end, a segment at a time, and save after every --checkpoint segments."""
     begun = memory.tokens_read[0]
     step = len(ids) if memory.state.forward_is_segment else memory.window.segment_tokens
     with tqdm(total=len(ids), initial=begun, unit=" tokens", unit_scale=True, desc="Reading") as bar:
@@ -70,11 +70,7 @@ def read_on(model: object, memory: MemoryCache, ids: Tensor, options: argparse.N
 
 
 def check_same(memory: MemoryCache, source: Source, options: argparse.Namespace) -> None:
-    """Refuse to go on with the memory of another text.
-
-    Raises:
-        ValueError: it is one, or a memory of another size than is asked for.
-    """
+    """Raise ValueError for the memory of another text, or of another size than --cache-size."""
     sizes = {ring.capacity for ring in memory.state.rings.values()} - {options.cache_size}
     if options.cache_size is not None and sizes:
         raise ValueError(
@@ -90,7 +86,7 @@ def check_same(memory: MemoryCache, source: Source, options: argparse.Namespace)
 
 
 def load_text(path: str, document: int | None, text_field: str, encoding: str | None) -> tuple[str, str]:
-    """A file's name and its longest document, or the one asked for.
+    """Return a file's name and its longest document, or the one asked for.
 
     Raises:
         FileNotFoundError, ValueError: no such file, field or document, or text in another encoding.
@@ -111,11 +107,7 @@ def load_text(path: str, document: int | None, text_field: str, encoding: str | 
 
 
 def decoded(path: str, encoding: str) -> str:
-    """The text of a file.
-
-    Raises:
-        ValueError: it is in another encoding, or there is no such encoding.
-    """
+    """Read a text file; raise ValueError for another or an unknown encoding."""
     try:
         return Path(path).read_text(encoding)
     except UnicodeDecodeError as error:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import json
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
+
+from cacheformers.modeling.files.index import sync as sync
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -21,10 +24,7 @@ def write_text(path: Path, text: str) -> None:
     sync(path)
 
 
-def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def write_json(path: Path, value: Any, indent: int | None = None) -> None:
+    """Write a JSON file, and the folder it is in, and see it onto the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")

@@ -12,24 +12,30 @@ good which heads see everything (as in DuoAttention), and --save writes the mode
 from __future__ import annotations
 
 import argparse
+import html
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from cacheformers.adapters.folders import new_folder
-from cacheformers.evaluation.gate_pictures import by_layer, page, save_figure, share_history, share_map
-from cacheformers.evaluation.remembering import own_tokenizer
-from cacheformers.evaluation.texts import raw_text
+from cacheformers.adapters.folders import new_folder, own_tokenizer
+from cacheformers.common.files import write_json
+from cacheformers.common.plots import COLOURS, GREY, beside, heat_map, new_figure, save_figures
+from cacheformers.evaluation.text_perplexity import raw_text
 from cacheformers.methods.gated_attention.gated_attention import fix_heads
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions
 from cacheformers.methods.infini_attention import InfiniAttentionOptions
 from cacheformers.modeling.attach import active_memories, active_options, find_decoder, new_memory, unwrap
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class ReadText:
     """A text and the gates of its tokens.
 
     Attributes:
-        pieces: what each token stands for in the text.
+        pieces: the text of each token.
         gates: of every layer with gates, sigmoid of the logits, `[channels, tokens]`.
         counted: which tokens have something beyond the window, `[tokens]`; the other gates decide nothing.
     """
@@ -54,17 +60,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("model", help="Folder or Hub id of an adapter, or of a model with a memory of its own.")
     parser.add_argument("--output", type=Path, required=True, help="Folder for pictures, and their numbers as JSON.")
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="Text files (gated attention needs one).")
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        help="Read so many tokens of each text. Default: as many as the base model has positions.",
-    )
-    parser.add_argument(
-        "--fix-heads",
-        type=float,
-        metavar="LEAST",
-        help="Heads whose mean gate is at least this see everything for good, the others their window.",
-    )
+    tokens = "Read the first N tokens of each text. Default: as many as the base model has positions."
+    parser.add_argument("--tokens", type=int, metavar="N", help=tokens)
+    fix = "Heads whose mean gate is at least this see everything for good, the others their window."
+    parser.add_argument("--fix-heads", type=float, metavar="LEAST", help=fix)
     parser.add_argument("--save", type=Path, help="With --fix-heads: a new folder for the model with fixed heads.")
     given = parser.parse_args(arguments)
     try:
@@ -74,11 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Load, read, write.
-
-    Raises:
-        OSError, ValueError: something is missing or does not fit the model's method.
-    """
+    """Load the model, read the texts, write what was found; raise OSError or ValueError if something is wrong."""
     if (given.fix_heads is None) != (given.save is None):
         raise ValueError("--fix-heads and --save belong together: by which mean gate, and where to.")
     model = load(given.model)
@@ -96,7 +91,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def load(name: str) -> nn.Module:
-    """An adapter on its base, or a model."""
+    """Load an adapter on its base, or a model."""
     try:
         config = PeftConfig.from_pretrained(name)
     except ValueError:  # no adapter
@@ -110,29 +105,30 @@ def load(name: str) -> nn.Module:
 
 @torch.no_grad()
 def shares(model: nn.Module) -> Tensor:
-    """The memory's share in every head, `[layers, heads]`, of the layers that have one."""
+    """Return the memory's share in every head, `[layers, heads]`, of the layers that have one."""
     memories: list[Any] = active_memories(find_decoder(unwrap(model)))
     return torch.stack([memory.active_parts.beta.shares() for memory in memories])
 
 
 def draw_shares(given: argparse.Namespace, model: nn.Module, options: InfiniAttentionOptions) -> None:
-    """Write shares.json and shares.png; and shares_history.png, where training left its log."""
+    """Write shares.json and shares.png, and shares_history.png where training left its log."""
     found = shares(model)
     print(f"Share of the memory: mean {found.mean():.3f}, {found.min():.3f} to {found.max():.3f}")
     result = {"model": given.model, "layers": list(options.layers), "shares": found.tolist()}
     write_json(given.output / "shares.json", result)
-    save_figure(given.output / "shares.png", lambda: share_map(options.layers, found))
+    figures = {given.output / "shares.png": lambda: share_map(options.layers, found)}
     training = Path(given.model) / "train_result.json"
     if training.is_file():
         log = [entry for entry in json.loads(training.read_text(encoding="utf-8"))["log"] if "share_histogram" in entry]
-        save_figure(given.output / "shares_history.png", lambda: share_history(log))
+        figures[given.output / "shares_history.png"] = lambda: share_history(log)
+    save_figures(figures)
 
 
 # Gated attention
 
 
 def draw_gates(given: argparse.Namespace, model: nn.Module, options: GatedAttentionOptions) -> None:
-    """Write gates.json, gates.png and a page for each text; and a model with fixed heads, if that is wanted."""
+    """Write gates.json, gates.png and a page for each text, and with --save a model with fixed heads."""
     if all(options.fixed(layer) is not None for layer in options.layers):
         raise ValueError("All heads of this model are fixed already: no gate is asked any more.")
     if not given.text:
@@ -144,9 +140,10 @@ def draw_gates(given: argparse.Namespace, model: nn.Module, options: GatedAttent
         raise ValueError(f"--tokens must be from 1 to {most}, the base model's positions, got {given.tokens}.")
     tokenizer = own_tokenizer(given.model)
     texts = [read_text(model, options, tokenizer, path, given.tokens or most) for path in given.text]
-    means = mean_gates(texts)
+    counted = {layer: torch.cat([text.gates[layer][:, text.counted] for text in texts], 1) for layer in texts[0].gates}
+    means = {layer: gates.double().mean(1) for layer, gates in counted.items()}  # [channels]
+    every = torch.cat([gates.flatten() for gates in counted.values()])
     threshold = options.threshold or 0.5
-    every = counted_gates(texts)
     closed = float((every < threshold).double().mean())
     histogram = torch.histc(every.float(), 10, 0.0, 1.0).int().tolist()
     for layer, mean in means.items():
@@ -169,9 +166,9 @@ def draw_gates(given: argparse.Namespace, model: nn.Module, options: GatedAttent
         heads = sum(map(len, far_heads.values()))
         print(f"{heads} of {len(far_heads) * options.base.kv_heads} kv heads see everything: {given.save}")
     write_json(given.output / "gates.json", result)
-    save_figure(given.output / "gates.png", lambda: by_layer(means, options.gate_per, histogram))
+    save_figures({given.output / "gates.png": lambda: by_layer(means, options.gate_per, histogram)})
     for number, text in enumerate(texts):
-        values = token_means(text)
+        values = torch.stack([layer.mean(0) for layer in text.gates.values()]).mean(0)  # of layers and heads
         file = given.output / f"text_{number}.html"
         file.write_text(page(text.name, text.pieces, values.tolist(), text.counted.tolist()), encoding="utf-8")
 
@@ -180,10 +177,10 @@ def draw_gates(given: argparse.Namespace, model: nn.Module, options: GatedAttent
 def read_text(
     model: nn.Module, options: GatedAttentionOptions, tokenizer: PreTrainedTokenizerBase, path: Path, tokens: int
 ) -> ReadText:
-    """Read the beginning of a text file, and keep the gates of its tokens.
+    """Read the beginning of a text file and return the gates of its tokens.
 
     Raises:
-        OSError, ValueError: it cannot be read, or nothing in it is beyond the window.
+        OSError, ValueError: the file cannot be read, or all of it is within the window.
     """
     if not tokenizer.is_fast:
         raise ValueError("This takes a fast tokenizer, which says where in the text a token ends.")
@@ -207,26 +204,8 @@ def read_text(
     return ReadText(path.name, pieces, gates, torch.cat([part.counted[0] for part in found]).cpu())
 
 
-def mean_gates(texts: list[ReadText]) -> dict[int, Tensor]:
-    """The mean gate of each layer over the counted tokens of all texts, `[channels]`."""
-    return {
-        layer: torch.cat([text.gates[layer][:, text.counted] for text in texts], 1).double().mean(1)
-        for layer in texts[0].gates
-    }
-
-
-def counted_gates(texts: list[ReadText]) -> Tensor:
-    """The gates of all counted tokens, heads and layers in one row."""
-    return torch.cat([layer[:, text.counted].flatten() for text in texts for layer in text.gates.values()])
-
-
-def token_means(text: ReadText) -> Tensor:
-    """The mean gate of each token over layers and heads, `[tokens]`."""
-    return torch.stack([layer.mean(0) for layer in text.gates.values()]).mean(0)
-
-
 def as_dict(text: ReadText) -> dict[str, Any]:
-    """For JSON: the tokens, and the gate of each in every layer (the mean of its heads)."""
+    """Return the tokens and the gate of each in every layer (the mean of its heads), for JSON."""
     return {
         "name": text.name,
         "pieces": text.pieces,
@@ -244,10 +223,92 @@ def save_fixed(model: nn.Module, far_heads: dict[int, Any], tokenizer: PreTraine
         tokenizer.save_pretrained(draft)
 
 
-def write_json(path: Path, result: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, ensure_ascii=False) + "\n", encoding="utf-8")
+PAGE = """<!DOCTYPE html>
+<html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ max-width: 50em; margin: 2em auto; font: 16px/1.6 serif; }}
+main {{ white-space: pre-wrap; }}
+.near {{ color: #999999; }}
+</style>
+<h1>{title}</h1>
+<p>Color: <span style="background: {none}">0, the window is enough</span> to
+<span style="background: {full}">1, looks at everything before</span>; the mean of layers and heads, which each token
+shows when pointed at. <span class="near">Gray</span> tokens have nothing beyond the window.</p>
+<main>{tokens}</main>
+</html>
+"""
 
 
-if __name__ == "__main__":
-    main()
+def share_map(layers: Sequence[int], shares: Tensor) -> Figure:
+    """Draw the memory's share in every head, `[layers, heads]`, the top layer above."""
+    count, heads = shares.shape
+    return heat_map(
+        {"Share of the memory, sigmoid(beta)": shares.cpu().numpy()},
+        ("head", "layer"),
+        "0: local attention, 1: memory",
+        (max(5, 0.4 * heads + 3), max(3, 0.35 * count + 1.5)),
+        [str(layer) for layer in layers],
+        [str(head) for head in range(heads)],
+        vmin=0,
+        vmax=1,
+        origin="lower",
+    )[0]
+
+
+def share_history(log: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw heads' shares during training: mean and range by step, and the number of heads in each tenth.
+
+    Args:
+        log: entries with `step`, `share_mean`, `share_min`, `share_max` and `share_histogram`.
+    """
+    figure, (above, below) = new_figure("Share of the memory in training", ["sigmoid(beta)", "heads"], sharex=False)
+    steps = [entry["step"] for entry in log]
+    lowest, highest = ([entry[f"share_{name}"] for entry in log] for name in ("min", "max"))
+    above.fill_between(steps, lowest, highest, color=COLOURS[5], alpha=0.5, label="all heads")
+    above.plot(steps, [entry["share_mean"] for entry in log], color=COLOURS[0], label="mean")
+    above.set(xlabel="step", ylim=(0, 1))
+    above.legend(frameon=False)
+    histograms_beside(below, {f"step {entry['step']}": entry["share_histogram"] for entry in (log[0], log[-1])})
+    return figure
+
+
+def histograms_beside(axes: Axes, counts: Mapping[str, Sequence[int]]) -> None:
+    """Draw bars for the tenths from 0 to 1, those of several histograms beside each other."""
+    width = 0.8 / len(counts)  # of a bar, in tenths
+    for number, (name, bars) in enumerate(counts.items()):
+        places = [(tenth + 0.5 + beside(number, len(counts), 0.8 - width)) / len(bars) for tenth in range(len(bars))]
+        axes.bar(places, bars, width=width / len(bars), color=COLOURS[number % 8], label=name)
+    axes.set(xlabel="0: window or local attention, 1: everything or memory", xlim=(0, 1))
+    axes.legend(frameon=False)
+
+
+def by_layer(means: Mapping[int, Tensor], gate_per: str, histogram: Sequence[int]) -> Figure:
+    """Draw each layer's mean gate `[channels]` as a bar, each head's as a dot, and a histogram in tenths."""
+    figure, (axes, below) = new_figure("Gates", ["mean by layer", "gates of tokens"], sharex=False)
+    for place, mean in enumerate(means.values()):
+        axes.bar(place, float(mean.mean()), color=COLOURS[5])
+        if len(mean) > 1:
+            places = [place + beside(number, len(mean), 0.6) for number in range(len(mean))]
+            axes.plot(places, mean.tolist(), linestyle="", marker="o", markersize=4, color=COLOURS[0])
+    axes.axhline(0.5, color=GREY, linewidth=0.8)
+    axes.set_ylim(0, 1)
+    axes.set_xticks(range(len(means)), [str(layer) for layer in means])
+    axes.set_xlabel("layer" if gate_per == "layer" else f"layer (dots: one a {gate_per.replace('_', ' ')})")
+    histograms_beside(below, {"all layers": histogram})
+    return figure
+
+
+def page(title: str, pieces: Sequence[str], gates: Sequence[float], counted: Sequence[bool]) -> str:
+    """Write a text as HTML, each token on the color of its gate; `counted` says which have something far to see."""
+    tokens = [
+        f'<span style="background: {color(gate)}" title="{gate:.3f}">{html.escape(piece)}</span>'
+        if far
+        else f'<span class="near">{html.escape(piece)}</span>'
+        for piece, gate, far in zip(pieces, gates, counted, strict=True)
+    ]
+    return PAGE.format(title=html.escape(title), none=color(0.0), full=color(1.0), tokens="".join(tokens))
+
+
+def color(gate: float) -> str:
+    """Return white for 0, orange for 1."""
+    return f"rgba(230, 159, 0, {gate:.3f})"

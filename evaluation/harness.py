@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -39,13 +38,13 @@ class MemoryLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
     """lm-eval's model of Hugging Face, for models with a memory.
 
     Args:
-        pretrained: a memory adapter, whose base it names itself, or a model of this package; folder or Hub id.
-        peft: a memory adapter; `pretrained` is its base then.
-        max_length: cut inputs on the left to so many tokens. Default: they are not cut.
+        pretrained: a memory adapter, which names its base, or a model of this package; folder or Hub id.
+        peft: a memory adapter, whose base is `pretrained`.
+        max_length: cut inputs on the left to this many tokens. Default: they are not cut.
         options: those of lm-eval's `hf`.
 
     Raises:
-        ValueError: the model has no memory, or the batch size is to be found out.
+        ValueError: the model has no memory, or the batch size is not a number.
     """
 
     _model: Any
@@ -85,7 +84,7 @@ class MemoryLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """The log-likelihood of each continuation, and whether it is what the model would have chosen."""
+        """Return each continuation's log-likelihood, and whether the model would have chosen it."""
         order = sorted(range(len(requests)), key=lambda index: -len(requests[index][1]) - len(requests[index][2]))
         rows = override_bs or int(self.batch_size)
         answers: dict[int, tuple[float, bool]] = {}
@@ -102,11 +101,7 @@ class MemoryLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
 
     @torch.no_grad()
     def _continuations(self, batch: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """The same for one batch, longest first, each read in one go from its beginning.
-
-        Args:
-            batch: ids of contexts and continuations.
-        """
+        """Read one batch of contexts and continuations (ids, longest first) from the beginning, in segments."""
         ids = [torch.tensor((context + continuation)[-self.max_length - 1 :]) for context, continuation in batch]
         labels = [row[1:].clone() for row in ids]
         for row, (_, continuation) in zip(labels, batch, strict=True):
@@ -121,7 +116,8 @@ class MemoryLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
             if going < memory.batch_size:
                 memory.select(range(going))
             inputs = pad_sequence([row[:-1][start : start + step] for row in ids[:going]], batch_first=True)
-            wanted = padded([row[start : start + step] for row in labels[:going]]).to(self.device)
+            rows = [row[start : start + step] for row in labels[:going]]
+            wanted = pad_sequence(rows, batch_first=True, padding_value=IGNORED).to(self.device)
             scored = wanted != IGNORED
             if not bool(scored.any()):
                 wanted, scored = wanted[:, -1:], scored[:, -1:]
@@ -136,11 +132,6 @@ class MemoryLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
                 nats[place] += float(lost[place])
                 greedy[place] = greedy[place] and bool(right[place].all())
         return [(-lost, chosen) for lost, chosen in zip(nats, greedy, strict=True)]
-
-
-def padded(rows: list[Tensor]) -> Tensor:
-    """Labels of rows side by side, `[rows, longest]`."""
-    return pad_sequence(rows, batch_first=True, padding_value=IGNORED)
 
 
 if __name__ == "__main__":

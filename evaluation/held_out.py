@@ -1,13 +1,12 @@
-"""Held-out documents, and the loss of each of their tokens: each read from its beginning with a memory of its own.
-
-`cacheformers perplexity` (`evaluation/text_perplexity.py`) measures any model on any text.
-"""
+"""The loss of each token of documents: read from the beginning with a reader's memory, or in windows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +14,10 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from cacheformers.common.documents import Documents
-from cacheformers.evaluation.readers import Reader
+from cacheformers.evaluation.loading import progress
+from cacheformers.evaluation.readers import Reader, losses
 
 Losses = NDArray[np.float32]
 
@@ -29,8 +28,8 @@ class HeldOut:
 
     Attributes:
         ids: `[tokens]`.
-        characters: how many characters the predicted tokens (all but the first) stand for.
-        name: what reports call it.
+        characters: length of the text of the predicted tokens (all but the first).
+        name: its name in reports.
     """
 
     ids: Tensor
@@ -39,11 +38,7 @@ class HeldOut:
 
 
 def held_out(documents: Documents, count: int | None = None, tokens: int | None = None) -> list[HeldOut]:
-    """The first `count` documents that are not left out, each cut after `tokens` predicted tokens.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the first `count` documents that are long enough, each cut after `tokens` predicted tokens."""
     chosen: list[HeldOut] = []
     for index in range(len(documents)):
         if len(chosen) == count:
@@ -66,14 +61,14 @@ def token_nats(
     rows: int = 1,
     title: str = "Evaluating",
 ) -> list[Losses]:
-    """The losses in nats of each document's tokens from the second on, `[tokens - 1]`, the same in every process.
+    """Return the losses in nats of each document's tokens from the second on, `[tokens - 1]`, in every process.
 
     Processes divide the documents among them. All make the same number of forwards (a process that is done reads one
     token over and over), because the forwards of sharded models and of DDP wait for each other.
 
     Args:
-        reader: how a group of documents is read (see `evaluation/readers.py`).
-        rows: documents read side by side, where the reader does not say itself.
+        reader: reads a group of documents (see `evaluation/readers.py`).
+        rows: documents read side by side, unless the reader says how many.
         title: shown before the progress bar.
 
     Raises:
@@ -89,9 +84,7 @@ def token_nats(
 
     losses = {index: np.zeros(lengths[index], np.float32) for group in own for index in group}
     problems: list[str] = []
-    total = sum(map(len, losses.values()))
-    hidden = not processes.is_main_process
-    with evaluating(model), tqdm(total=total, unit=" tokens", unit_scale=True, desc=title, disable=hidden) as bar:
+    with evaluating(model), progress(title, sum(map(len, losses.values()))) as bar:
         try:
             for tokens in read_groups(model, documents, own, reader, segment_tokens, losses):
                 left -= 1
@@ -100,7 +93,8 @@ def token_nats(
             left -= 1
             problems.append(str(error))
         for _ in range(left if processes.num_processes > 1 else 0):
-            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device_of(model)), use_cache=False)
+            token = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
+            model(input_ids=token, use_cache=False)
     problems = gather_object(problems)
     if problems:
         raise FloatingPointError(problems[0])
@@ -116,7 +110,7 @@ def read_groups(
     segment_tokens: int,
     losses: dict[int, Losses],
 ) -> Iterator[int]:
-    """Read groups of documents and fill in their losses; yields after each forward how many tokens it predicted."""
+    """Read groups of documents and fill in their losses; yield the number of predicted tokens after each forward."""
     for group in groups:
         start = 0
         for found in reader.read(model, [documents[index].ids for index in group], segment_tokens):
@@ -124,19 +118,14 @@ def read_groups(
             for index, row in zip(group, found.cpu().numpy(), strict=False):  # documents that ended may be left out
                 piece = losses[index][start : start + segment_tokens]
                 piece[:] = row[: len(piece)]
-                wrong = np.flatnonzero(~np.isfinite(piece))
-                if len(wrong):
-                    raise FloatingPointError(
-                        f"The loss of {documents[index].name} at token {start + wrong[0] + 1:,} is {piece[wrong[0]]}. "
-                        "Check the model's weights and dtype: float16 overflows in many models, bfloat16 does not."
-                    )
+                check_finite(documents[index].name, start + 1, piece)
                 tokens += len(piece)
             start += segment_tokens
             yield tokens
 
 
 def side_by_side(lengths: Sequence[int], rows: int, least: int = 0) -> list[list[int]]:
-    """Groups of `rows` documents of similar length, longest first, by their index.
+    """Group documents of similar length by `rows`, longest first, and return their indices.
 
     The last group may be smaller; with fewer than `least` documents it joins the one before.
     """
@@ -148,7 +137,7 @@ def side_by_side(lengths: Sequence[int], rows: int, least: int = 0) -> list[list
 
 
 def divide(costs: Sequence[int], shares: int) -> list[list[int]]:
-    """Places of costs (largest first) in so many shares, each given to the share that has least so far."""
+    """Divide costs (largest first) into shares; each goes to the share with the smallest sum so far."""
     divided: list[list[int]] = [[] for _ in range(shares)]
     sums = [0] * shares
     for place, cost in enumerate(costs):
@@ -160,7 +149,7 @@ def divide(costs: Sequence[int], shares: int) -> list[list[int]]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards the mode is what it was."""
+    """Switch to evaluation mode without gradients, and restore the mode afterwards."""
     training = model.training
     model.eval()
     try:
@@ -170,5 +159,102 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+@dataclass(frozen=True)
+class Window:
+    """Tokens `[start, end)` of a document, of which those from `first` on are scored."""
+
+    document: int
+    start: int
+    first: int
+    end: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the number of tokens read, and of tokens scored."""
+        return self.end - self.start - 1, self.end - self.first
+
+
+def windows(lengths: Sequence[int], window_tokens: int, stride: int) -> Iterator[Window]:
+    """Yield windows over documents of these lengths, each `stride` tokens after the last, to the document's end.
+
+    A token is scored in the first window that holds it, if some token of the window precedes it: with a stride of a
+    whole window the first token of each is not scored.
+    """
+    for document, length in enumerate(lengths):
+        scored = 0
+        for start in range(0, length, stride):
+            first, end = max(scored, start + 1), min(start + window_tokens, length)
+            if first < end:
+                yield Window(document, start, first, end)
+            scored = end
+            if end == length:
+                break
+
+
+def window_nats(
+    model: nn.Module,
+    documents: Sequence[Tensor],
+    window_tokens: int,
+    stride: int,
+    rows: int = 1,
+    title: str = "Reading",
+    stepwise: bool = False,
+) -> list[Losses]:
+    """Return the losses in nats of each document's tokens from the second on, `[tokens - 1]`; NaN if not scored.
+
+    Processes divide the windows among them and get the same losses.
+
+    Args:
+        documents: the ids of each, `[tokens]`.
+        rows: windows read side by side. They are of one length: nothing is padded.
+        stepwise: see `step_losses`.
+
+    Raises:
+        FloatingPointError: a loss is not finite; names the document and the position.
+    """
+    state = PartialState()
+    work = batches(list(windows([len(ids) for ids in documents], window_tokens, stride)), rows)
+    own = work[state.process_index :: state.num_processes]
+    found: list[tuple[Window, Losses]] = []
+    total = sum(window.shape[1] for batch in own for window in batch)
+    with evaluating(model), progress(title, total) as bar:
+        for batch in own:
+            inputs = torch.stack([documents[window.document][window.start : window.end - 1] for window in batch])
+            labels = torch.stack([documents[window.document][window.first : window.end] for window in batch])
+            read = step_losses if stepwise else losses
+            found += zip(batch, read(model, inputs, labels, use_cache=False).cpu().numpy(), strict=True)
+            bar.update(labels.numel())
+    nats = [np.full(len(ids) - 1, np.nan, np.float32) for ids in documents]
+    for window, values in gather_object(found):
+        check_finite(f"document {window.document}", window.first, values)
+        nats[window.document][window.first - 1 : window.end - 1] = values
+    return nats
+
+
+def step_losses(model: nn.Module, inputs: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    """Compute `losses` with a forward for each token that ends just before it, so that it sees nothing after itself."""
+    before = inputs.shape[1] - labels.shape[1]
+    steps = [
+        losses(model, inputs[:, : before + step + 1], labels[:, step : step + 1], **options)
+        for step in range(labels.shape[1])
+    ]
+    return torch.cat(steps, 1)
+
+
+def batches(work: Sequence[Window], rows: int) -> list[list[Window]]:
+    """Group windows of one shape, the longest first."""
+    found: list[list[Window]] = []
+    for _, group in groupby(sorted(work, key=lambda window: window.shape, reverse=True), lambda window: window.shape):
+        same = list(group)
+        found += [same[start : start + rows] for start in range(0, len(same), rows)]
+    return found
+
+
+def check_finite(name: str, first: int, values: Losses) -> None:
+    """Raise FloatingPointError if a loss is not finite; `first` is the position of the first one in the document."""
+    wrong = np.flatnonzero(~np.isfinite(values))
+    if len(wrong):
+        raise FloatingPointError(
+            f"The loss of {name} at token {first + wrong[0]:,} is {values[wrong[0]]}. Check the model's weights and "
+            "dtype: float16 overflows in many models, bfloat16 does not."
+        )

@@ -3,18 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from peft import PeftModel
 from torch import nn
 
-from cacheformers.evaluation.controls import free_positions, other_document, shuffled, window_of_equal_bytes
+from cacheformers.common.recipe import option
 from cacheformers.evaluation.held_out import HeldOut, token_nats
-from cacheformers.evaluation.options import EvalOptions
-from cacheformers.evaluation.readers import Damaged, Forgetting, Reader, Remembering, has_memory
+from cacheformers.evaluation.readers import (
+    Damaged,
+    Forgetting,
+    Reader,
+    Remembering,
+    free_positions,
+    has_memory,
+    other_document,
+    shuffled,
+    window_of_equal_bytes,
+)
 from cacheformers.evaluation.run import Run, measure
 from cacheformers.modeling.attach import find_decoder, unwrap
 from cacheformers.modeling.whole import WholeConfig
+
+CONTROLS = ("other_document", "shuffled", "longer_window")
+
+
+@dataclass
+class EvalOptions:
+    """What is evaluated, and against what; ValueError for a wrong number or an unknown control."""
+
+    valid: list[str] | None = option(None, help="Held-out documents, in the forms of --train. Default: no evaluation.")
+    valid_documents: int | None = option(None, help="Evaluate on the first N documents. Default: on all.")
+    valid_tokens: int | None = option(None, help="Evaluate on the first N tokens of each. Default: on all.")
+    valid_min_tokens: int | None = option(
+        None, help="Leave held-out documents with fewer tokens out. Default: min_tokens, as in training."
+    )
+    valid_rows: int = option(1, help="Held-out documents that each process reads side by side: rows of a batch.")
+    cache_sizes: list[int] | None = option(
+        None,
+        help="Evaluate with N entries; 0: memory off. Default: 0 and cache_size; for a model from scratch also "
+        "twice that. A memory without entries is evaluated off and on.",
+    )
+    controls: list[str] | None = option(
+        None,
+        help="What the memory is checked against. 'other_document': every document reads the entries of another one. "
+        "'shuffled': entries are in a wrong order, so those beside a hit are wrong (hits are not). 'longer_window': "
+        "memory off, and self-attention sees as many more tokens as take the bytes of a full memory. With --method "
+        "lora only the last applies. Default: none.",
+    )
+    skip_base: bool = option(False, help="Do not evaluate the base model.")
+    plots: bool = option(True, help="Draw plots into the output folder (needs matplotlib).")
+
+    def __post_init__(self) -> None:
+        for name in ("valid_documents", "valid_tokens", "valid_min_tokens", "valid_rows"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be greater than 0, got {value}.")
+        if any(size < 0 for size in self.cache_sizes or []):
+            raise ValueError(f"cache_sizes must not be negative, got {self.cache_sizes}.")
+        unknown = [name for name in self.controls or [] if name not in CONTROLS]
+        if unknown:
+            raise ValueError(f"controls: {', '.join(unknown)} is none of {', '.join(CONTROLS)}.")
+
+
+EvalOptions._argument_group_name = "evaluation"  # type: ignore[attr-defined]
+
 
 LEAKS = (
     "teacher-forced, and selection='paper_block' lets a token depend on tokens after it: no decoder obtains this "
@@ -23,17 +77,17 @@ LEAKS = (
 
 
 def evaluate_model(model: nn.Module, documents: Sequence[HeldOut], options: EvalOptions, memory: Any) -> dict[str, Run]:
-    """Everything that the options ask for: the base, the model with each cache size (or memory off and on), controls.
+    """Evaluate the base, the model with each cache size (or its memory off and on), and the controls.
 
     In several processes each reads its share of the documents, and all get the same runs.
 
     Args:
-        model: with its adapter, or trained from scratch (it has no base then); wrapped (DDP, FSDP2, compile) or not.
-        memory: the options of its memory, resolved against the base; for LoRA alone of the adapter that it is compared
-            with; for a plain model its `Segments`.
+        model: with its adapter, or trained from scratch (then without a base); wrapped (DDP, FSDP2, compile) or not.
+        memory: the options of its memory, resolved against the base; for LoRA alone those of the adapter that it is
+            compared with; for a plain model its `Segments`.
 
     Raises:
-        ValueError: something is not possible here (see `check_evaluation`).
+        ValueError: an option is not possible here (see `check_evaluation`).
         FloatingPointError: a loss is not finite.
     """
     check_evaluation(documents, options, memory)
@@ -44,7 +98,7 @@ def evaluate_model(model: nn.Module, documents: Sequence[HeldOut], options: Eval
         losses = token_nats(model, documents, reader, memory.segment_tokens, options.valid_rows, name.capitalize())
         runs[name] = measure(documents, losses, memory.segment_tokens, kept, cache_size, control, note)
 
-    adapter = peft_model(model)
+    adapter = next((module for module in model.modules() if isinstance(module, PeftModel)), None)  # in wrappers
     if adapter is not None and not options.skip_base:
         with adapter.disable_adapter():
             add("base", Forgetting(shown))
@@ -76,27 +130,23 @@ def evaluate_model(model: nn.Module, documents: Sequence[HeldOut], options: Eval
 
 
 def context_tokens(memory: Any) -> int:
-    """How many tokens before a segment self-attention alone is shown: those of the window, as far as positions go."""
+    """Return how many tokens before a segment self-attention alone sees: the window's, as far as positions go."""
     return max(min(memory.window.kept_tokens, memory.base.max_positions - memory.segment_tokens), 0)
 
 
 def window_tokens(memory: Any) -> int:
-    """How many tokens before a segment count as within the window; where all stay visible, of the method's own."""
+    """Return how many tokens before a segment count as within the window; the method's own where all stay visible."""
     return memory.window_tokens if stores(memory, "everything") else memory.window.kept_tokens
 
 
 def stores(memory: Any, *kinds: str) -> bool:
-    """Whether a memory keeps one of these (`MemoryMethod.stores`); a model without a method stores nothing at all."""
+    """Return whether a memory keeps one of these (`MemoryMethod.stores`); a model without a method keeps nothing."""
     method = getattr(memory, "method", None)
     return method is not None and method.stores in kinds
 
 
 def check_evaluation(documents: Sequence[HeldOut], options: EvalOptions, memory: Any) -> None:
-    """Find out before training whether controls and cache sizes are possible.
-
-    Raises:
-        ValueError: one is not; says why.
-    """
+    """Raise ValueError, before training, for controls and cache sizes that are not possible."""
     controls = options.controls or []
     if stores(memory, "matrix", "everything") and (controls or options.cache_sizes):
         raise ValueError(
@@ -120,15 +170,10 @@ def check_evaluation(documents: Sequence[HeldOut], options: EvalOptions, memory:
 
 
 def longer_window(model: nn.Module, memory: Any) -> tuple[int, str]:
-    """How many more tokens self-attention is shown in place of a full memory, and how that number came about."""
+    """Return how many more tokens self-attention sees in place of a full memory, and a note on that number."""
     parameter = next(find_decoder(unwrap(model)).layers.parameters())  # type: ignore[union-attr]
     wanted, free = window_of_equal_bytes(memory, parameter.device, parameter.dtype), free_positions(memory)
     note = f"{wanted:,} more tokens of self-attention take the bytes of {memory.cache_size:,} entries"
     if wanted > free:
         note += f"; cut to {free:,}, which fit the base model's {memory.base.max_positions:,} positions"
     return min(wanted, free), note
-
-
-def peft_model(model: nn.Module) -> PeftModel | None:
-    """The PeftModel inside wrappers; None for a model trained from scratch."""
-    return next((module for module in model.modules() if isinstance(module, PeftModel)), None)

@@ -6,63 +6,41 @@ differences from one run in percent, with the intervals of the paired comparison
 
 from __future__ import annotations
 
-import importlib.util
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cacheformers.common.plots import COLOURS, GREY, MARKERS, bars, beside, new_figure, save_figures
 from cacheformers.evaluation.run import Measure, Run, compare, reference
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colors, told apart with any kind of color blindness; markers and hatches say the same again. There
-# are eight of one and seven of the others, so that no pair comes twice among 56 runs.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#999999", "#000000")
-MARKERS = ("o", "s", "D", "^", "v", "P", "X")
-HATCHES = ("", "//", "..", "xx", "\\\\", "++", "--")
-GREY = "#555555"
-
-
-def can_draw(what: str) -> bool:
-    """Whether matplotlib is there; says what is left out without it, and how to get it."""
-    found = importlib.util.find_spec("matplotlib") is not None
-    if not found:
-        print(f'{what} is left out, because it needs matplotlib: pip install "cacheformers[eval]"')
-    return found
-
 
 def save_plots(folder: str | Path, runs: dict[str, Run], losses: Sequence[float] = ()) -> list[Path]:
-    """Draw what there is to draw, and return the files; says how to install matplotlib where it is missing.
+    """Draw what there is to draw, and return the files.
 
     Args:
         folder: gets position.png, token_class.png, cache_size.png and training_loss.png.
         runs: over the same documents; may be empty.
         losses: of the training steps, in nats.
     """
-    if not can_draw("Every plot"):
-        return []
-    figures: dict[str, Figure] = {}
+    figures: dict[str, Callable[[], Figure]] = {}
     if runs:
-        figures |= {"position": by_position(runs), "token_class": by_class(runs)}
+        figures |= {"position": lambda: by_position(runs), "token_class": lambda: by_class(runs)}
     if sum(is_sized(run) for run in runs.values()) > 1:
-        figures["cache_size"] = by_cache_size(runs)
+        figures["cache_size"] = lambda: by_cache_size(runs)
     if len(losses):
-        figures["training_loss"] = training_loss(losses)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    files = []
-    for name, figure in figures.items():
-        files.append(Path(folder) / f"{name}.png")
-        figure.savefig(files[-1])
-    return files
+        figures["training_loss"] = lambda: training_loss(losses)
+    return save_figures({Path(folder) / f"{name}.png": draw for name, draw in figures.items()})
 
 
 def by_position(runs: dict[str, Run]) -> Figure:
-    """Perplexity by position in the document: a line a run."""
+    """Draw perplexity by position in the document, one line for each run."""
     figure, panels = panels_for(runs, "Perplexity by position in the document")
     buckets = list(runs[reference(runs)].by_position.values())
     for number, (name, run) in enumerate(runs.items()):
@@ -80,26 +58,18 @@ def by_position(runs: dict[str, Run]) -> Figure:
 
 
 def by_class(runs: dict[str, Run]) -> Figure:
-    """Perplexity of new and of repeated tokens: bars, a group a class."""
+    """Draw perplexity of new and of repeated tokens, one bar for each run in a group for each class."""
     from matplotlib.ticker import LogFormatter
 
     figure, panels = panels_for(runs, "Perplexity by the token's last occurrence")
     classes = list(runs[reference(runs)].by_class.values())
-    width = 0.8 / len(runs)
+    style: dict[str, Any] = {"error_kw": {"elinewidth": 1, "capsize": 2, "ecolor": GREY}}
     for number, (name, run) in enumerate(runs.items()):
-        measures = list(run.by_class.values())
-        places = np.arange(len(classes)) + beside(number, len(runs), 0.8 - width)
-        style: dict[str, Any] = {
-            "width": width * 0.92,
-            "color": COLOURS[number % 8],
-            "edgecolor": "white",
-            "hatch": HATCHES[number % 7],
-            "error_kw": {"elinewidth": 1, "capsize": 2, "ecolor": GREY},
-        }
-        panels[0].bar(places, [measure.perplexity for measure in measures], yerr=reach(measures), label=name, **style)
+        values, margins = perplexities(run.by_class.values())
+        bars(panels[0], number, len(runs), values, yerr=margins, label=name, **style)
         for axes in panels[1:]:
-            values, margins = differences(measures, classes)
-            axes.bar(places, values, yerr=margins, **style)
+            values, margins = differences(run.by_class.values(), classes)
+            bars(axes, number, len(runs), values, yerr=margins, **style)
     panels[0].set(yscale="log", ylabel="perplexity per token\n(log scale)")
     panels[0].yaxis.set_major_formatter(LogFormatter())
     panels[0].yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2.5, 0.5)))
@@ -109,7 +79,7 @@ def by_class(runs: dict[str, Run]) -> Figure:
 
 
 def by_cache_size(runs: dict[str, Run]) -> Figure:
-    """Perplexity by the number of entries: a line; the other runs are points beside it."""
+    """Draw perplexity by the number of entries as a line, and the other runs as points beside it."""
     sized = sorted((run for run in runs.values() if is_sized(run)), key=lambda run: run.cache_size or 0)
     others = {name: run for name, run in runs.items() if not is_sized(run)}
     names = [f"{run.cache_size:,}" if run.cache_size else "off" for run in sized]
@@ -121,7 +91,7 @@ def by_cache_size(runs: dict[str, Run]) -> Figure:
     ):
         places = np.arange(start, start + len(shown))
         style: dict[str, Any] = {"color": color, "marker": "o", "linestyle": line, "capsize": 3, "elinewidth": 1}
-        panels[0].errorbar(places, [measure.perplexity for measure in shown], reach(shown), **style)
+        panels[0].errorbar(places, *perplexities(shown), **style)
         values, margins = differences(shown, [chosen] * len(shown))
         panels[1].errorbar(places, values, margins, **style)
     labels = [*names, *(name.replace(" ", "\n") for name in others)]
@@ -133,7 +103,7 @@ def by_cache_size(runs: dict[str, Run]) -> Figure:
 
 
 def training_loss(losses: Sequence[float]) -> Figure:
-    """The loss of each step, and its running mean."""
+    """Draw the loss of each step and its running mean."""
     figure, (axes,) = new_figure("Training loss", ["loss (nats per token)"])
     steps, values = np.arange(1, len(losses) + 1), np.asarray(losses, float)
     window = min(max(len(values) // 50, 20), len(values))
@@ -148,33 +118,18 @@ def training_loss(losses: Sequence[float]) -> Figure:
 
 
 def is_sized(run: Run) -> bool:
-    """Whether it belongs to the line over cache sizes."""
+    """Return whether a run belongs to the line over cache sizes."""
     return run.cache_size is not None and not run.control
 
 
 def panels_for(runs: dict[str, Run], title: str) -> tuple[Figure, list[Axes]]:
-    """A panel for perplexities, and one for differences where there is more than one run."""
+    """Make a panel for perplexities, and with more than one run one for differences."""
     labels = ["perplexity per token"]
     if len(runs) > 1:
         labels.append(f"difference from\n{reference(runs)} (%)")
     figure, panels = new_figure(title, labels)
     for axes in panels[1:]:
         axes.axhline(0, color="black", linewidth=0.8)
-    return figure, panels
-
-
-def new_figure(title: str, labels: Sequence[str], sharex: bool = True) -> tuple[Figure, list[Axes]]:
-    """A figure with a panel a label, without pyplot: no window and no global setting is touched."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 2 + 2.5 * len(labels)), dpi=150, layout="constrained")
-    panels = list(figure.subplots(len(labels), sharex=sharex, squeeze=False)[:, 0])
-    panels[0].set_title(title)
-    for axes, label in zip(panels, labels, strict=True):
-        axes.set_ylabel(label)
-        axes.grid(axis="y", color="#dddddd", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
     return figure, panels
 
 
@@ -185,25 +140,22 @@ def ticks(axes: Axes, parts: dict[str, Measure], label: str) -> None:
     axes.set_xlabel(label)
 
 
-def differences(measures: Sequence[Measure], others: Sequence[Measure]) -> tuple[Any, Any]:
-    """By how many percent measures differ from others, `[measures]`, and how far the intervals reach."""
+def differences(measures: Iterable[Measure], others: Iterable[Measure]) -> tuple[Any, Any]:
+    """Return by how many percent measures differ from others, `[measures]`, and how far the intervals reach."""
     found = [compare(measure, other) for measure, other in zip(measures, others, strict=True)]
-    ends = [comparison.interval or (comparison.ratio, comparison.ratio) for comparison in found]
     ratios = np.array([comparison.ratio for comparison in found])
-    return 100 * (ratios - 1), 100 * between(ratios, ends)
+    return 100 * (ratios - 1), 100 * reach(ratios, [comparison.interval for comparison in found])
 
 
-def reach(measures: Sequence[Measure]) -> Any:
-    """How far intervals reach below and above, `[2, measures]`; 0 where there is none."""
-    values = np.array([measure.perplexity for measure in measures])
-    return between(values, [measure.interval or (measure.perplexity, measure.perplexity) for measure in measures])
+def perplexities(measures: Iterable[Measure]) -> tuple[Any, Any]:
+    """Return perplexities, `[measures]`, and how far the intervals reach."""
+    shown = list(measures)
+    values = np.array([measure.perplexity for measure in shown])
+    return values, reach(values, [measure.interval for measure in shown])
 
 
-def between(values: Any, ends: Sequence[tuple[float, float]]) -> Any:
-    low, high = np.array(ends).T if len(ends) else (values, values)
+def reach(values: Any, intervals: Sequence[tuple[float, float] | None]) -> Any:
+    """Return how far intervals reach below and above values, `[2, values]`; 0 where there is none."""
+    ends = [interval or (value, value) for value, interval in zip(values, intervals, strict=True)]
+    low, high = np.array(ends).reshape(-1, 2).T
     return np.maximum([values - low, high - values], 0)
-
-
-def beside(number: int, count: int, width: float) -> float:
-    """Where the `number`-th of `count` things beside each other stands around 0, the outermost `width` apart."""
-    return width * (number / (count - 1) - 0.5) if count > 1 else 0.0

@@ -7,10 +7,12 @@ where causality keeps it out of what is scored; a document that has ended leaves
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -27,10 +29,10 @@ class Reader(Protocol):
 
     @property
     def together(self) -> int:
-        """How many documents it reads in one group; 0: as many as are wanted."""
+        """Return how many documents it reads in one group; 0 for any number."""
 
     def read(self, model: nn.Module, ids: list[Tensor], segment_tokens: int) -> Iterator[Tensor]:
-        """Losses of one segment after the other, `[rows, time]`; rows are fewer when documents have ended.
+        """Yield the losses of one segment after the other, `[rows, time]`; rows of ended documents may be left out.
 
         Args:
             ids: of each document, `[tokens]`, longest first.
@@ -42,7 +44,7 @@ class Remembering:
     """Reads with the active memory adapter.
 
     Args:
-        cache_size: entries that the memory may hold, instead of the configured number; 0 switches it off.
+        cache_size: entries that the memory may hold, instead of the configured number; 0 turns it off.
     """
 
     cache_size: int | None = None
@@ -63,7 +65,7 @@ class Damaged:
     """Reads with a full memory that is damaged during each forward, and only then.
 
     Args:
-        damage: a context manager of the memory and the number of the segment, see `evaluation/controls.py`.
+        damage: a context manager of the memory and the number of the segment, such as `shuffled`.
         together: documents that the damage needs side by side.
 
     Documents stay in their group until the longest ends; one that has ended keeps its entries.
@@ -88,10 +90,10 @@ class Damaged:
 
 @dataclass(frozen=True)
 class Forgetting:
-    """Reads by self-attention alone; an active memory adapter is there with an empty memory.
+    """Reads by self-attention alone; an active memory adapter has an empty memory.
 
     Args:
-        context_tokens: so many tokens before each segment are read again with it, and are not scored.
+        context_tokens: number of tokens before each segment that are read again with it, and not scored.
     """
 
     context_tokens: int = 0
@@ -122,32 +124,83 @@ class Decoding:
 
 
 def has_memory(model: nn.Module) -> bool:
-    """Whether a memory on a base is active, an adapter's or a model's own."""
+    """Return whether a memory on a base is active, an adapter's or a model's own."""
     model = unwrap(model)
     return not is_whole(model) and active_options(find_decoder(model)) is not None
 
 
 def one_segment(model: nn.Module, rows: int, tokens: int) -> MemoryCache:
-    """A memory that holds nothing, for a single segment of so many tokens."""
+    """Make an empty memory for a single segment of `tokens` tokens."""
     empty = new_memory(model, rows, 0)
     return MemoryCache(empty.state, LocalWindow(tokens), rows, empty.signature)
 
 
 def unfinished(ids: Sequence[Tensor], start: int) -> list[Tensor]:
-    """The documents that have inputs from `start` on."""
+    """Return the documents that have inputs from `start` on."""
     return [row for row in ids if len(row) - 1 > start]
 
 
 def segment(ids: Sequence[Tensor], start: int, length: int, context: int = 0) -> tuple[Tensor, Tensor]:
-    """The segment from `start` on: inputs `[rows, context + time]` with tokens before it, labels `[rows, time]`."""
+    """Return the segment from `start` on: inputs `[rows, context + time]`, labels `[rows, time]`."""
     inputs = [row[:-1][max(start - context, 0) : start + length] for row in ids]
     labels = [row[1:][start : start + length] for row in ids]
     return pad_sequence(inputs, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=IGNORED)
 
 
 def losses(model: nn.Module, inputs: Tensor, labels: Tensor, **options: Any) -> Tensor:
-    """One forward, and the losses of the last positions, which have the labels `[rows, time]`."""
+    """Return the losses of one forward at the last positions, which have the labels `[rows, time]`."""
     device = next(model.parameters()).device
     options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
     output = model(input_ids=inputs.to(device), logits_to_keep=labels.shape[1], **options)
     return token_losses(output.logits, labels.to(device))
+
+
+@contextmanager
+def other_document(memory: MemoryCache, segment: int) -> Iterator[None]:
+    """Let every row read the entries of the next row (the last row those of the first), never its own.
+
+    It reads all that the other document has written by this segment: as many as its own store holds, or fewer once the
+    other document has ended (its last, partial segment is never stored).
+    """
+    state: Any = memory.state
+    owners = {layer: ring.owner for layer, ring in state.rings.items()}
+    for ring in state.rings.values():
+        ring.owner = [*ring.owner[1:], ring.owner[0]]
+    try:
+        yield
+    finally:
+        for layer, ring in state.rings.items():
+            ring.owner = owners[layer]
+
+
+@contextmanager
+def shuffled(memory: MemoryCache, segment: int) -> Iterator[None]:
+    """Let every row read its own entries in a random order, drawn anew for each segment.
+
+    A search finds the same entries, so of each hit's neighborhood the hit is right and the neighbors are wrong: this
+    shows what neighbors are worth, not what retrieval is worth.
+    """
+    state: Any = memory.state
+    stores = {layer: (ring.keys, ring.index) for layer, ring in state.rings.items()}
+    for ring in state.rings.values():
+        ring.keys, ring.index = ring.keys.clone(), [{} for _ in ring.index]  # an index knows the old order
+        for row, physical in enumerate(ring.owner):
+            order = torch.from_numpy(np.random.default_rng(segment).permutation(ring.count(row)))
+            ring.keys[physical, : len(order)] = ring.keys[physical, order.to(ring.keys.device)]
+    try:
+        yield
+    finally:
+        for layer, ring in state.rings.items():
+            ring.keys, ring.index = stores[layer]
+
+
+def window_of_equal_bytes(options: Any, device: torch.device, dtype: torch.dtype) -> int:
+    """Return the number of tokens whose keys and values in all layers take the bytes of a full memory."""
+    base = options.base
+    store_bytes = options.cache_size * options.entry_numbers * options.store_dtype(device, dtype).itemsize
+    return store_bytes // (2 * base.layers * base.kv_heads * base.head_dim * dtype.itemsize)
+
+
+def free_positions(options: Any) -> int:
+    """Return how many more tokens than the configured ones a window may show, by the base model's positions."""
+    return options.base.max_positions - options.segment_tokens - options.window.kept_tokens

@@ -8,7 +8,6 @@ The table is that of the paper (Table 5) for one layer and head; the picture (it
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cacheformers.evaluation.plots import can_draw
+from cacheformers.common.files import write_json
+from cacheformers.common.plots import heat_map, save_figures
 from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions
 from cacheformers.methods.cacheformer.modeling import CacheFormerForCausalLM
 
@@ -29,10 +29,10 @@ Block = tuple[tuple[int, int], list[int]]  # first and last row, and their segme
 
 @torch.no_grad()
 def retrieved(model: CacheFormerForCausalLM, ids: Tensor) -> list[Tensor]:
-    """What every layer retrieves while the model reads a document `[1, time]`, teacher-forced.
+    """Return what every layer retrieves while the model reads a document `[1, time]`, teacher-forced.
 
     Returns:
-        By layer: segments `[kv_heads, time, topk * neighbors]`; -1 is none.
+        By layer: segments `[kv_heads, time, topk * neighbors]`; -1 for none.
 
     Raises:
         ValueError: the model retrieves nothing.
@@ -55,7 +55,7 @@ def retrieved(model: CacheFormerForCausalLM, ids: Tensor) -> list[Tensor]:
 
 
 def blocks(options: CacheFormerOptions, lists: Tensor) -> list[Block]:
-    """Rows of `[time, topk * neighbors]` that follow each other in a block and retrieve the same."""
+    """Group consecutive rows of `[time, topk * neighbors]` that are in one block and retrieve the same."""
     changes = set(((lists[1:] != lists[:-1]).any(1).nonzero()[:, 0] + 1).tolist())
     if options.selection != "token":
         changes |= set(range(options.block_rows, len(lists), options.block_rows))
@@ -65,7 +65,7 @@ def blocks(options: CacheFormerOptions, lists: Tensor) -> list[Block]:
 
 
 def table(options: CacheFormerOptions, lists: Tensor) -> str:
-    """Rows, what they retrieve, and the last segment that they may: `lists` is `[time, topk * neighbors]`."""
+    """Format rows, what they retrieve, and the last segment that they may retrieve, from `[time, topk * neighbors]`."""
     lines = [f"{'rows':>13}  {'last allowed':>12}  segments"]
     for (start, end), chosen in blocks(options, lists):
         allowed = int(options.admissible(options.block_start(torch.tensor(end))))
@@ -75,44 +75,37 @@ def table(options: CacheFormerOptions, lists: Tensor) -> str:
 
 
 def shares(lists: Tensor, segments: int) -> Tensor:
-    """The share of heads that retrieve each segment, `[time, segments]`, of their lists `[kv_heads, time, k*u]`."""
+    """Return the share of heads that retrieve each segment, `[time, segments]`, from `[kv_heads, time, k*u]`."""
     hits = torch.zeros(*lists.shape[:2], segments + 1)
     hits.scatter_(2, torch.where(lists < 0, segments, lists), 1.0)
     return hits[..., :segments].mean(0)
 
 
-def heat_map(options: CacheFormerOptions, layers: list[Tensor]) -> Figure:
-    """A panel a layer: which segments (across) each token (down) retrieves, and how many heads agree.
+def draw(options: CacheFormerOptions, layers: list[Tensor]) -> Figure:
+    """Draw a panel a layer: which segments (across) each token (down) retrieves, and how many heads agree.
 
-    The line is where a token stands: what is right of it has not been read.
+    The line is where a token is: what is right of it has not been read.
     """
-    from matplotlib.figure import Figure
-
     time, wide = layers[0].shape[1], min(len(layers), 4)
-    segments, rows = -(-time // options.pool_tokens), -(-len(layers) // wide)
-    size = (1.5 + 2.6 * wide, 1 + 2.6 * rows)
-    figure = Figure(figsize=size, dpi=150, layout="constrained")
-    panels = figure.subplots(rows, wide, sharex=True, sharey=True, squeeze=False)
-    for number, axes in enumerate(panels.flat):
-        if number >= len(layers):
-            axes.set_visible(False)
-            continue
-        style: dict[str, Any] = {"cmap": "magma_r", "aspect": "auto", "interpolation": "none", "vmin": 0, "vmax": 1}
-        image = axes.imshow(shares(layers[number], segments).numpy(), extent=(0, segments, time, 0), **style)
+    segments = -(-time // options.pool_tokens)
+    figure, panels = heat_map(
+        {f"layer {number}": shares(lists, segments).numpy() for number, lists in enumerate(layers)},
+        (f"segment ({options.pool_tokens} tokens)", "token"),
+        "share of key-value heads that retrieve it",
+        (1.5 + 2.6 * wide, 1 + 2.6 * -(-len(layers) // wide)),
+        extent=(0, segments, time, 0),
+        cmap="magma_r",
+        interpolation="none",
+        vmin=0,
+        vmax=1,
+    )
+    for axes in panels:
         axes.plot([0, time / options.pool_tokens], [0, time], color="#56B4E9", linewidth=0.8)
-        axes.set_title(f"layer {number}", fontsize=9)
-    figure.supxlabel(f"segment ({options.pool_tokens} tokens)", fontsize=9)
-    figure.supylabel("token", fontsize=9)
-    figure.colorbar(image, ax=panels, label="share of key-value heads that retrieve it")
     return figure
 
 
 def token_ids(model: str, vocabulary: int, text: str) -> Tensor:
-    """A text as ids `[1, time]`: by the model's tokenizer, or as bytes where it has none and its vocabulary is theirs.
-
-    Raises:
-        ValueError: it has none, and its vocabulary is not that of bytes.
-    """
+    """Encode a text `[1, time]` with the model's tokenizer; without one as bytes, if the vocabulary has 256 tokens."""
     if Path(model).is_dir() and not (Path(model) / "tokenizer_config.json").exists():
         if vocabulary != 256:
             raise ValueError(f"{model} has no tokenizer, and its {vocabulary} tokens are not bytes: save one there.")
@@ -126,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("model", help="Folder or Hub id of a CacheFormer model.")
     parser.add_argument("text", type=Path, help="A text file.")
-    parser.add_argument("--tokens", type=int, default=1024, help="Read so many of its first tokens. Default: 1024.")
+    parser.add_argument("--tokens", type=int, default=1024, help="Read its first N tokens. Default: 1024.")
     parser.add_argument("--layer", type=int, default=0, help="Layer of the table. Default: 0.")
     parser.add_argument("--head", type=int, default=0, help="Key-value head of the table. Default: 0.")
     parser.add_argument("--output", type=Path, required=True, help="Folder for segments.json and segments.png.")
@@ -138,7 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Read, print, write."""
+    """Read the text, print the table, write the files."""
     model = AutoModelForCausalLM.from_pretrained(given.model).eval()
     if not isinstance(model, CacheFormerForCausalLM):
         raise ValueError(
@@ -157,7 +150,6 @@ def run(given: argparse.Namespace) -> None:
     print(f"Layer {given.layer}, head {given.head}, {ids.shape[1]:,} tokens:")
     print(table(options, layers[given.layer][given.head]))
 
-    given.output.mkdir(parents=True, exist_ok=True)
     result = {
         "model": given.model,
         "text": given.text.name,
@@ -168,11 +160,6 @@ def run(given: argparse.Namespace) -> None:
             for lists in layers
         ],
     }
-    (given.output / "segments.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
-    if can_draw("The heat map"):
-        heat_map(options, layers).savefig(given.output / "segments.png")
+    write_json(given.output / "segments.json", result)
+    save_figures({given.output / "segments.png": lambda: draw(options, layers)})
     print(f"Written to {given.output}")
-
-
-if __name__ == "__main__":
-    main()

@@ -7,9 +7,11 @@ cacheformers perplexity --base BASE --adapter ADAPTER --mode memory --texts book
 
 from __future__ import annotations
 
-import json
+import codecs
+import gzip
 import math
 import sys
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -17,30 +19,113 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from accelerate import PartialState
 from numpy.typing import NDArray
-from peft import PeftConfig, PeftModel
-from torch import nn
-from transformers import PretrainedConfig
+from peft import PeftConfig
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from cacheformers.adapters.folders import load_adapter_config
-from cacheformers.common.base_model import ModelOptions, base_config, base_folder, load_base, load_tokenizer
+from cacheformers.common.base_model import ModelOptions
 from cacheformers.common.environment import environment, origin_lines
-from cacheformers.common.files import write_text
-from cacheformers.common.gguf_base import is_gguf
+from cacheformers.common.files import write_json
+from cacheformers.common.plots import save_figures
 from cacheformers.common.recipe import RecipeParser, option
-from cacheformers.evaluation.held_out import HeldOut, Losses, token_nats
-from cacheformers.evaluation.plots import by_position, can_draw
-from cacheformers.evaluation.processes import make_state
+from cacheformers.common.sources import FORMATS, load_texts
+from cacheformers.evaluation.held_out import HeldOut, Losses, token_nats, window_nats
+from cacheformers.evaluation.loading import load, memory_config, prepare
+from cacheformers.evaluation.plots import by_position
 from cacheformers.evaluation.readers import Decoding, Remembering
-from cacheformers.evaluation.remembering import memory_config
-from cacheformers.evaluation.run import Measure, Run
-from cacheformers.evaluation.tables import between, table
-from cacheformers.evaluation.texts import Text, read_texts
-from cacheformers.evaluation.tokens import bucket_name, position_edges
-from cacheformers.evaluation.windows import window_nats
+from cacheformers.evaluation.run import Measure, Run, between, bucket_name, position_edges, table
 from cacheformers.modeling.attach import active_options, find_decoder, unwrap
 from cacheformers.modeling.whole import WholeConfig
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is read of a document.
+
+    Attributes:
+        ids: `[tokens]`, with a BOS token if asked for.
+        tokens, words, characters, bytes: their numbers, without a BOS token. White space separates words; bytes are
+            those of UTF-8.
+    """
+
+    name: str
+    ids: Tensor
+    tokens: int
+    words: int
+    characters: int
+    bytes: int
+
+
+def read_texts(
+    paths: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    text_field: str = "text",
+    bos: bool = False,
+    documents: int | None = None,
+    tokens: int | None = None,
+) -> list[Text]:
+    """Read the first documents of files, folders and datasets of the Hub, each up to a number of tokens.
+
+    Args:
+        paths: see `find_sources`. A file of any other kind is one document of raw UTF-8 text (.gz: compressed).
+        bos: put the tokenizer's BOS token before each document. No other special token is added.
+
+    Raises:
+        FileNotFoundError, ValueError: a path does not exist or cannot be read, or holds only white space.
+    """
+    if bos and tokenizer.bos_token_id is None:
+        raise ValueError("The tokenizer has no BOS token: leave out --bos.")
+    found: list[Text] = []
+    for path in paths:
+        for number, text in enumerate(load_documents(path, text_field)):
+            if len(found) == documents:
+                break
+            made = tokenized(f"{Path(path).name}, document {number}", text or "", tokenizer, bos, tokens)
+            if len(made.ids) > 1 and made.words:  # one token alone predicts nothing
+                found.append(made)
+    if not found:
+        raise ValueError(f"There is no document of two tokens or more in {', '.join(paths)}.")
+    return found
+
+
+def load_documents(path: str, text_field: str) -> Sequence[str | None]:
+    """Load the documents of one path."""
+    file = Path(path)
+    raw = file.is_file() and not file.name.endswith(tuple(FORMATS))
+    return [raw_text(file)] if raw else load_texts([path], text_field)
+
+
+def raw_text(file: Path) -> str:
+    """Read a file as text with its line ends; drop a character that the end of the file cuts off.
+
+    Raises:
+        ValueError: the file is not UTF-8, or not valid gzip.
+    """
+    try:
+        data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        return codecs.getincrementaldecoder("utf-8")().decode(data)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{file} cannot be read as gzip ({error}): the file is damaged or cut off.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text: its byte {error.start:,} is not UTF-8.") from error
+
+
+def tokenized(name: str, text: str, tokenizer: PreTrainedTokenizerBase, bos: bool, tokens: int | None) -> Text:
+    """Tokenize a document's beginning, and count what it stands for."""
+    cut = tokens is not None
+    if cut and not tokenizer.is_fast:
+        raise ValueError("--tokens needs a fast tokenizer, which says where in the text a token ends.")
+    encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=cut, verbose=False)
+    ids = encoded.input_ids
+    if tokens is not None and len(ids) > tokens:
+        ids, text = ids[:tokens], text[: encoded.offset_mapping[tokens - 1][1]]
+    start = [tokenizer.bos_token_id] if bos else []
+    read = torch.tensor([*start, *ids], dtype=torch.long)
+    return Text(name, read, len(ids), len(text.split()), len(text), len(text.encode()))
+
 
 FIRST_BUCKET, FIRST_IN_WINDOW = 1024, 128  # tokens; later buckets of positions double
 LONGEST_WORD = 100  # nats; what takes more is no word
@@ -48,11 +133,7 @@ LONGEST_WORD = 100  # nats; what takes more is no word
 
 @dataclass
 class PerplexityOptions:
-    """Which texts are read, and how.
-
-    Raises:
-        ValueError: options that make no sense together.
-    """
+    """Which texts are read, and how; ValueError for options that make no sense together."""
 
     texts: list[str] = option(
         help="What is read: files, folders and datasets of the Hub, in the forms of train_adapt.py's --train. A file "
@@ -75,12 +156,12 @@ class PerplexityOptions:
         "for every model but a CacheFormer with 'paper_block', of which only this is what a decoder would obtain.",
     )
     text_field: str = option("text", help="The field of a JSON line, or the column, that holds a document's text.")
-    documents: int | None = option(None, help="Read only the first so many documents.")
-    tokens: int | None = option(None, help="Read only the first so many tokens of each document.")
+    documents: int | None = option(None, help="Read only the first N documents.")
+    tokens: int | None = option(None, help="Read only the first N tokens of each document.")
     bos: bool = option(False, help="Put the tokenizer's BOS token before each document.")
     words: int | None = option(
         None,
-        help="Take the texts for so many words. Default: as many as white space separates. Tables on WikiText-103 "
+        help="Number of words to divide by. Default: as many as white space separates. Tables on WikiText-103 "
         "count words and line ends of the tokenized files, for raw ones as well: 217646 (valid) and 245569 (test).",
     )
     rows: int = option(1, help="Windows, or documents with memory, that each process reads side by side.")
@@ -108,7 +189,7 @@ PerplexityOptions._argument_group_name = "perplexity"  # type: ignore[attr-defin
 
 @dataclass(frozen=True)
 class Windows:
-    """Tokens of a window, and from one to the next."""
+    """The size of a window in tokens, and the step from one to the next."""
 
     tokens: int
     stride: int
@@ -119,19 +200,12 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = RecipeParser([ModelOptions, PerplexityOptions], "The perplexity of a model on texts.")
     model, options = parser.parse(arguments)
-    state = make_state(model.device)
     try:
-        if is_gguf(model.base):
-            with state.main_process_first():  # it is converted once
-                base_folder(model.base)
-        config, tokenizer = base_config(model.base), load_tokenizer(model.base)
-        adapter = None if options.adapter is None else load_adapter_config(options.adapter)
+        state, config, tokenizer, adapter = prepare(model, options.adapter)
         windows = check(options, model.base, config, adapter)
         texts = read_texts(options.texts, tokenizer, options.text_field, options.bos, options.documents, options.tokens)
         Path(options.output).mkdir(parents=True, exist_ok=True)
-        loaded: nn.Module = load_base(model, state.device)[0]
-        if options.adapter is not None:
-            loaded = PeftModel.from_pretrained(loaded, options.adapter)
+        loaded = load(model, options.adapter, state.device)
     except (OSError, ValueError, ImportError) as error:
         parser.error(str(error))
     try:
@@ -146,11 +220,7 @@ def main(arguments: list[str] | None = None) -> None:
 def check(
     options: PerplexityOptions, base: str, config: PretrainedConfig, adapter: PeftConfig | None
 ) -> Windows | None:
-    """The windows that are read, None with a memory.
-
-    Raises:
-        ValueError: this model cannot read so.
-    """
+    """Return the windows to read, None with a memory; raise ValueError if the model cannot read in this mode."""
     whole = config if isinstance(config, WholeConfig) else None  # reads in windows and with its state
     remembers = whole is None and memory_config(config, adapter) is not None
     if options.mode == "memory":
@@ -181,7 +251,7 @@ def check(
 
 
 def read(model: nn.Module, texts: Sequence[Text], windows: Windows | None, options: PerplexityOptions) -> list[Losses]:
-    """The losses of each text's tokens from the second on; NaN where one is not predicted."""
+    """Return the losses of each text's tokens from the second on; NaN where one is not predicted."""
     rows, title, ids = options.rows, options.mode.capitalize(), [text.ids for text in texts]
     if windows is not None:
         return window_nats(model, ids, windows.tokens, windows.stride, rows, title, options.stepwise)
@@ -203,11 +273,11 @@ def make_result(
     state: PartialState,
     arguments: list[str],
 ) -> dict[str, Any]:
-    """Everything about a run, for JSON."""
+    """Collect everything about a run, for JSON."""
     name = Path(options.adapter or model.base).name
     counts = {unit: sum(getattr(text, unit) for text in texts) for unit in ("tokens", "words", "characters", "bytes")}
     counts["words"] = options.words or counts["words"]
-    total = chosen(losses, [np.isfinite(each) for each in losses])
+    total = Measure.of(losses, [np.isfinite(each) for each in losses])
     return {
         "name": f"{name}-{options.mode}{'-stepwise' if options.stepwise else ''}",
         "kind": "perplexity",
@@ -216,8 +286,8 @@ def make_result(
         "texts": {**counts, "documents": [text.name for text in texts]},
         **rates(total, counts),
         **total.as_dict(),
-        "by_position": as_dicts(positions(losses)),
-        "by_place_in_window": as_dicts(places_in_window(losses, windows)),
+        "by_position": {name: part.as_dict() for name, part in positions(losses).items()},
+        "by_place_in_window": {name: part.as_dict() for name, part in places_in_window(losses, windows).items()},
         "options": {**asdict(model), **asdict(options)},
         "command": ["cacheformers", "perplexity", *arguments],
         "environment": environment(state.device, state.num_processes, model.base),
@@ -225,10 +295,10 @@ def make_result(
 
 
 def rates(total: Measure, counts: dict[str, int]) -> dict[str, float | None]:
-    """The mean loss per other units than tokens, by how many of them the texts have for each token.
+    """Convert the mean loss to other units than tokens, by the number of each in the texts.
 
-    A token that is not predicted (the first) counts as the mean of the others. Per word there is none where the texts
-    are not divided into words by white space, such as Chinese.
+    A token that is not predicted (the first) counts as the mean of the others. There is no perplexity per word
+    for texts that white space does not divide into words, such as Chinese.
 
     Args:
         counts: tokens, words, characters and bytes of the texts.
@@ -242,45 +312,30 @@ def rates(total: Measure, counts: dict[str, int]) -> dict[str, float | None]:
 
 
 def positions(losses: Sequence[Losses]) -> dict[str, Measure]:
-    """By how many tokens of the document stand before."""
+    """Measure by the number of tokens of the document before each."""
     return by_place(losses, [np.arange(len(each)) for each in losses], FIRST_BUCKET)
 
 
 def places_in_window(losses: Sequence[Losses], windows: Windows | None) -> dict[str, Measure]:
-    """By how many tokens of the window stand before, where windows stand side by side; else nothing."""
+    """Measure by the number of tokens of the window before each; nothing where windows overlap."""
     if windows is None or windows.stride < windows.tokens:
         return {}
     return by_place(losses, [np.arange(len(each)) % windows.tokens for each in losses], FIRST_IN_WINDOW)
 
 
-def as_dicts(parts: dict[str, Measure]) -> dict[str, dict[str, Any]]:
-    """For JSON."""
-    return {name: measure.as_dict() for name, measure in parts.items()}
-
-
 def by_place(losses: Sequence[Losses], places: Sequence[NDArray[np.int64]], first: int) -> dict[str, Measure]:
-    """By the place that each loss has, in buckets that double from the first one on."""
+    """Measure by the place of each loss, in buckets that double from the first one on."""
     edges = position_edges(max(int(place.max()) + 1 for place in places), first)
+    scored = [np.where(np.isfinite(each), place, -1) for each, place in zip(losses, places, strict=True)]
     found = {
-        bucket_name(start, end): chosen(
-            losses,
-            [np.isfinite(each) & (start <= place) & (place < end) for each, place in zip(losses, places, strict=True)],
-        )
+        bucket_name(start, end): Measure.of(losses, [(start <= place) & (place < end) for place in scored])
         for start, end in pairwise(edges)
     }
     return {name: measure for name, measure in found.items() if measure.tokens}
 
 
-def chosen(losses: Sequence[Losses], masks: Sequence[NDArray[np.bool_]]) -> Measure:
-    """The measure of some tokens of each document."""
-    picked = [each[mask] for each, mask in zip(losses, masks, strict=True)]
-    return Measure(
-        np.array([each.sum(dtype=np.float64) for each in picked]), np.array([float(len(each)) for each in picked])
-    )
-
-
 def report(result: dict[str, Any], options: PerplexityOptions) -> None:
-    """Print the numbers; write them and a plot."""
+    """Print the numbers, and write them and a plot."""
     row = [f"{result['tokens']:,}", f"{result['perplexity']:.3f}", between(result["interval"], 3)]
     row += ["-" if result["word_perplexity"] is None else f"{result['word_perplexity']:.3f}"]
     row += [f"{result[name]:.4f}" for name in ("bits_per_character", "bits_per_byte")]
@@ -290,11 +345,10 @@ def report(result: dict[str, Any], options: PerplexityOptions) -> None:
         if result[name]:
             values = [f"{part['perplexity']:.3f}" for part in result[name].values()]
             print(f"\n{table([title, *result[name]], [[result['name'], *values]])}")
-    parts = result["by_position"]
     folder = Path(options.output)
-    write_text(folder / "result.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    if options.plots and can_draw("The plot"):
-        measures = {name: Measure.from_dict(part) for name, part in parts.items()}
+    write_json(folder / "result.json", result, indent=1)
+    if options.plots:
+        measures = {name: Measure.from_dict(part) for name, part in result["by_position"].items()}
         run = Run(result["texts"]["documents"], result["texts"]["characters"], Measure.from_dict(result), measures, {})
-        by_position({result["name"]: run}).savefig(folder / "position.png")
+        save_figures({folder / "position.png": lambda: by_position({result["name"]: run})})
     print("\n".join(["", *origin_lines([result]), f"{folder / 'result.json'} has all numbers."]))

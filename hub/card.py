@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from importlib.metadata import version
 from importlib.resources import files
@@ -10,13 +11,12 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from peft import LoraConfig, PeftConfig
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from transformers import AutoConfig, PretrainedConfig
 
 from cacheformers.common.gguf_base import base_origin
-from cacheformers.hub.model_index import joined
 from cacheformers.modeling.composite import CompositeConfig
 from cacheformers.modeling.method import MemoryMethod, is_method, method_named
 
@@ -25,7 +25,7 @@ TEMPLATE = Template((files("cacheformers") / "model_cards" / "template.md").read
 MARK = "<!-- Written by cacheformers, which writes it anew at each push. Delete this line to keep what you change. -->"
 EMPTY = "[More Information Needed]"  # in the cards that PEFT and transformers write for want of a better one
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-NAME = "THIS_FOLDER_OR_HUB_ID"  # until it is known where the weights will lie
+NAME = "THIS_FOLDER_OR_HUB_ID"  # until it is known where the weights will be
 UNRECORDED = (
     "Not recorded: this was saved from memory. `train_adapt.py` writes data, command and commit here, and what it "
     "measured below."
@@ -60,13 +60,13 @@ class Card:
     Attributes:
         kind: "adapter" or "model".
         method: of its memory, None without a memory.
-        reads: `cacheformers.read` reads a document for it; otherwise the model takes the document itself.
-        base: the pretrained model, a Hub id or a folder; None for a model that has none.
+        base: the pretrained model, a Hub id or a folder; None for a model without one.
         settings: hyper-parameters.
-        has_tokenizer: a tokenizer lies beside the weights.
+        has_tokenizer: there is a tokenizer beside the weights.
         trained, measured: Markdown.
         summary: a sentence on what it is, after the method's.
-        limits: sentences on what a user must know beside the method's limits.
+        limits: sentences on what a user must know besides the method's limits.
+        reads: `cacheformers.read` reads a document for it; otherwise the model takes the document itself.
     """
 
     kind: str
@@ -81,7 +81,7 @@ class Card:
     reads: bool = True
 
     def text(self) -> str:
-        """Markdown with the Hub's metadata; `NAME` stands where its place will be."""
+        """Return Markdown with the Hub's metadata; `NAME` is in place of its address."""
         return TEMPLATE.substitute(
             metadata=self.metadata().to_yaml(),
             mark=MARK,
@@ -139,10 +139,10 @@ class Card:
 
 
 def saved_card(folder: Path, base_model: str | None = None) -> Card:
-    """The card of an adapter or a model, as far as its configuration tells.
+    """Make the card of an adapter or a model from its configuration.
 
     Args:
-        base_model: goes before what the configuration says of the base.
+        base_model: overrides the base that the configuration names.
 
     Raises:
         ValueError: the folder holds neither.
@@ -174,29 +174,29 @@ def saved_card(folder: Path, base_model: str | None = None) -> Card:
 
 
 def refresh_card(folder: Path) -> None:
-    """Write the card of what lies in a folder, unless a person wrote the one that is there."""
+    """Write the card of a folder, unless a person wrote the one that is there."""
     old = earlier_card(folder)
     if old is None or is_generated(old.content):
         (folder / CARD).write_text(renewed(saved_card(folder).text(), old), encoding="utf-8")
 
 
 def earlier_card(folder: Path) -> ModelCard | None:
-    """The card that lies in a folder."""
+    """Load the card of a folder, if there is one."""
     return ModelCard.load(folder / CARD) if (folder / CARD).exists() else None
 
 
 def renewed(card: str, old: ModelCard | None) -> str:
-    """A generated card in place of an older one: a person's own stays as it is, and of others what is known besides."""
+    """Replace an older card by a generated one, which takes over its metadata; a person's own card stays as it is."""
     return merged(card, old) if old is None or is_generated(old.content) else old.content
 
 
 def is_generated(card: str) -> bool:
-    """Whether a program wrote a card, this package or another: nothing of a person's is lost with it."""
+    """Return whether a program wrote a card, this package or another, so that nothing of a person's is lost with it."""
     return MARK in card or EMPTY in card
 
 
 def merged(card: str, old: ModelCard | None, base_model: str | None = None, license: str | None = None) -> str:
-    """A generated card with what is known besides.
+    """Add to a generated card what is known besides.
 
     Args:
         old: the card that it replaces: the license, the tags and the results in its metadata stay.
@@ -223,18 +223,28 @@ def merged(card: str, old: ModelCard | None, base_model: str | None = None, lice
     return str(parsed)
 
 
+def joined(old: Iterable[EvalResult], new: Sequence[EvalResult]) -> list[EvalResult]:
+    """Join old and new results; a new one replaces an old one of the same name on the same data."""
+    replaced = {identity(each) for each in new}
+    return [*(each for each in old if identity(each) not in replaced), *new]
+
+
+def identity(result: EvalResult) -> tuple[Any, ...]:
+    return (*result.unique_identifier, result.dataset_name, result.metric_type, result.metric_name)
+
+
 def is_local(base: str) -> bool:
-    """Whether a base is a folder (of this machine or another), not a Hub id."""
+    """Return whether a base is a folder (of this machine or another), not a Hub id."""
     return HUB_ID.fullmatch(base) is None or Path(base).exists()
 
 
 def short(base: str) -> str:
-    """A base's name without its folder."""
+    """Return a base's name without its folder."""
     return Path(base).name if is_local(base) else base
 
 
 def settings_of(config: PeftConfig) -> dict[str, Any]:
-    """An adapter's hyper-parameters: its method's own fields, and those of LoRA that matter."""
+    """Return an adapter's hyper-parameters: its method's own fields, and those of LoRA that matter."""
     own = beyond(LoraConfig, config) if is_method(str(config.peft_type)) else []
     values = {name: getattr(config, name, None) for name in [*own, *LORA]}
     if values["target_modules"] == DUMMY_TARGET_MODULES:
@@ -245,22 +255,22 @@ def settings_of(config: PeftConfig) -> dict[str, Any]:
 
 
 def beyond(common: type, config: Any) -> list[str]:
-    """The fields that a configuration has and its base class has not."""
+    """Return the fields that a configuration has and its base class does not."""
     known = {field.name for field in fields(common)}
     return [field.name for field in fields(config) if field.name not in known]
 
 
 def settings_table(settings: dict[str, Any]) -> str:
-    """A Markdown table of what is set; what is not set has its default."""
+    """Format what is set as a Markdown table; the rest has its default."""
     rows = [cells(f"`{name}`", f"`{value}`") for name, value in settings.items() if value is not None]
     return "\n".join([cells("option", "value"), cells("---", "---"), *rows])
 
 
 def cells(*texts: str) -> str:
-    """A line of a Markdown table."""
+    """Format a line of a Markdown table."""
     return f"| {' | '.join(text.replace('|', chr(92) + '|') for text in texts)} |"
 
 
 def versions() -> str:
-    """Of the libraries that matter."""
+    """List the versions of the libraries that matter."""
     return ", ".join(f"{name} {version(name)}" for name in ("cacheformers", "torch", "transformers", "peft"))

@@ -45,7 +45,7 @@ class HubError(OSError):
 
 @contextmanager
 def uploading_with_card(folder: Path, repo_id: str) -> Iterator[None]:
-    """Within it, a folder with its true card is uploaded, and what goes wrong is explained."""
+    """Complete the card of a folder that is uploaded within this context, and explain errors."""
     complete_card(folder, repo_id)
     with explained(repo_id):
         yield
@@ -128,21 +128,10 @@ def push_to_hub(
 
 
 def check_repo(kind: str, repo_id: str, token: str | None = None) -> None:
-    """Refuse to push an adapter over a model, or a model over an adapter.
-
-    Args:
-        kind: "adapter" or "model": what is pushed.
-
-    Raises:
-        HubError: the repository holds the other kind, and not this one; or it cannot be read.
-    """
+    """Raise HubError if an adapter would be pushed over a model, or a model over an adapter."""
     with explained(repo_id):
         files = HfApi(token=token).list_repo_files(repo_id)
-    held = {
-        name
-        for name, config in CONFIGS.items()
-        if any(path == config or WEIGHTS[name].fullmatch(path) for path in files)
-    }
+    held = {name for name in CONFIGS if any(path == CONFIGS[name] or WEIGHTS[name].fullmatch(path) for path in files)}
     if held and kind not in held:
         pushed, other = ("an adapter", "a model") if kind == "adapter" else ("a model", "an adapter")
         raise HubError(
@@ -153,23 +142,20 @@ def check_repo(kind: str, repo_id: str, token: str | None = None) -> None:
 
 
 def create_repo(repo_id: str, private: bool | None = None, token: str | None = None) -> str:
-    """Make sure that a repository exists and may be written.
-
-    Returns:
-        Its full name, with the owner.
+    """Create a repository unless it exists, and return its full name, with the owner.
 
     Raises:
         HubError: it cannot be created.
-        ValueError: no repository can have such a name.
+        ValueError: the name is not valid.
     """
     with explained(repo_id):
         return HfApi(token=token).create_repo(repo_id, private=private, exist_ok=True).repo_id
 
 
 def pushed_files(folder: Path, base_model: str | None) -> dict[str, str | bytes]:
-    """What of a folder is pushed, `path -> file or content`: all but its card, hidden files and checkpoints."""
+    """Return what is pushed, `path -> file or content`: all but the card, hidden files and checkpoints."""
     inside = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
-    chosen = [path for path in inside if path.parts[0] != "checkpoints" and not any(map(is_hidden, path.parts))]
+    chosen = [path for path in inside if path.parts[0] != "checkpoints" and "/." not in f"/{path.as_posix()}"]
     contents: dict[str, str | bytes] = {path.as_posix(): str(folder / path) for path in chosen if str(path) != CARD}
     if ADAPTER in contents:
         config = json.loads((folder / ADAPTER).read_text())
@@ -181,12 +167,8 @@ def pushed_files(folder: Path, base_model: str | None) -> dict[str, str | bytes]
     return contents
 
 
-def is_hidden(name: str) -> bool:
-    return name.startswith(".")
-
-
 def folder_card(folder: Path, base_model: str | None) -> str:
-    """The card in a folder; where there is none that says more, one from the configuration."""
+    """Return the card in a folder; without one that says more, one from the configuration."""
     path = folder / CARD
     if not path.exists():
         return saved_card(folder, base_model).text()
@@ -216,7 +198,7 @@ def explained(repo_id: str) -> Iterator[None]:
 
 
 def advice(error: BaseException, repo_id: str) -> str:
-    """What to say of an error, and what to do about it."""
+    """Say what went wrong, and what to do about it."""
     if isinstance(error, RuntimeError) and error.__cause__ is not None:  # an upload that failed in a thread
         error = error.__cause__
     if isinstance(error, OfflineModeIsEnabled):
@@ -226,20 +208,12 @@ def advice(error: BaseException, repo_id: str) -> str:
             f"The connection to {constants.ENDPOINT} was lost while pushing to {repo_id} ({error}). The repository "
             "shows all of a push or nothing of it. Push again: what has arrived is not sent a second time."
         )
-    status = error.response.status_code
-    if status == 401:
-        return (
-            f"{constants.ENDPOINT} does not know your token, or you gave none. Run `hf auth login` with a token that "
-            f"may write (from {constants.ENDPOINT}/settings/tokens), or pass token=..., and push to {repo_id} again."
-        )
-    if status == 403:
-        return (
-            f"Your token may not write to {repo_id}. Push under your own name, or use a token that may write there "
-            f"({constants.ENDPOINT}/settings/tokens)."
-        )
-    if status == 404:
-        return (
-            f"There is no repository {repo_id}, or it is private and your token may not see it. Check the name; log in "
-            "with `hf auth login` or pass token=... ."
-        )
-    return f"{constants.ENDPOINT} refused to take {repo_id}: {error}"
+    known = {
+        401: f"{constants.ENDPOINT} does not know your token, or you gave none. Run `hf auth login` with a token that "
+        f"may write (from {constants.ENDPOINT}/settings/tokens), or pass token=..., and push to {repo_id} again.",
+        403: f"Your token may not write to {repo_id}. Push under your own name, or use a token that may write there "
+        f"({constants.ENDPOINT}/settings/tokens).",
+        404: f"There is no repository {repo_id}, or it is private and your token may not see it. Check the name; log "
+        "in with `hf auth login` or pass token=... .",
+    }
+    return known.get(error.response.status_code, f"{constants.ENDPOINT} refused to take {repo_id}: {error}")

@@ -16,23 +16,26 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
-from cacheformers.hub.card import CARD, refresh_card
-from cacheformers.hub.model_index import eval_results, joined
+from cacheformers.hub.card import CARD, joined, refresh_card
+
+UNITS = {
+    "perplexity": "perplexity per token",
+    "word_perplexity": "perplexity per word",
+    "bits_per_character": "bits per character",
+    "bits_per_byte": "bits per byte",
+}
 
 
 def write_results(results: Sequence[str | Path], folder: str | Path) -> list[EvalResult]:
-    """Write what result files say into the card of a folder; a folder without a card gets one.
+    """Write result files into the card of a folder, which gets one if it has none, and return what was written.
 
     Args:
         results: result.json files, or their folders.
         folder: of an adapter or a model.
 
-    Returns:
-        What was written.
-
     Raises:
-        OSError, ValueError: a file is missing or no result, the folder holds no model, or its card is damaged. Nothing
-            has been written then.
+        OSError, ValueError: a file is missing or not a result, the folder holds no model, or its card is damaged.
+            Nothing is written then.
     """
     new: list[EvalResult] = []
     for result in results:
@@ -52,7 +55,7 @@ def write_results(results: Sequence[str | Path], folder: str | Path) -> list[Eva
 
 
 def read(path: Path) -> list[EvalResult]:
-    """The results in a file, or in the result.json of a folder."""
+    """Read the results in a file, or in the result.json of a folder."""
     file = path / "result.json" if path.is_dir() else path
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
@@ -61,8 +64,68 @@ def read(path: Path) -> list[EvalResult]:
         raise ValueError(f"{file}: {error}") from error
 
 
+def eval_results(result: dict[str, Any]) -> list[EvalResult]:
+    """Turn a result.json of LongBench, of the passkey task or of a perplexity into entries, or raise ValueError."""
+    if isinstance(result.get("tasks"), dict) and "average" in result:
+        return longbench(result)
+    if "cases" in result and "lengths" in result:
+        return passkey(result)
+    if result.get("kind") == "perplexity":
+        return perplexity(result)
+    raise ValueError("This is no result of eval_longbench.py, of the passkey task or of a perplexity.")
+
+
+def longbench(result: dict[str, Any]) -> list[EvalResult]:
+    """Return the score of each task, and their average, which says over how many tasks it is."""
+    settings = result["settings"]
+    name = "LongBench-E" if settings["longbench_e"] else "LongBench"
+    found = [
+        entry(
+            (name, "THUDM/LongBench"),
+            (numbers["metric"], numbers["score"], f"{numbers['metric']} ({settings['method']})"),
+            dataset_config=f"{task}_e" if settings["longbench_e"] else task,
+            dataset_split="test",
+            metric_args={"records": len(numbers["records"]), "max_length": settings["max_length"]},
+        )
+        for task, numbers in result["tasks"].items()
+    ]
+    title = f"average of {len(found)} tasks ({settings['method']})"
+    average = ("average", round(result["average"], 2), title)
+    return [*found, entry((name, "THUDM/LongBench"), average, dataset_split="test")]
+
+
+def passkey(result: dict[str, Any]) -> list[EvalResult]:
+    """Return the percentage of keys found, in all and by length."""
+    data = ("Passkey retrieval", "passkey")
+    found = [entry(data, ("accuracy", result["score"], "keys found (%)"))]
+    for place, length in enumerate(result["lengths"]):
+        scores = [row[place] for row in result["scores"] if row[place] is not None]
+        metric = ("accuracy", sum(scores) / len(scores), f"keys found (%) in {length:,} tokens")
+        found.append(entry(data, metric, dataset_config=str(length)))
+    return found
+
+
+def perplexity(result: dict[str, Any]) -> list[EvalResult]:
+    """Return it per token, word, character and byte."""
+    documents, windows = result["texts"]["documents"], result["windows"]
+    name = ", ".join(dict.fromkeys(document.rpartition(", document ")[0] for document in documents))
+    how = "with memory" if windows is None else f"windows of {windows['tokens']:,}, stride {windows['stride']:,}"
+    arguments = {"documents": len(documents), "tokens": result["tokens"]}
+    return [
+        entry((name, name), (metric, round(result[metric], 4), f"{title} ({how})"), metric_args=arguments)
+        for metric, title in UNITS.items()
+        if result[metric] is not None
+    ]
+
+
+def entry(dataset: tuple[str, str], metric: tuple[str, float, str], **more: Any) -> EvalResult:
+    """Make an entry from a dataset's name and type, and a metric's type, value and name."""
+    more |= {"dataset_name": dataset[0], "dataset_type": dataset[1], "metric_name": metric[2]}
+    return EvalResult("text-generation", metric_type=metric[0], metric_value=metric[1], **more)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Do so from the command line."""
+    """Write results as the arguments say."""
     parser = argparse.ArgumentParser(
         prog="cacheformers results", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -74,7 +137,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (OSError, ValueError) as error:
         sys.exit(f"cacheformers results: {error}")
     print(f"{len(written)} results are in {Path(options.card) / CARD}.")
-
-
-if __name__ == "__main__":
-    main()

@@ -12,8 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 from cacheformers.evaluation.plots import save_plots
-from cacheformers.evaluation.run import Run
-from cacheformers.evaluation.tables import print_runs
+from cacheformers.evaluation.run import Run, print_runs
 
 
 def main() -> None:

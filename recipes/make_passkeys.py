@@ -30,9 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from cacheformers.common.base_model import load_tokenizer
 from cacheformers.common.files import write_text
 from cacheformers.common.sources import load_texts
-from cacheformers.evaluation.passkey.filler import REPEAT, Filler, joined, load_filler
-from cacheformers.evaluation.passkey.prompts import Case, PromptMaker
-from cacheformers.evaluation.passkey.wordings import NEEDLES
+from cacheformers.evaluation.passkey.prompts import NEEDLES, REPEAT, Case, Filler, PromptMaker, joined, load_filler
 
 INTROS = (
     "Read these notes with care. Among much that does not matter they name some codes, which are needed at the end.",

@@ -18,8 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import cacheformers
 from cacheformers.evaluation.held_out import HeldOut
-from cacheformers.evaluation.model import evaluate_model
-from cacheformers.evaluation.options import EvalOptions
+from cacheformers.evaluation.model import EvalOptions, evaluate_model
 from cacheformers.modeling.attach import base_shape
 from cacheformers.training.processes import shard
 

@@ -15,10 +15,8 @@ from recipe import make_text
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from cacheformers import eval_longbench
-from cacheformers.evaluation.longbench.methods import PromptMaker, make_method
-from cacheformers.evaluation.longbench.options import LongBenchOptions
-from cacheformers.evaluation.longbench.tasks import TASKS
-from cacheformers.evaluation.longbench.templates import load_templates
+from cacheformers.evaluation.longbench.methods import LongBenchOptions, PromptMaker, make_method
+from cacheformers.evaluation.longbench.tasks import TASKS, load_templates
 
 TESTED = ("hotpotqa", "trec", "samsum", "passage_count")
 LENGTHS = (70, 20, 50, 130, 33)  # of contexts, in words

@@ -19,8 +19,8 @@ from test_memory_files import assert_equal
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
 import cacheformers
-from cacheformers.cli.explain import counts, gone_bins, heat_map
-from cacheformers.cli.main import main
+from cacheformers.cli.ask import counts, draw, gone_bins
+from cacheformers.cli.main import ELSEWHERE, dashed, main, make_parser
 from cacheformers.modeling.files.index import read_index
 from cacheformers.modeling.tracing import Trace
 
@@ -253,7 +253,7 @@ def test_what_is_forgotten_is_gray(make_model: Callable[..., PeftModel], ids: to
     assert gray[0].nonzero()[:, 0].tolist() == [place for place in range(35) if place != 20]
     assert gray[1].nonzero()[:, 0].tolist() == list(range(35))
     image = pytest.importorskip("matplotlib.image")
-    heat_map(trace, ["a", "b"], tmp_path / "map.png", "?")
+    draw(trace, ["a", "b"], "?").savefig(tmp_path / "map.png")
     shades = image.imread(tmp_path / "map.png")[..., :3]
     assert ((shades - 0.8).__abs__().max(-1) < 0.01).mean() > 0.1
 
@@ -358,3 +358,45 @@ def test_module_and_console_script_are_the_same_door() -> None:
     assert "cacheformers = cacheformers_cli.main:main" in setup
     assert "cacheformers_cli = cli" in setup and "py_modules = cacheformers_cli.main" in setup
     assert os.path.exists(Path(cacheformers.__file__).with_name("__main__.py"))
+
+
+@pytest.mark.parametrize("verb", ELSEWHERE)
+def test_every_verb_of_the_door_has_help(verb: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    if verb == "lm-eval":
+        pytest.importorskip("lm_eval")
+    monkeypatch.setattr(sys, "argv", ["cacheformers", verb, "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        main([verb, "--help"])
+    usage = "lm-eval" if verb == "lm-eval" else f"cacheformers {verb}"  # lm-eval's parser has a name of its own
+    assert stopped.value.code == 0 and f"usage: {usage} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["read", "BOOK", "-o", "MEMORY"], ["ask", "MEMORY", "Who?"]])
+def test_options_take_dashes_and_underscores(command: list[str]) -> None:
+    """`--cache_size 5` is `--cache-size 5`; values and questions stay as they are."""
+    name = {"read": "cache_size", "ask": "max_new_tokens"}[command[0]]
+    for spelled in (name, name.replace("_", "-")):
+        for given in ([f"--{spelled}", "5"], [f"--{spelled}=5"]):
+            assert getattr(make_parser().parse_args(dashed([*command, *given, "--model", "a_b"])), name) == 5
+    assert dashed(["a_b", "--model=a_b", "-o", "c_d"]) == ["a_b", "--model=a_b", "-o", "c_d"]
+
+
+def test_compare_and_push_reach_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["cacheformers"])
+    given: dict[str, list[str]] = {}
+    monkeypatch.setattr("cacheformers.eval_longbench.compare", lambda arguments: given.update(compare=arguments))
+    monkeypatch.setattr("cacheformers.cli.push.main", lambda arguments: given.update(push=arguments))
+    main(["compare", "ONE", "OTHER"])
+    main(["push", "FOLDER", "me/books", "--allow_mixed"])
+    assert given == {"compare": ["--compare", "ONE", "OTHER"], "push": ["FOLDER", "me/books", "--allow-mixed"]}
+
+
+def test_reading_and_asking_start_without_slow_libraries() -> None:
+    """datasets and matplotlib take a second each to import."""
+    code = """
+import sys
+import cacheformers.cli.ask, cacheformers.cli.inspection, cacheformers.cli.read
+assert not {"datasets", "matplotlib"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -20,8 +20,8 @@ from cacheformers.adapters.export import main
 from cacheformers.common.base_model import ModelOptions
 from cacheformers.common.recipe import RecipeParser
 from cacheformers.evaluation import gates, harness, segments, text_perplexity
-from cacheformers.evaluation.passkey.options import PasskeyOptions
-from cacheformers.evaluation.passkey.wordings import INTRO, NEEDLES, REPEATED
+from cacheformers.evaluation.passkey.main import PasskeyOptions
+from cacheformers.evaluation.passkey.prompts import INTRO, NEEDLES, REPEATED
 from cacheformers.hub import results
 from cacheformers.methods.cacheformer.configuration import VARIANTS
 from cacheformers.modeling.method import METHODS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import multiprocessing
@@ -22,15 +23,30 @@ from cacheformers.common.documents import Documents
 from cacheformers.common.loss import token_losses
 from cacheformers.common.recipe import RecipeParser
 from cacheformers.evaluation import plots
-from cacheformers.evaluation.bootstrap import RESAMPLES, perplexity_interval
-from cacheformers.evaluation.controls import other_document, shuffled, window_of_equal_bytes
 from cacheformers.evaluation.held_out import HeldOut, divide, held_out, side_by_side, token_nats
-from cacheformers.evaluation.model import evaluate_model
-from cacheformers.evaluation.options import EvalOptions
-from cacheformers.evaluation.readers import Damaged, Forgetting, Remembering
-from cacheformers.evaluation.run import Measure, Run, compare, measure, reference, scores
-from cacheformers.evaluation.tables import multiple, print_runs
-from cacheformers.evaluation.tokens import position_edges, token_classes
+from cacheformers.evaluation.model import EvalOptions, evaluate_model
+from cacheformers.evaluation.readers import (
+    Damaged,
+    Forgetting,
+    Remembering,
+    other_document,
+    shuffled,
+    window_of_equal_bytes,
+)
+from cacheformers.evaluation.run import (
+    RESAMPLES,
+    Measure,
+    Run,
+    compare,
+    measure,
+    multiple,
+    perplexity_interval,
+    position_edges,
+    print_runs,
+    reference,
+    scores,
+    token_classes,
+)
 from cacheformers.modeling.attach import active_options, find_decoder, unwrap
 
 N = 16  # tokens a segment, as in conftest
@@ -471,7 +487,7 @@ def test_plots_are_drawn(tmp_path):
 
 
 def test_without_matplotlib_only_the_plots_are_missing(tmp_path, monkeypatch, capsys):
-    find: Callable = plots.importlib.util.find_spec
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    find: Callable = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     assert plots.save_plots(tmp_path, {"base": made_run(0, 90)}, [1.0]) == []
     assert 'pip install "cacheformers[eval]"' in capsys.readouterr().out

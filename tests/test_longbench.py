@@ -35,16 +35,13 @@ from transformers import (
 
 from cacheformers import eval_longbench
 from cacheformers.evaluation.longbench import longbench_score
-from cacheformers.evaluation.longbench.answers import answer, generation_config
-from cacheformers.evaluation.longbench.methods import PromptMaker, make_method
-from cacheformers.evaluation.longbench.options import LongBenchOptions
+from cacheformers.evaluation.longbench.answers import answer, batches, characters_read, generation_config
+from cacheformers.evaluation.longbench.methods import LongBenchOptions, PromptMaker, make_method
 from cacheformers.evaluation.longbench.prompts import Encoded
 from cacheformers.evaluation.longbench.records import Record, load_records
+from cacheformers.evaluation.longbench.report import paired_difference
 from cacheformers.evaluation.longbench.retrieval import UNIT, chunks, make_retriever, retrieved
-from cacheformers.evaluation.longbench.run import batches, characters_read
-from cacheformers.evaluation.longbench.scores import paired_difference
-from cacheformers.evaluation.longbench.tasks import TASKS
-from cacheformers.evaluation.longbench.templates import load_templates
+from cacheformers.evaluation.longbench.tasks import TASKS, load_templates
 
 # Results
 

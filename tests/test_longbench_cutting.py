@@ -22,12 +22,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from cacheformers import eval_longbench
-from cacheformers.evaluation.longbench.methods import PromptMaker, make_method
-from cacheformers.evaluation.longbench.options import LongBenchOptions
+from cacheformers.evaluation.longbench.methods import LongBenchOptions, PromptMaker, make_method
 from cacheformers.evaluation.longbench.prompts import cut_middle, encode, fill
 from cacheformers.evaluation.longbench.records import Record, load_records
-from cacheformers.evaluation.longbench.tasks import TASKS
-from cacheformers.evaluation.longbench.templates import load_templates
+from cacheformers.evaluation.longbench.tasks import TASKS, load_templates
 from cacheformers.evaluation.passkey import main as passkey
 
 TASK = "multifieldqa_zh"

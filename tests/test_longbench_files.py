@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertMo
 from cacheformers import eval_longbench
 from cacheformers.common import base_model
 from cacheformers.common.base_model import BLOCKS, base_config, hashed_tensors, sampled, weights_identity
-from cacheformers.evaluation.longbench import plots, report
-from cacheformers.evaluation.longbench.options import CompareOptions
-from cacheformers.evaluation.longbench.settings import adapter_identity
+from cacheformers.evaluation.longbench import report
+from cacheformers.evaluation.longbench.methods import CompareOptions, adapter_identity
 
 TITLE = "base-truncation"
 ONE_TASK = ("--tasks", "trec")
@@ -127,7 +126,7 @@ def test_settings_of_an_older_version(data, capsys):
 def test_an_adapter_of_the_hub_counts_with_its_files(adapter, monkeypatch):
     """Not with its name, under which there may be another one tomorrow."""
     monkeypatch.setattr(
-        "cacheformers.evaluation.longbench.settings.cached_file",
+        "cacheformers.evaluation.longbench.methods.cached_file",
         lambda name, file: str((adapter if name == "owner/name" else Path(name)) / file),
     )
     assert adapter_identity("owner/name") == adapter_identity(str(adapter)) != "owner/name"
@@ -255,7 +254,7 @@ def test_lengths_are_the_same_in_table_and_picture(data, monkeypatch):
             name: {"score": score if size else None, "records": size}
             for name, size in zip(("0-4k", "4-8k", "8k+"), sizes, strict=True)
         }
-    plots.by_length([found])
+    report.by_length([found])
     rows = [line for line in report.joint_table([found]).splitlines() if line.startswith("| length ")]
     told = [float(line.split(" | ")[2].strip(" |")) for line in rows]
     assert shown == [pytest.approx(told, abs=0.005)] and told[0] == 35 and told[2] == 60

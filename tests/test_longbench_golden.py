@@ -14,9 +14,8 @@ from transformers import AutoTokenizer
 from cacheformers.evaluation.longbench.metrics import METRICS, score
 from cacheformers.evaluation.longbench.prompts import Prompt, cut_middle, encode, fill, in_chat
 from cacheformers.evaluation.longbench.records import Record
-from cacheformers.evaluation.longbench.scores import task_scores
-from cacheformers.evaluation.longbench.tasks import E_TASKS, MAX_LENGTHS, TASKS
-from cacheformers.evaluation.longbench.templates import SHA256, lm_eval_folder, load_templates
+from cacheformers.evaluation.longbench.report import task_scores
+from cacheformers.evaluation.longbench.tasks import E_TASKS, MAX_LENGTHS, SHA256, TASKS, lm_eval_folder, load_templates
 
 GOLDEN = SHARED / "golden" / "longbench"
 needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden data are not there")

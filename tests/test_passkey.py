@@ -23,10 +23,8 @@ import cacheformers
 from cacheformers import train_adapt
 from cacheformers.common.documents import DataOptions, open_documents
 from cacheformers.evaluation.passkey import main as passkey
-from cacheformers.evaluation.passkey.filler import load_filler
-from cacheformers.evaluation.passkey.options import PasskeyOptions, parse_length
-from cacheformers.evaluation.passkey.prompts import Case, PromptMaker, make_cases
-from cacheformers.evaluation.passkey.wordings import INTRO, NEEDLES, REPEATED
+from cacheformers.evaluation.passkey.main import PasskeyOptions, parse_length
+from cacheformers.evaluation.passkey.prompts import INTRO, NEEDLES, REPEATED, Case, PromptMaker, load_filler, make_cases
 
 ROOT = Path(__file__).resolve().parents[1]
 SMOLLM2 = ROOT / "data" / "smollm2-135m-instruct"

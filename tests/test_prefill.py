@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from cacheformers.evaluation.longbench.answers import answer
-from cacheformers.evaluation.longbench.prefill import prefill
+from cacheformers.evaluation.longbench.answers import answer, prefill
 from cacheformers.evaluation.longbench.prompts import Encoded
 from cacheformers.evaluation.longbench.tasks import TASKS
 

@@ -11,8 +11,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.repocard import metadata_load
 
 from cacheformers.evaluation.longbench.records import Record
-from cacheformers.evaluation.longbench.report import make_result
-from cacheformers.evaluation.longbench.scores import task_scores
+from cacheformers.evaluation.longbench.report import make_result, task_scores
 from cacheformers.evaluation.text_perplexity import main as perplexity
 from cacheformers.hub.card import refresh_card
 from cacheformers.hub.push import folder_card

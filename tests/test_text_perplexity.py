@@ -18,10 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheformers.adapters.export import export
 from cacheformers.cli import main as command_line
+from cacheformers.evaluation.held_out import window_nats
 from cacheformers.evaluation.run import Measure
-from cacheformers.evaluation.text_perplexity import Windows, main, places_in_window, rates
-from cacheformers.evaluation.texts import raw_text, read_texts
-from cacheformers.evaluation.windows import window_nats
+from cacheformers.evaluation.text_perplexity import Windows, main, places_in_window, rates, raw_text, read_texts
 
 
 def arguments(folder: Path, mode: str, *more: str) -> list[str]:

@@ -15,8 +15,7 @@ from cacheformers.common.base_model import StartOptions, base_config
 from cacheformers.common.documents import DataOptions, DocumentRow, Documents, check_lengths, open_documents
 from cacheformers.common.recipe import RecipeParser
 from cacheformers.evaluation.held_out import HeldOut, held_out
-from cacheformers.evaluation.model import check_evaluation
-from cacheformers.evaluation.options import EvalOptions
+from cacheformers.evaluation.model import EvalOptions, check_evaluation
 from cacheformers.hub.card import is_local
 from cacheformers.hub.push import check_repo, create_repo
 from cacheformers.training.adapter import Adaptation, adapter_config

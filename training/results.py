@@ -14,8 +14,7 @@ from torch import Tensor
 from cacheformers.common.environment import environment, origin_lines
 from cacheformers.common.files import write_text
 from cacheformers.evaluation.plots import save_plots
-from cacheformers.evaluation.run import Run, scores
-from cacheformers.evaluation.tables import between, print_runs
+from cacheformers.evaluation.run import Run, between, print_runs, scores
 from cacheformers.hub.card import Card, cells, renewed, saved_card
 from cacheformers.hub.push import HubError, push_to_hub
 from cacheformers.modeling.method import method_named

@@ -1,21 +1,94 @@
-"""Greedy answers to a batch of prompts, as the official code generates them."""
+"""Greedy answers to prompts, as the official code generates them: one batch, then all batches of a method."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers import Cache, GenerationConfig, PreTrainedTokenizerBase
+from tqdm.auto import tqdm
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
 
-from cacheformers.evaluation.longbench.prefill import prefill
+from cacheformers.evaluation.loading import peak_bytes, progress
+from cacheformers.evaluation.longbench.methods import PromptMaker
+from cacheformers.evaluation.longbench.predictions import Predictions, prediction_line
 from cacheformers.evaluation.longbench.prompts import Encoded
-from cacheformers.evaluation.longbench.tasks import Task
+from cacheformers.evaluation.longbench.records import Record
+from cacheformers.evaluation.longbench.tasks import TASKS, Task
 from cacheformers.modeling.attach import unwrap
 from cacheformers.modeling.reading import read
 from cacheformers.modeling.whole import is_whole
+
+
+class ReservedLayer(DynamicLayer):
+    """Keys and values of a layer, with space for the whole answer: a new token copies only itself.
+
+    Args:
+        like: keys or values, for their type and sizes, `[., heads, ., head_dim]`.
+        rows, length: the number of sequences, and of known tokens in each.
+        room: tokens that may follow.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, like: Tensor, rows: int, length: int, room: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it without types
+        self.lazy_initialization(like, like)
+        self.space = [like.new_zeros(rows, like.shape[1], length + room, like.shape[3]) for _ in ("keys", "values")]
+        self.show(length)
+
+    def show(self, length: int) -> None:
+        self.keys, self.values = (held[:, :, :length] for held in self.space)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        start = self.get_seq_length()
+        self.show(start + key_states.shape[2])
+        self.keys[:, :, start:] = key_states
+        self.values[:, :, start:] = value_states
+        return self.keys, self.values
+
+
+def prefill(model: Any, rows: Sequence[Sequence[int]], room: int, spare: int = 0) -> DynamicCache | None:
+    """Read prompts, except for their last tokens, one by one, as if they were padded on the left in a batch.
+
+    A padded batch has a mask, which keeps attention from its fastest kernels and from skipping the future. On a CPU,
+    prompts of 3,500 tokens take less than half the time one by one, and less memory.
+
+    Args:
+        rows: ids of each prompt.
+        room: tokens that each answer may take.
+        spare: columns of padding before the longest prompt.
+
+    Returns:
+        The cache of the batch; None where a layer does not keep all tokens (sliding windows, state spaces), or a prompt
+        is too short.
+    """
+    if min(map(len, rows)) < 2:
+        return None
+    device, longest = next(model.parameters()).device, spare + max(map(len, rows)) - 1
+    layers: list[ReservedLayer] = []
+    for place, row in enumerate(rows):
+        ids = torch.tensor([row[:-1]], device=device)
+        cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+        if type(cache) is not DynamicCache or any(type(layer) is not DynamicLayer for layer in cache.layers):
+            return None
+        read: Any = cache.layers
+        if not layers:
+            layers = [ReservedLayer(layer.keys, len(rows), longest, room + 1) for layer in read]
+        for whole, own in zip(layers, read, strict=True):
+            whole.keys[place, :, 1 - len(row) :] = own.keys[0]
+            whole.values[place, :, 1 - len(row) :] = own.values[0]
+    batch = DynamicCache()
+    batch.layers = list(layers)
+    return batch
 
 
 @torch.no_grad()
@@ -27,13 +100,12 @@ def answer(
     remembers: bool,
     cache_size: int | None = None,
 ) -> list[list[int]]:
-    """The new ids of each prompt, up to and with the end token.
+    """Generate the ids that answer each prompt, up to and including the end token.
 
     Args:
-        remembers: read what stands before the questions into a memory, close its last segment, then answer from the
-            questions. Otherwise everything is one prompt, as always for a model whose own attention is its
-            memory.
-        cache_size: another number of entries than the memory's configured one.
+        remembers: read the contexts into a memory, close its last segment, then answer from the questions. Otherwise
+            everything is one prompt, as always for a model whose own attention is its memory.
+        cache_size: number of entries, instead of the memory's configured one.
     """
     memory: Cache | None = None
     device, spare = next(model.parameters()).device, 0
@@ -56,7 +128,7 @@ def answer(
 
 
 def generation_config(model: nn.Module, tokenizer: PreTrainedTokenizerBase, task: Task) -> Any:
-    """The model's own settings of generation, made greedy, with the task's length and end tokens."""
+    """Return the model's own generation settings, made greedy, with the task's length and end tokens."""
     config: Any = copy.deepcopy(unwrap(model).generation_config or GenerationConfig())
     ends = config.eos_token_id if config.eos_token_id is not None else tokenizer.eos_token_id
     config.eos_token_id = [ends] if isinstance(ends, int) else list(ends or [])
@@ -66,20 +138,13 @@ def generation_config(model: nn.Module, tokenizer: PreTrainedTokenizerBase, task
         config.min_new_tokens = 1
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    config.update(
-        max_new_tokens=task.new_tokens,
-        max_length=None,
-        do_sample=False,
-        num_beams=1,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-    )
+    config.update(max_new_tokens=task.new_tokens, max_length=None, do_sample=False, num_beams=1)
+    config.update(temperature=None, top_p=None, top_k=None)
     return config
 
 
 def left_padded(rows: Sequence[Sequence[int]], pad: int, spare: int = 0) -> tuple[Tensor, Tensor]:
-    """Ids and attention mask, `[rows, spare + longest]`."""
+    """Return ids and attention mask, `[rows, spare + longest]`."""
     longest = spare + max(map(len, rows))
     ids = torch.full((len(rows), longest), pad)
     mask = torch.zeros(len(rows), longest, dtype=torch.long)
@@ -90,6 +155,82 @@ def left_padded(rows: Sequence[Sequence[int]], pad: int, spare: int = 0) -> tupl
 
 
 def up_to_end(row: list[int], ends: Sequence[int]) -> list[int]:
-    """Ids up to the first end token, with it."""
+    """Cut ids after the first end token."""
     last = next((place for place, id in enumerate(row) if id in ends), len(row) - 1)
     return row[: last + 1]
+
+
+Batch = list[Record]
+CHARACTERS_PER_TOKEN = 4  # of English
+
+
+def batches(records: dict[str, list[Record]], rows: int) -> list[Batch]:
+    """Group records of one task and of similar length by `rows`; the longest batches come first."""
+    found: list[Batch] = []
+    for own in records.values():
+        longest_first = sorted(own, key=lambda record: -record.characters)
+        found += [longest_first[start : start + rows] for start in range(0, len(own), rows)]
+    return sorted(found, key=lambda batch: -sum(record.characters for record in batch))
+
+
+def characters_read(batch: Batch, max_length: int | None) -> int:
+    """Estimate how many characters of a batch are read, for the progress bar: cut prompts take less time."""
+    limit = math.inf if max_length is None else CHARACTERS_PER_TOKEN * max_length
+    return int(sum(min(record.characters, limit) for record in batch))
+
+
+def check_prompts(maker: PromptMaker, records: dict[str, list[Record]]) -> None:
+    """Raise ValueError if a prompt does not fit, before the model is loaded. Processes share the work."""
+    state = PartialState()
+    if maker.method.positions is None and maker.method.capacity is None:
+        return
+    own = [record for task in records.values() for record in task][state.process_index :: state.num_processes]
+    problems: list[str] = []
+    for record in tqdm(own, desc="Checking prompts", disable=not state.is_main_process):
+        try:
+            maker.check(record)
+        except ValueError as error:
+            problems.append(str(error))
+            break
+    problems = gather_object(problems)
+    if problems:
+        raise ValueError(problems[0])
+
+
+def predict(model: nn.Module, maker: PromptMaker, work: Sequence[Batch], predictions: Predictions) -> None:
+    """Answer the batches that are not done, in this process its share of them.
+
+    A batch of which some records are done is answered as a whole, so that it is the batch that it would have been.
+    """
+    state = PartialState()
+    if state.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(state.device)
+    left = [batch for batch in work if any(record.id not in predictions.done[record.task] for record in batch)]
+    own = left[state.process_index :: state.num_processes]
+    total = sum(characters_read(batch, maker.method.max_length) for batch in own)
+    with progress(maker.method.title, total, " characters") as bar:
+        for batch, answers, times in answered(model, maker, own):
+            new = [place for place, record in enumerate(batch) if record.id not in predictions.done[record.task]]
+            lines = [prediction_line(batch[place], answers[place]) for place in new]
+            predictions.append(batch[0].task, lines, [times[place] for place in new])
+            bar.update(characters_read(batch, maker.method.max_length))
+
+
+def answered(
+    model: nn.Module, maker: PromptMaker, work: Sequence[Batch]
+) -> Iterator[tuple[Batch, list[str], list[dict[str, Any]]]]:
+    """Yield each batch with its answers, and the cost of each record."""
+    for batch in work:
+        start = time.perf_counter()
+        prompts = [maker(record) for record in batch]
+        rows = answer(model, maker.tokenizer, prompts, TASKS[batch[0].task], maker.method.remembers)
+        texts = [str(maker.tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+        cost = {"seconds": (time.perf_counter() - start) / len(batch), "peak_bytes": peak_bytes(model)}
+        times = [
+            {
+                **{"task": record.task, "_id": record.id, "prompt_tokens": len(prompt.ids), "new_tokens": len(row)},
+                **{"cut_again_to": prompt.cut, **cost},
+            }
+            for record, prompt, row in zip(batch, prompts, rows, strict=True)
+        ]
+        yield batch, texts, times

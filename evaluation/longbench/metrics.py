@@ -27,14 +27,14 @@ CHINESE_PUNCTUATION = ASCII_PUNCTUATION | frozenset(
 
 
 def check_scorers() -> None:
-    """Raise ImportError if a package is missing that metrics need."""
+    """Raise ImportError if a package that metrics need is missing."""
     missing = [name for name in ("rouge", "jieba") if find_spec(name) is None]
     if missing:
         raise ImportError(f'Scoring takes {" and ".join(missing)}. Run: pip install "cacheformers[eval]"')
 
 
 def score(task: str, prediction: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """What a prediction is worth: the best of its scores against the reference answers.
+    """Return the best score of a prediction against the reference answers.
 
     Args:
         task: a name of `TASKS`.
@@ -47,17 +47,17 @@ def score(task: str, prediction: str, answers: Sequence[str], classes: Sequence[
 
 
 def qa_f1_score(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """F1 of words, without case, punctuation and articles."""
+    """Return F1 of words, without case, punctuation and articles."""
     return f1(normalized(prediction).split(), normalized(answer).split())
 
 
 def qa_f1_zh_score(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """F1 of Chinese words, without case and punctuation."""
+    """Return F1 of Chinese words, without case and punctuation."""
     return f1(chinese_words(prediction), chinese_words(answer))
 
 
 def rouge_score(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """F of ROUGE-L; 0 where the package gives none: for empty texts, and for sentences too long for its recursion."""
+    """Return F of ROUGE-L; 0 where the package fails: for empty texts, and sentences too long for its recursion."""
     call = RougeCall(prediction, answer)
     call.start()
     call.join()
@@ -65,12 +65,12 @@ def rouge_score(prediction: str, answer: str, classes: Sequence[str] = ()) -> fl
 
 
 def rouge_zh_score(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """The same of Chinese words."""
+    """Return F of ROUGE-L of Chinese words."""
     return rouge_score(" ".join(segmented(prediction)), " ".join(segmented(answer)))
 
 
 def classification_score(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """1 / labels named in the prediction, if the right one is among them; labels within the right one do not count."""
+    """Return 1 / labels named in the prediction if the right one is named; labels within it do not count."""
     named = [label for label in classes if label in prediction]
     for label in named:  # as the official code: what follows a removed label is passed over
         if label in answer and label != answer:
@@ -79,22 +79,22 @@ def classification_score(prediction: str, answer: str, classes: Sequence[str] = 
 
 
 def retrieval_score(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """Share of the numbers in the prediction that are the paragraph's."""
+    """Return the share of the numbers in the prediction that are the paragraph's."""
     return share_of_numbers(prediction, re.findall(PARAGRAPHS["passage_retrieval_en"], answer)[0])
 
 
 def retrieval_zh_score(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """The same in Chinese."""
+    """Return the same for Chinese."""
     return share_of_numbers(prediction, re.findall(PARAGRAPHS["passage_retrieval_zh"], answer)[0])
 
 
 def count_score(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """Share of the numbers in the prediction that are right."""
+    """Return the share of the numbers in the prediction that are right."""
     return share_of_numbers(prediction, answer)
 
 
 def code_sim_score(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
-    """Similarity in whole percents of the first line that is neither a comment nor a fence of Markdown."""
+    """Return the similarity, in whole percents, of the first line that is not a comment or a Markdown fence."""
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return round(100 * difflib.SequenceMatcher(None, line, answer).ratio()) / 100
@@ -117,7 +117,7 @@ METRICS: dict[str, Metric] = {
 
 
 def f1(prediction: Sequence[str], answer: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall of words."""
+    """Return the harmonic mean of precision and recall of words."""
     same = sum((Counter(prediction) & Counter(answer)).values())
     if same == 0:
         return 0.0
@@ -126,13 +126,13 @@ def f1(prediction: Sequence[str], answer: Sequence[str]) -> float:
 
 
 def normalized(text: str) -> str:
-    """Lower case without punctuation and articles."""
+    """Lower the case, and remove punctuation and articles."""
     kept = "".join(character for character in text.lower() if character not in ASCII_PUNCTUATION)
     return re.sub(r"\b(a|an|the)\b", " ", kept)
 
 
 def segmented(text: str) -> list[str]:
-    """Chinese text as words, nothing left out."""
+    """Split Chinese text into words, with nothing left out."""
     import jieba
 
     words: list[str] = jieba.lcut(text)
@@ -140,7 +140,7 @@ def segmented(text: str) -> list[str]:
 
 
 def chinese_words(text: str) -> list[str]:
-    """Words in lower case, without punctuation and white space."""
+    """Split into words in lower case, without punctuation and white space."""
     cleaned = (
         "".join(
             character for character in word.lower() if character not in CHINESE_PUNCTUATION and not character.isspace()
@@ -151,13 +151,13 @@ def chinese_words(text: str) -> list[str]:
 
 
 def share_of_numbers(prediction: str, wanted: str) -> float:
-    """Which part of the numbers in a text is the one that is wanted."""
+    """Return the share of the numbers in a text that equal `wanted`."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(wanted) / len(numbers) if numbers else 0.0
 
 
 class RougeCall(threading.Thread):
-    """One call of the package in a thread, so that how deep it may recurse does not depend on who calls.
+    """One call of the package in a thread, so that its recursion limit does not depend on the caller.
 
     As many frames are above it as in the official script, which scores 0 where the recursion does not end in time.
     """

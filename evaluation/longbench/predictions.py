@@ -1,7 +1,7 @@
 """Predictions on disk, in the official layout: `pred/MODEL/TASK.jsonl`, a line a record.
 
 Lines are appended and on the disk as soon as a batch is answered. A run that is killed at any moment leaves whole lines
-and at most one that is cut off, which the next start removes. When a task is done its lines stand in the order of the
+and at most one that is cut off, which the next start removes. When a task is done its lines are in the order of the
 data, whichever process answered first.
 """
 
@@ -40,11 +40,11 @@ class PredictionError(RuntimeError):
 
 
 class Predictions:
-    """The predictions of one model and method. Every process of the run makes the same calls, but for `append`.
+    """The predictions of one model and method. Every process of the run makes the same calls, except for `append`.
 
     Args:
         folder: `pred/MODEL`, or `pred_e/MODEL`.
-        settings: what all its predictions must have come about with (JSON).
+        settings: what all its predictions must have in common (JSON).
         data: task -> hash of all its records. A later run may add tasks and choose other records, but not change one.
     """
 
@@ -107,11 +107,7 @@ class Predictions:
         return self._answered()
 
     def _answered(self) -> dict[str, set[str]]:
-        """Task -> the records that need no answer any more: those with a prediction and its cost.
-
-        Raises:
-            ValueError: a line is damaged, or the costs are missing.
-        """
+        """Return task -> the records that are done: those with a prediction and its cost."""
         found = {task: {line["_id"] for line in read_lines(self._file(task), PREDICTED)} for task in self.data}
         path = self.folder / TIMES
         if any(found.values()) and not path.exists():
@@ -123,13 +119,13 @@ class Predictions:
         return {task: {id for id in own if (task, id) in timed} for task, own in found.items()}
 
     def append(self, task: str, lines: Sequence[dict[str, Any]], times: Sequence[dict[str, Any]]) -> None:
-        """Write the lines of some records, and how long they took; they are on the disk when this returns."""
+        """Write the lines of some records and their costs; they are on the disk when this returns."""
         with FileLock(self.folder / ".writing"):
             append(self.folder / TIMES, times)  # first: what a kill separates is answered and timed again
             append(self._file(task), lines)
 
     def finish(self, records: Mapping[str, Sequence[Identified]]) -> dict[str, list[str]]:
-        """Put the lines of records into the records' order, and return the predictions; other processes get nothing.
+        """Sort the lines like the records, and return the predictions; other processes get nothing.
 
         What other runs have answered, with a larger limit, stays behind them.
         """
@@ -146,7 +142,7 @@ class Predictions:
         return found
 
     def times(self, records: Mapping[str, Sequence[Identified]]) -> list[dict[str, Any]]:
-        """Return what `append` was given as times for these records."""
+        """Return the costs of these records as `append` got them."""
         last = {(line["task"], line["_id"]): line for line in read_lines(self.folder / TIMES, TIMED)}
         return [last[task, record.id] for task, own in records.items() for record in own]
 
@@ -155,7 +151,7 @@ class Predictions:
 
 
 def prediction_line(record: Record, prediction: str) -> dict[str, Any]:
-    """A line of the official layout, and the record's id."""
+    """Make a line of the official layout, with the record's id."""
     return {
         "pred": prediction,
         "answers": record.answers,
@@ -170,11 +166,7 @@ def prefixed(data: dict[str, str]) -> dict[str, str]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read what `Predictions` wrote as settings.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """Read the settings that `Predictions` wrote; raise ValueError if the file is damaged."""
     try:
         found = json.loads(path.read_bytes())
     except ValueError:
@@ -188,19 +180,16 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def repair(path: Path) -> None:
-    """Cut off what follows the last whole line of a file, if there is one."""
+    """Cut off what follows the last whole line of a file."""
     if path.exists():
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def read_lines(path: Path, fields: dict[str, type | tuple[type, ...]]) -> list[dict[str, Any]]:
-    """Read the whole lines of a file; none if there is no file.
+    """Read the whole lines of a file; none without a file. Raise ValueError for a damaged line.
 
     Args:
         fields: what each line must have, and of which type.
-
-    Raises:
-        ValueError: one is damaged; says which.
     """
     found: list[dict[str, Any]] = []
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
@@ -226,7 +215,7 @@ def as_text(lines: Iterable[dict[str, Any]]) -> str:
 
 
 def append(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Add lines to a file, and see them onto the disk."""
+    """Add lines to a file, and wait until they are on the disk."""
     with path.open("ab", buffering=0) as file:
         file.write(as_text(lines).encode())
         os.fsync(file.fileno())

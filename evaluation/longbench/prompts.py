@@ -16,8 +16,8 @@ class Prompt:
     """A text for the model.
 
     Attributes:
-        question: place of the first character after the context.
-        special: the tokenizer is to add its special tokens (a chat template has its own).
+        question: index of the first character after the context.
+        special: the tokenizer adds its special tokens (a chat template has its own).
     """
 
     text: str
@@ -30,8 +30,8 @@ class Encoded:
     """A prompt as token ids.
 
     Attributes:
-        question: how many ids belong to the context and what stands before it.
-        cut: the smaller limit of a prompt that was cut again because it had not fitted.
+        question: number of ids up to the end of the context.
+        cut: the smaller limit of a prompt that was cut again because it did not fit.
     """
 
     ids: list[int]
@@ -40,22 +40,18 @@ class Encoded:
 
 
 def fill(template: str, record: Record, context: str | None = None) -> Prompt:
-    """The template with a record's fields.
-
-    Args:
-        context: in place of the record's own.
-    """
+    """Fill a record's fields, or another context, into the template."""
     text = template.format(context=record.context if context is None else context, input=record.input)
     return Prompt(text, len(text) - len(after_context(template, record)))
 
 
 def after_context(template: str, record: Record) -> str:
-    """What the prompt says once the context has ended."""
+    """Return what the prompt says after the context."""
     return template.partition("{context}")[2].format(input=record.input)
 
 
 def cut_middle(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Prompt:
-    """The official truncation: the decoded first and last `max_length // 2` tokens of a longer prompt.
+    """Keep the decoded first and last `max_length // 2` tokens of a longer prompt, as the official code does.
 
     The result may have some tokens more or fewer: the two halves are joined as text.
     """
@@ -69,7 +65,7 @@ def cut_middle(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_length: i
 
 
 def in_chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """The prompt as the user's turn in the tokenizer's chat template, ready for the model's turn.
+    """Put the prompt as the user's turn into the tokenizer's chat template, ready for the model's turn.
 
     Raises:
         ValueError: the template changes the text beyond stripping it.
@@ -85,10 +81,10 @@ def in_chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Prompt:
 
 
 def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, split: bool = False) -> Encoded:
-    """The whole prompt, tokenized once.
+    """Tokenize the whole prompt.
 
     Args:
-        split: find where the question begins (takes a fast tokenizer): at the first token that lies wholly in it.
+        split: find where the question begins (takes a fast tokenizer): at the first token that is wholly in it.
     """
     encoded: Any = tokenizer(
         prompt.text, add_special_tokens=prompt.special, return_offsets_mapping=split, verbose=False

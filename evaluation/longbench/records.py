@@ -28,8 +28,8 @@ class Record:
 
     Attributes:
         id: unique within the task.
-        length: words, or characters in Chinese, as the data say.
-        all_classes: the labels of a classification task, as the data have them.
+        length: words, or characters in Chinese, as in the data.
+        all_classes: the labels of a classification task, as in the data.
     """
 
     task: str
@@ -56,7 +56,7 @@ def load_records(
         limit, seed: see `limited`.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such data; a record is damaged or lacks something.
+        FileNotFoundError, ValueError: there is no such data; a record is damaged or incomplete.
     """
     name = f"{task}_e" if e else task
     rows = file_rows(task_file(Path(data), name)) if Path(data).exists() else hub_rows(data, name)
@@ -79,7 +79,7 @@ def limited(records: list[Record], limit: int | None, seed: int | None) -> list[
 
 
 def task_file(folder: Path, name: str) -> Path:
-    """The file of a task in a folder."""
+    """Find the file of a task in a folder."""
     for candidate in (place / f"{name}{suffix}" for place in (folder, folder / "data") for suffix in SUFFIXES):
         if candidate.is_file():
             return candidate
@@ -91,7 +91,7 @@ def task_file(folder: Path, name: str) -> Path:
 
 
 def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Rows of a file, each with what errors call it."""
+    """Yield the rows of a file, each with its name in errors."""
     if path.suffix == ".parquet":
         yield from dataset_rows(str(path), "parquet", data_files=str(path), split="train")
         return
@@ -107,14 +107,14 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def hub_rows(name: str, task: str) -> Iterator[tuple[str, Any]]:
-    """Rows of a task in a dataset of the Hub."""
+    """Yield the rows of a task in a dataset of the Hub."""
     if not HUB_ID.fullmatch(name):
         raise FileNotFoundError(f"{name} does not exist.")
     yield from dataset_rows(f"{name}:{task}", name, task, split="test")
 
 
 def dataset_rows(title: str, *arguments: Any, **options: Any) -> Iterator[tuple[str, Any]]:
-    """Rows of what `load_dataset` loads."""
+    """Yield the rows of what `load_dataset` loads."""
     try:
         rows: Iterable[Any] = load_dataset(*arguments, **options)
     except UNREADABLE as error:
@@ -127,13 +127,13 @@ def dataset_rows(title: str, *arguments: Any, **options: Any) -> Iterator[tuple[
 
 
 def checked(task: str, number: int, row: Any, where: str) -> Record:
-    """A row as a record.
+    """Make a record of a row.
 
     Raises:
-        ValueError: it has not the form of LongBench's records, no answer, or an empty context.
+        ValueError: it does not have the form of LongBench's records, no answer, or an empty context.
     """
     if not isinstance(row, dict):
-        raise ValueError(f"{where} is no JSON object.")
+        raise ValueError(f"{where} is not a JSON object.")
     wrong = [name for name, kind in FIELDS.items() if not isinstance(row.get(name), kind)]
     if wrong:
         raise ValueError(
@@ -158,7 +158,7 @@ def checked(task: str, number: int, row: Any, where: str) -> Record:
 
 
 def check_paragraphs(task: str, answers: list[str], where: str) -> None:
-    """Raise ValueError for an answer of passage retrieval that names no paragraph."""
+    """Raise ValueError for an answer of passage retrieval that does not name a paragraph."""
     pattern = PARAGRAPHS.get(task, "")
     for answer in answers:
         if not re.search(pattern, answer):
@@ -170,7 +170,7 @@ def check_paragraphs(task: str, answers: list[str], where: str) -> None:
 
 
 def check_surrogates(texts: dict[str, list[str]], where: str) -> None:
-    """Raise ValueError for texts that no tokenizer takes and no file holds."""
+    """Raise ValueError for texts that cannot be encoded."""
     for name, own in texts.items():
         try:
             "".join(own).encode()
@@ -182,5 +182,5 @@ def check_surrogates(texts: dict[str, list[str]], where: str) -> None:
 
 
 def records_identity(records: Iterable[Record]) -> str:
-    """A short hash of records, by which runs are told apart."""
+    """Hash records, to tell runs apart."""
     return fingerprint([[record.id, record.input, record.context, record.answers] for record in records])

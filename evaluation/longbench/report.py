@@ -1,4 +1,4 @@
-"""Results as JSON, and side by side as a Markdown table in the papers' order."""
+"""Scores of LongBench as JSON, as a Markdown table in the papers' order, and as pictures (which need matplotlib)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,116 @@ from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from cacheformers.common.environment import origin_lines
-from cacheformers.evaluation.longbench.scores import averages, bucket_average, common_tasks, paired_difference
-from cacheformers.evaluation.longbench.tasks import BUCKETS, TASKS
+from cacheformers.common.plots import COLOURS, MARKERS, bars, beside, new_figure
+from cacheformers.evaluation.longbench.metrics import score
+from cacheformers.evaluation.longbench.records import Record
+from cacheformers.evaluation.longbench.tasks import BUCKETS, TASKS, bucket
+from cacheformers.evaluation.plots import reach
+from cacheformers.evaluation.run import Floats, draws, middle
 from cacheformers.hub.card import cells
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def task_scores(records: Sequence[Record], predictions: Sequence[str]) -> dict[str, Any]:
+    """Score a task (0 to 100, rounded as in the official code), each bucket, and each record."""
+    values = [
+        score(record.task, prediction, record.answers, record.all_classes or ())
+        for record, prediction in zip(records, predictions, strict=True)
+    ]
+    places = [bucket(record.length) for record in records]
+    by_bucket = {
+        name: [value for value, place in zip(values, places, strict=True) if place == name] for name in BUCKETS
+    }
+    return {
+        "score": rounded(values),
+        "metric": TASKS[records[0].task].metric,
+        "buckets": {name: {"score": rounded(found), "records": len(found)} for name, found in by_bucket.items()},
+        "records": [
+            {"_id": record.id, "length": record.length, "score": value}
+            for record, value in zip(records, values, strict=True)
+        ],
+    }
+
+
+def rounded(values: Sequence[float]) -> float | None:
+    """Round a mean as the official code does; None for no values, where that gives NaN, which JSON does not have."""
+    return round(100 * sum(values) / len(values), 2) if values else None
+
+
+def averages(tasks: dict[str, Any]) -> dict[str, float]:
+    """Return the mean score of each category's tasks, and of all tasks under `average`.
+
+    Args:
+        tasks: task -> what `task_scores` returned.
+    """
+    found: dict[str, list[float]] = {}
+    for name, numbers in tasks.items():
+        found.setdefault(TASKS[name].category, []).append(numbers["score"])
+    means = {category: mean(scores) for category, scores in found.items()}
+    return {**means, "average": mean(numbers["score"] for numbers in tasks.values())}
+
+
+def bucket_average(tasks: dict[str, Any], name: str) -> float | None:
+    """Return the mean score over the tasks that have records in a bucket; None if there are none."""
+    found = [numbers["buckets"][name]["score"] for numbers in tasks.values() if numbers["buckets"][name]["records"]]
+    return mean(found) if found else None
+
+
+def bucket_interval(tasks: dict[str, Any], name: str) -> tuple[float, float]:
+    """Return the 95 % interval of `bucket_average`, from resampled records of each task that has some."""
+    scores = [
+        np.array([100 * record["score"] for record in numbers["records"] if bucket(record["length"]) == name])
+        for numbers in tasks.values()
+    ]
+    drawn = [each[draws(len(each), seed)].mean(1) for seed, each in enumerate(scores) if len(each)]
+    return middle(np.mean(drawn, axis=0))
+
+
+def paired_difference(tasks: dict[str, Any], others: dict[str, Any]) -> tuple[float, tuple[float, float] | None]:
+    """Return the difference of two means over tasks in points, and its 95 % interval.
+
+    Args:
+        tasks, others: task -> what `task_scores` returned, over the same records, which are resampled by task.
+    """
+    differences = [record_scores(numbers) - record_scores(others[name]) for name, numbers in tasks.items()]
+    found = float(np.mean([each.mean() for each in differences]))
+    if all(len(each) < 2 for each in differences):
+        return found, None
+    drawn = [each[draws(len(each), seed)].mean(1) for seed, each in enumerate(differences)]
+    return found, middle(np.mean(drawn, axis=0))
+
+
+def record_scores(numbers: dict[str, Any]) -> Floats:
+    """Return the score of each record, 0 to 100, `[records]`."""
+    return np.array([100 * record["score"] for record in numbers["records"]])
+
+
+def common_tasks(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the tasks that all results have, in the papers' order.
+
+    Raises:
+        ValueError: there are none, or their records differ.
+    """
+    names = [name for name in TASKS if all(name in result["tasks"] for result in results)]
+    if not names:
+        raise ValueError("The results have no task in common.")
+    for name in names:
+        own = [[record["_id"] for record in result["tasks"][name]["records"]] for result in results]
+        for result, ids in zip(results, own, strict=True):
+            if ids != own[0]:
+                raise ValueError(
+                    f"{results[0]['name']} and {result['name']} were run on different records of {name}: they cannot "
+                    "be compared."
+                )
+    return names
+
 
 SCORERS = ("rouge", "jieba")
 
@@ -21,11 +125,11 @@ SCORERS = ("rouge", "jieba")
 def make_result(
     name: str, settings: dict[str, Any], tasks: dict[str, Any], times: Sequence[dict[str, Any]], **more: Any
 ) -> dict[str, Any]:
-    """Everything about one method's run, for JSON.
+    """Collect everything about one method's run, for JSON.
 
     Args:
-        tasks: task -> what `task_scores` gave.
-        times: what the records cost (`Predictions.times`).
+        tasks: task -> what `task_scores` returned.
+        times: the costs of the records (`Predictions.times`).
         more: command, environment.
     """
     return {
@@ -43,11 +147,7 @@ def make_result(
 
 
 def load_result(path: str) -> dict[str, Any]:
-    """A result.json, or that of a folder.
-
-    Raises:
-        OSError, ValueError: there is none, or it is another kind of file.
-    """
+    """Read a result.json, or that of a folder; raise OSError or ValueError if there is none."""
     file = Path(path) / "result.json" if Path(path).is_dir() else Path(path)
     result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(result, dict) or not isinstance(result.get("tasks"), dict) or "average" not in result:
@@ -56,7 +156,7 @@ def load_result(path: str) -> dict[str, Any]:
 
 
 def joint_table(results: Sequence[dict[str, Any]]) -> str:
-    """Scores by task in the papers' order, a column a result; below, each one's difference from the first.
+    """Format scores by task in the papers' order, one column for each result, and the differences from the first.
 
     Raises:
         ValueError: the results have no task in common, or were run on different records.
@@ -82,7 +182,7 @@ def joint_table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def differences(titles: Sequence[str], shared: Sequence[dict[str, Any]]) -> list[str]:
-    """A second table that compares each result with the first one, by task and on average."""
+    """Format a second table that compares each result with the first one, by task and on average."""
     if len(shared) < 2:
         return []
     lines = ["", f"Difference from *{titles[0]}*, with 95 % intervals from resampled records:", ""]
@@ -94,6 +194,37 @@ def differences(titles: Sequence[str], shared: Sequence[dict[str, Any]]) -> list
 
 
 def difference(tasks: dict[str, Any], others: dict[str, Any]) -> str:
-    """Such as +1.20 (-0.31 to +2.75); without an interval for single records."""
+    """Format a difference, such as +1.20 (-0.31 to +2.75); without an interval for single records."""
     points, interval = paired_difference(tasks, others)
     return f"{points:+.2f}" + ("" if interval is None else f" ({interval[0]:+.2f} to {interval[1]:+.2f})")
+
+
+def by_task(results: Sequence[dict[str, Any]]) -> Figure:
+    """Draw the score by task, one bar for each result."""
+    names = common_tasks(results)
+    figure, (axes,) = new_figure("LongBench by task", ["score"])
+    figure.set_size_inches(max(8, 0.6 * len(names) + 3), 5)
+    for number, result in enumerate(results):
+        bars(axes, number, len(results), [result["tasks"][name]["score"] for name in names], label=result["name"])
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
+    figure.legend(loc="outside upper center", frameon=False, ncols=3)
+    return figure
+
+
+def by_length(results: Sequence[dict[str, Any]]) -> Figure:
+    """Draw the means of the table's buckets of length, one line for each result, with 95 % intervals."""
+    names = common_tasks(results)
+    figure, (axes,) = new_figure("LongBench by length of the context", ["mean score of the tasks"])
+    shared = [{name: result["tasks"][name] for name in names} for result in results]
+    counts = {name: sum(task["buckets"][name]["records"] for task in shared[0].values()) for name in BUCKETS}
+    shown = [name for name in BUCKETS if counts[name]]
+    for number, (result, tasks) in enumerate(zip(results, shared, strict=True)):
+        means = np.array([bucket_average(tasks, name) for name in shown])
+        ends = [bucket_interval(tasks, name) for name in shown]
+        places = np.arange(len(shown)) + beside(number, len(results), 0.2)
+        style: dict[str, Any] = {"color": COLOURS[number % 8], "marker": MARKERS[number % 7], "label": result["name"]}
+        axes.errorbar(places, means, reach(means, ends), capsize=2, elinewidth=1, **style)
+    axes.set_xticks(range(len(shown)), [f"{name}\n({counts[name]})" for name in shown])
+    axes.set_xlabel("length in words, Chinese in characters (records); tasks differ between lengths")
+    figure.legend(loc="outside upper center", frameon=False, ncols=2)
+    return figure

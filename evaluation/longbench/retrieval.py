@@ -22,18 +22,18 @@ class Retriever(Protocol):
     """Says which texts are near a query."""
 
     def scores(self, query: str, texts: Sequence[str]) -> Any:
-        """How near each is, `[texts]`."""
+        """Return how near each text is, `[texts]`."""
 
 
 def retrieved(context: str, query: str, retriever: Retriever, chunk_words: int, count: int) -> str:
-    """The `count` chunks of a context that are nearest the query, the nearest first, as in the official baseline."""
+    """Join the `count` chunks of a context that are nearest the query, nearest first, as in the official baseline."""
     texts = chunks(context, chunk_words)
     nearest = np.argsort(-np.asarray(retriever.scores(query, texts)), kind="stable")[:count]
     return "\n\n".join(texts[place].strip() for place in nearest)
 
 
 def chunks(text: str, words: int) -> list[str]:
-    """Whole sentences, together at most `words` words (Chinese: characters); longer sentences are cut."""
+    """Cut a text into chunks of whole sentences, at most `words` words (Chinese: characters), or parts of long ones."""
     found, size = [""], 0
     for piece in (piece for sentence in SENTENCE.findall(text) for piece in pieces(sentence, words)):
         length = len(UNIT.findall(piece))
@@ -46,7 +46,7 @@ def chunks(text: str, words: int) -> list[str]:
 
 
 def pieces(sentence: str, words: int) -> list[str]:
-    """A sentence cut after every so many words."""
+    """Cut a sentence after every `words` words."""
     starts = [match.start() for match in UNIT.finditer(sentence)][words::words]
     return [sentence[start:end] for start, end in zip([0, *starts], [*starts, len(sentence)], strict=True)]
 
@@ -67,11 +67,7 @@ class BM25:
 
 
 class Embeddings:
-    """Cosine of mean-pooled hidden states of an encoder.
-
-    Args:
-        encoder: a model folder or a Hub id.
-    """
+    """Cosine of mean-pooled hidden states of an encoder, a model folder or a Hub id."""
 
     def __init__(self, encoder: str, device: torch.device) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(encoder)
@@ -84,16 +80,11 @@ class Embeddings:
 
     @torch.no_grad()
     def embed(self, texts: Sequence[str]) -> Tensor:
-        """Unit vectors, `[texts, dim]`."""
+        """Return unit vectors, `[texts, dim]`."""
         found = []
         for start in range(0, len(texts), EMBEDDED_TOGETHER):
-            batch = self.tokenizer(
-                list(texts[start : start + EMBEDDED_TOGETHER]),
-                padding=True,
-                truncation=True,
-                max_length=self.longest,
-                return_tensors="pt",
-            ).to(self.model.device)
+            own, form = list(texts[start : start + EMBEDDED_TOGETHER]), {"padding": True, "truncation": True}
+            batch = self.tokenizer(own, max_length=self.longest, return_tensors="pt", **form).to(self.model.device)
             states = self.model(**batch).last_hidden_state
             mask = batch["attention_mask"][..., None].to(states.dtype)
             found.append((states * mask).sum(1) / mask.sum(1))
@@ -101,11 +92,7 @@ class Embeddings:
 
 
 def check_retriever(name: str) -> None:
-    """Find out before any work whether there is such a retriever.
-
-    Raises:
-        ImportError, OSError, ValueError: there is not.
-    """
+    """Raise ImportError, OSError or ValueError, before any work, unless there is such a retriever."""
     if name == "bm25":
         BM25()
     else:
@@ -113,5 +100,5 @@ def check_retriever(name: str) -> None:
 
 
 def make_retriever(name: str, device: torch.device) -> Retriever:
-    """`bm25`, or an encoder by its folder or Hub id."""
+    """Make `bm25`, or an encoder by its folder or Hub id."""
     return BM25() if name == "bm25" else Embeddings(name, device)

@@ -7,39 +7,115 @@ torchrun --nproc_per_node 8 -m cacheformers.evaluation.passkey passkey.yaml
 
 from __future__ import annotations
 
-import json
+import re
 import sys
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import mean
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from accelerate import PartialState
-from peft import PeftModel
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PretrainedConfig
 
-from cacheformers.adapters.folders import load_adapter_config
-from cacheformers.common.base_model import (
-    ModelOptions,
-    base_config,
-    base_folder,
-    load_base,
-    load_tokenizer,
-)
+from cacheformers.common.base_model import ModelOptions
 from cacheformers.common.documents import fingerprint
-from cacheformers.common.environment import environment
-from cacheformers.common.files import write_text
-from cacheformers.common.gguf_base import is_gguf
-from cacheformers.common.recipe import RecipeParser
+from cacheformers.common.environment import environment, origin_lines
+from cacheformers.common.files import write_json, write_text
+from cacheformers.common.plots import heat_map, save_figures
+from cacheformers.common.recipe import RecipeParser, option
+from cacheformers.evaluation.loading import counted_positions, load, memory_config, peak_bytes, prepare, progress
+from cacheformers.evaluation.longbench.answers import answer
+from cacheformers.evaluation.longbench.methods import adapter_identity, model_settings
 from cacheformers.evaluation.longbench.predictions import PredictionError, Predictions
-from cacheformers.evaluation.longbench.settings import adapter_identity, model_settings
-from cacheformers.evaluation.passkey.filler import load_filler
-from cacheformers.evaluation.passkey.options import PasskeyOptions
-from cacheformers.evaluation.passkey.prompts import Case, PromptMaker, make_cases
-from cacheformers.evaluation.passkey.report import make_result, save_heat_map, table
-from cacheformers.evaluation.passkey.run import answer_cases, check_cases
-from cacheformers.evaluation.passkey.wordings import NEEDLES
-from cacheformers.evaluation.processes import make_state
-from cacheformers.evaluation.remembering import memory_config
+from cacheformers.evaluation.longbench.tasks import SYNTHETIC, Task
+from cacheformers.evaluation.passkey.prompts import NEEDLES, REPEAT, Case, PromptMaker, Wording, load_filler, make_cases
+from cacheformers.evaluation.run import short
+from cacheformers.hub.card import cells
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+UNITS = {"": 1, "K": 1024, "M": 1024 * 1024}
+
+
+@dataclass
+class PasskeyOptions:
+    """Which prompts are made, and who answers them; ValueError for a wrong number or needle."""
+
+    adapter: str | None = option(
+        None,
+        help="Adapter folder or Hub id. With a memory: the text is read into it, segment by segment, and the question "
+        "is a segment of its own. Without one, or without adapter (base model alone): all is one prompt, which must "
+        "fit the model's positions.",
+    )
+    output: str = option("runs/passkey", help="Folder for answers, result.json, table.md and heatmap.png.")
+    lengths: list[str] = field(
+        default_factory=lambda: ["1K", "2K", "4K"],
+        metadata={"help": "Tokens of prompts, exactly: 5000, 4K (4096), 1M (1048576)."},
+    )
+    depths: list[float] = field(
+        default_factory=lambda: [0.0, 25.0, 50.0, 75.0, 100.0],
+        metadata={"help": "Where the key is hidden: per cent of the text before it. 0 is the beginning."},
+    )
+    trials: int = option(1, help="Keys for each length and depth.")
+    needle: str = option(
+        "passkey",
+        help="What is hidden: 'passkey' (the papers' sentences), 'number' (said once, about something), 'word' (no "
+        "digits that stand out).",
+    )
+    filler: str = option(
+        REPEAT,
+        help="The text around it: 'repeat' (the papers' sentences about grass, over and over) or a file of real text, "
+        "such as books (.txt, .jsonl, .jsonl.gz, .parquet), of which each case takes another part.",
+    )
+    text_field: str = option("text", help="The field of a JSON line of the filler, or the column, that holds its text.")
+    cache_size: int | None = option(
+        None, help="Entries that the memory holds. Default: as many as the adapter was trained with."
+    )
+    forget: bool = option(
+        False, help="Let the memory forget the beginning of texts that it cannot hold. Default: that is an error."
+    )
+    limit: int | None = option(None, help="Only N cases of each length, for a try.")
+    seed: int = option(0, help="Fixes the keys, and which parts of the filler are taken.")
+    overwrite: bool = option(False, help="Start anew where there are answers of other settings.")
+    plots: bool = option(True, help="Draw the heat map (needs matplotlib).")
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            raise ValueError("There are no --lengths.")
+        if self.needle not in NEEDLES:
+            raise ValueError(f"needle {self.needle!r} is none of {', '.join(NEEDLES)}.")
+        if not self.depths or any(not 0 <= depth <= 100 for depth in self.depths):
+            raise ValueError(f"depths are per cent, 0 to 100, got {self.depths}.")
+        for name in ("trials", "limit", "cache_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}.")
+
+    @property
+    def tokens(self) -> list[int]:
+        """Return the lengths as numbers, the shortest first."""
+        return sorted({parse_length(length) for length in self.lengths})
+
+
+PasskeyOptions._argument_group_name = "passkey"  # type: ignore[attr-defined]
+
+
+def parse_length(text: str) -> int:
+    """Turn `4096`, `4K` or `1M` into a number; raise ValueError for another form, or 0."""
+    match = re.fullmatch(r"(\d+)([KM]?)", text.upper())
+    if match is None or int(match[1]) == 0:
+        raise ValueError(f"lengths: {text!r} is no number of tokens such as 5000, 4K or 1M.")
+    return int(match[1]) * UNITS[match[2]]
+
 
 COMMAND = "cacheformers passkey"
 DESCRIPTION = (
@@ -52,12 +128,7 @@ DESCRIPTION = (
 
 @dataclass
 class Plan:
-    """A checked run: everything that it needs but the model's weights.
-
-    Attributes:
-        cases: length -> its cases.
-        remembers: the model has a memory.
-    """
+    """A checked run: everything that it needs but the model's weights; `cases` are by length."""
 
     model: ModelOptions
     options: PasskeyOptions
@@ -66,11 +137,6 @@ class Plan:
     cases: dict[str, list[Case]]
     predictions: Predictions
     remembers: bool
-
-    @property
-    def name(self) -> str:
-        """What tables call the model."""
-        return Path(self.options.adapter or self.model.base).name
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -94,19 +160,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def make_plan(model: ModelOptions, options: PasskeyOptions) -> Plan:
-    """Look at everything that can be wrong before the model is loaded.
-
-    Raises:
-        OSError, ValueError, ImportError: something is; says what to do.
-    """
-    state = make_state(model.device)
-    if is_gguf(model.base):
-        with state.main_process_first():  # it is converted once
-            base_folder(model.base)
-    config, tokenizer = base_config(model.base), load_tokenizer(model.base)
+    """Check everything that can be checked before the model is loaded; raise OSError, ValueError or ImportError."""
+    state, config, tokenizer, adapter = prepare(model, options.adapter)
     if not tokenizer.is_fast:
         raise ValueError(f"The filler's sentences are found with a fast tokenizer, which {model.base} has not.")
-    memory = memory_config(config, None if options.adapter is None else load_adapter_config(options.adapter))
+    memory = memory_config(config, adapter)
     filler = load_filler(options.filler, options.text_field, tokenizer, options.tokens[-1])
     wording = NEEDLES[options.needle]
     maker = PromptMaker(wording, filler, tokenizer, options.seed)
@@ -129,14 +187,12 @@ def make_plan(model: ModelOptions, options: PasskeyOptions) -> Plan:
 
 
 def evaluate(plan: Plan, arguments: list[str]) -> None:
-    """Ask to the end, or go on; write down what came out."""
+    """Ask to the end, or go on; write the result."""
     options, predictions = plan.options, plan.predictions
     predictions.start(options.overwrite)
-    model: PreTrainedModel | PeftModel = load_base(plan.model, plan.state.device)[0]
-    if options.adapter is not None:
-        model = PeftModel.from_pretrained(model, options.adapter)
+    model = load(plan.model, options.adapter, plan.state.device)
     cases = [case for own in plan.cases.values() for case in own]
-    answer_cases(model.eval(), plan.maker, cases, predictions, plan.remembers, options.cache_size)
+    answer_cases(model, plan.maker, cases, predictions, plan.remembers, options.cache_size)
     answers = predictions.finish(plan.cases)
     if not plan.state.is_main_process:
         return
@@ -145,15 +201,148 @@ def evaluate(plan: Plan, arguments: list[str]) -> None:
         [answer for length in plan.cases for answer in answers[length]],
         predictions.times(plan.cases),
         plan.maker.wording,
-        name=plan.name,
+        name=Path(options.adapter or plan.model.base).name,
         command=[COMMAND, *arguments],
         settings=predictions.settings,
         options={**asdict(plan.model), **asdict(options)},
         environment=environment(plan.state.device, plan.state.num_processes, plan.model.base),
     )
     folder, text = Path(options.output), table(result)
-    write_text(folder / "result.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    write_json(folder / "result.json", result, indent=1)
     write_text(folder / "table.md", text)
     if options.plots:
-        save_heat_map(folder, result)
+        save_figures({folder / "heatmap.png": lambda: draw(result)})
     print(f"\n{text}\nAnswers, result.json, table and heat map are in {folder}")
+
+
+def check_cases(
+    maker: PromptMaker, cases: Sequence[Case], base: PretrainedConfig, memory: Any, options: PasskeyOptions
+) -> None:
+    """Raise ValueError if a prompt is too short for its needle, or too long for the model.
+
+    Args:
+        memory: see `memory_config`.
+    """
+    size = getattr(memory, "cache_size", None)
+    if size is None and (options.cache_size is not None or options.forget):
+        raise ValueError("--cache_size and --forget are for a memory of limited size, which this model has not.")
+    size = options.cache_size or size
+    if memory is None:
+        positions = base.get_text_config().max_position_embeddings
+        remedy = " and no memory. Give shorter --lengths, or an --adapter with a memory."
+    else:
+        positions = counted_positions(base, memory)
+        remedy = ", through which this memory counts on. Give shorter --lengths, or an --adapter of another method."
+    for case in cases:
+        maker.room(case)
+        context, needed = case.length - len(maker.parts(case)[2]), case.length + maker.new_tokens(case)
+        if positions is not None and needed > positions:
+            raise ValueError(
+                f"A prompt of {case.length:,} tokens and its answer take {needed:,} positions, but the model has "
+                f"{positions:,}{remedy}"
+            )
+        if size is not None and context > size and not options.forget:
+            raise ValueError(
+                f"Before the question of a prompt of {case.length:,} tokens stand {context:,}, but the memory holds "
+                f"{size:,}. Give a larger --cache_size or shorter --lengths, or let it forget the beginning with "
+                "--forget."
+            )
+
+
+def answer_cases(
+    model: nn.Module,
+    maker: PromptMaker,
+    cases: Sequence[Case],
+    predictions: Predictions,
+    remembers: bool,
+    cache_size: int | None,
+) -> None:
+    """Answer the cases that are not done, in this process its share of them."""
+    state = PartialState()
+    left = [case for case in cases if case.id not in predictions.done[str(case.length)]]
+    own = left[state.process_index :: state.num_processes]
+    with progress("Passkeys", sum(case.length for case in own)) as bar:
+        for case in own:
+            if state.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(state.device)
+            start, length = time.perf_counter(), str(case.length)
+            prompt, task = maker(case), Task("passkey", SYNTHETIC, "exact", maker.new_tokens(case))
+            [row] = answer(model, maker.tokenizer, [prompt], task, remembers, cache_size)
+            text = str(maker.tokenizer.decode(row, skip_special_tokens=True))
+            line = {"pred": text, "key": case.key, "score": maker.wording.score(text, case.key), "_id": case.id}
+            cost = {"seconds": time.perf_counter() - start, "peak_bytes": peak_bytes(model)}
+            predictions.append(length, [line], [{"task": length, "_id": case.id, **cost}])
+            bar.update(case.length)
+
+
+def make_result(
+    cases: Sequence[Case], answers: Sequence[str], times: Sequence[dict[str, Any]], wording: Wording, **more: Any
+) -> dict[str, Any]:
+    """Collect everything about a run, for JSON; `scores` is in percent by depth, then by length, None without a case.
+
+    Args:
+        times: the costs of the cases (`Predictions.times`).
+        more: name, settings, command, options, environment.
+    """
+    scores = {case.id: wording.score(answer, case.key) for case, answer in zip(cases, answers, strict=True)}
+    cost = {line["_id"]: line for line in times}
+    lengths, depths = sorted({case.length for case in cases}), sorted({case.depth for case in cases})
+    return {
+        **more,
+        "score": percent(list(scores.values())),
+        "lengths": lengths,
+        "depths": depths,
+        "scores": [
+            [
+                percent([scores[case.id] for case in cases if (case.depth, case.length) == (depth, length)])
+                for length in lengths
+            ]
+            for depth in depths
+        ],
+        "seconds_per_case": [mean(cost[case.id]["seconds"] for case in cases if case.length == n) for n in lengths],
+        "peak_bytes": [max(cost[case.id]["peak_bytes"] for case in cases if case.length == n) for n in lengths],
+        "cases": [
+            {
+                **{"_id": case.id, "length": case.length, "depth": case.depth, "key": case.key, "answer": answer},
+                "score": scores[case.id],
+                **{name: cost[case.id][name] for name in ("seconds", "peak_bytes")},
+            }
+            for case, answer in zip(cases, answers, strict=True)
+        ],
+    }
+
+
+def percent(scores: Sequence[float]) -> float | None:
+    return round(100 * mean(scores), 2) if scores else None
+
+
+def table(result: dict[str, Any]) -> str:
+    """Format the percentage of keys found, a row for each depth, a column for each length, as Markdown."""
+    names = [short(length) for length in result["lengths"]]
+    lines = [cells("depth", *names), cells("---:", *["---:"] * len(names))]
+    for depth, row in zip(result["depths"], result["scores"], strict=True):
+        lines.append(cells(f"{depth:g} %", *("-" if score is None else f"{score:.0f}" for score in row)))
+    lines.append(cells("seconds a case", *(f"{seconds:.1f}" for seconds in result["seconds_per_case"])))
+    lines.append(cells("peak memory (GiB)", *(f"{size / 2**30:.2f}" for size in result["peak_bytes"])))
+    found = sum(case["score"] for case in result["cases"])
+    total = f"{result['name']}: {found:.0f} of {len(result['cases'])} found"
+    return "\n".join([*lines, "", total, *origin_lines([result])]) + "\n"
+
+
+def draw(result: dict[str, Any]) -> Figure:
+    """Draw a heat map of depth by length; numbers say the same as colors."""
+    scores = np.array(result["scores"], dtype=float)
+    figure, (axes,) = heat_map(
+        {f"{result['name']}: keys found (%)": scores},
+        ("tokens of the prompt", "depth (% of the text before the key)"),
+        "",
+        (max(5, 0.8 * scores.shape[1] + 3), max(3, 0.45 * scores.shape[0] + 2)),
+        [f"{depth:g}" for depth in result["depths"]],
+        [short(length) for length in result["lengths"]],
+        vmin=0,
+        vmax=100,
+    )
+    for (row, column), score in np.ndenumerate(scores):
+        if not np.isnan(score):
+            axes.text(column, row, f"{score:.0f}", ha="center", va="center", color="white" if score < 50 else "black")
+    return figure

@@ -1,17 +1,24 @@
-"""The index of a memory folder: what it holds, in which tensors of which files, with checksums."""
+"""The format of a memory folder: an index, and the safetensors files that it names, with checksums."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
 from cacheformers.modeling.origin import digest
+from cacheformers.modeling.search.store import Ring
 
 FORMAT, VERSION = "cacheformers memory", 1
 INDEX, LOCK = "index.json", ".lock"
@@ -49,7 +56,7 @@ class Row:
     """One document of a memory.
 
     Attributes:
-        source: name of its text; None where that is not known.
+        source: name of its text; None if unknown.
         streams: pieces of `rings.LAYER.keys`, `rings.LAYER.values`, `text` (UTF-8) and `offsets`, in order.
     """
 
@@ -60,12 +67,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Store:
-    """A ring of every row: most entries a row, their size, that of the values beside them, and their precision."""
+    """A ring of every row: most entries of a row, their width, the width of the values beside them, their precision."""
 
     capacity: int
     width: int
     value_width: int | None
     dtype: str
+
+    @classmethod
+    def of(cls, ring: Ring) -> Store:
+        value_width = None if ring.values is None else ring.values.shape[2]
+        return cls(ring.capacity, ring.keys.shape[2], value_width, NAMES[ring.keys.dtype])
 
 
 @dataclass(frozen=True)
@@ -103,9 +115,9 @@ class Index:
     """Everything but the tensors.
 
     Attributes:
-        save: name of the save that wrote it, another one each time.
+        save: name of the save that wrote it, a new one each time.
         stores: by the layer whose states they hold.
-        tail: the file of what does not only grow: open segments, local keys and values, where rows are.
+        tail: the file of what does not only grow: open segments, local keys and values, positions of rows.
     """
 
     save: str
@@ -116,7 +128,7 @@ class Index:
     files: dict[str, File]
 
     def write(self, folder: Path) -> None:
-        """Put it in the place of the one before, as a whole."""
+        """Replace the index of a folder in one step."""
         contents = {"format": FORMAT, "version": VERSION, **asdict(self)}
         contents["stores"] = {str(layer): store for layer, store in contents["stores"].items()}
         draft = folder / f"{INDEX}.tmp"
@@ -128,9 +140,9 @@ class Index:
         os.replace(draft, folder / INDEX)
 
 
-def sync(folder: Path) -> None:
-    """Make sure that a folder's names are on disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -138,16 +150,12 @@ def sync(folder: Path) -> None:
 
 
 def checksum(contents: dict[str, Any]) -> str:
-    """SHA-256 of a JSON object, however it is laid out."""
+    """Return the SHA-256 of a JSON object, independent of its layout."""
     return digest(json.dumps(contents, sort_keys=True, ensure_ascii=True).encode())
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a memory folder.
-
-    Raises:
-        MemoryFileError: there is none, or it is damaged or of a later version.
-    """
+    """Read the index of a memory folder; raise MemoryFileError if it is missing, damaged or of a later version."""
     path = folder / INDEX
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
@@ -174,11 +182,7 @@ def read_index(folder: Path) -> Index:
 
 
 def decode(kind: Any, value: Any) -> Any:
-    """Build a dataclass, list, dictionary or plain value of a declared type from JSON.
-
-    Raises:
-        TypeError, ValueError: the value is not of that type.
-    """
+    """Build a dataclass, list, dictionary or plain value from JSON; raise TypeError or ValueError for another type."""
     outer, inner = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
@@ -186,7 +190,7 @@ def decode(kind: Any, value: Any) -> Any:
         return None if value is None else decode(inner[0], value)
     wanted: Any = dict if is_dataclass(kind) else outer or kind
     if type(value) is not wanted:
-        raise TypeError(f"{value!r:.50} is no {wanted.__name__}")
+        raise TypeError(f"{value!r:.50} is not a {wanted.__name__}")
     if wanted is dict and outer is None:
         types = get_type_hints(kind)
         if value.keys() != {field.name for field in fields(kind)}:
@@ -200,11 +204,7 @@ def decode(kind: Any, value: Any) -> Any:
 
 
 def check(index: Index) -> None:
-    """Whether every piece is in a tensor that is listed, and pieces follow one another.
-
-    Raises:
-        KeyError, ValueError: no.
-    """
+    """Raise KeyError or ValueError unless every piece is in a listed tensor and pieces follow one another."""
     wrong = [name for name in index.files if not OWN_FILE.fullmatch(name)]
     if wrong or index.tail not in index.files:
         raise ValueError(f"its files are {wrong or index.tail}")
@@ -214,3 +214,77 @@ def check(index: Index) -> None:
                 raise ValueError(f"{name} has a piece of the wrong size")
             if any(following.start != piece.end for piece, following in pairwise(pieces)):
                 raise ValueError(f"{name} has a gap")
+
+
+# As safetensors calls them.
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def write_file(path: Path, tensors: dict[str, Tensor]) -> File:
+    """Write tensors to the disk, and return how the index describes them; raise OSError if that fails."""
+    held = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    try:
+        save_file(held, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+    shutil.copymode(path.parent / LOCK, path)  # safetensors makes it private
+    sync(path)
+    return File(path.stat().st_size, {name: describe(tensor) for name, tensor in held.items()})
+
+
+def describe(tensor: Tensor) -> Held:
+    """Return how the index describes a contiguous tensor on the CPU."""
+    numbers = tensor.flatten().as_strided((tensor.numel(),), (1,))  # a single number may have any stride
+    return Held(NAMES[tensor.dtype], list(tensor.shape), digest(numbers.view(torch.uint8).numpy().data))
+
+
+class Shards:
+    """The tensors of a folder's files; MemoryFileError if a file is missing, or not what the index says.
+
+    Args:
+        verify: compare checksums, and hold what was compared. Otherwise tensors stay memory-mapped.
+    """
+
+    def __init__(self, folder: Path, files: dict[str, File], verify: bool) -> None:
+        self.folder, self.files, self.verify = folder, files, verify
+        self.handles: dict[str, Any] = {name: self._open(name, file) for name, file in files.items()}
+
+    def _open(self, name: str, expected: File) -> Any:
+        path = self.folder / name
+        try:
+            size = path.stat().st_size
+            handle: Any = safe_open(path, "pt")
+            slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118  (no dictionary)
+            found = {name: (tensor.get_dtype(), tensor.get_shape()) for name, tensor in slices.items()}
+        except FileNotFoundError as error:
+            raise MemoryFileError(f"{path} is missing. Read the text again.") from error
+        except (SafetensorError, OSError) as error:
+            raise MemoryFileError(f"{path} is damaged ({error}). Read the text again.") from error
+        if size != expected.bytes or found != {k: (held.dtype, held.shape) for k, held in expected.tensors.items()}:
+            raise MemoryFileError(f"{path} is not the file that the index describes. Read the text again.")
+        return handle
+
+    def get(self, file: str, name: str) -> Tensor:
+        """Read one tensor; raise MemoryFileError if its checksum is wrong."""
+        held = self.files[file].tensors[name]
+        tensor: Tensor = self.handles[file].get_tensor(name)
+        if not self.verify:
+            return tensor
+        tensor = tensor.clone()
+        if describe(tensor) != held:
+            raise MemoryFileError(f"{self.folder / file} is damaged: {name} has a wrong checksum. Read the text again.")
+        return tensor
+
+    def all(self, file: str) -> dict[str, Tensor]:
+        """Read every tensor of a file."""
+        return {name: self.get(file, name) for name in self.files[file].tensors}

@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cacheformers.modeling.attach import active_options, find_decoder, layer_devices, match_rows, unwrap
 from cacheformers.modeling.cache import MemoryCache
-from cacheformers.modeling.files.index import Index, MemoryFileError, Piece, Row, Store, read_index
-from cacheformers.modeling.files.shards import DTYPES, Shards
+from cacheformers.modeling.files.index import DTYPES, Index, MemoryFileError, Piece, Row, Shards, Store, read_index
 from cacheformers.modeling.memory import BaseShape
 from cacheformers.modeling.method import method_named
 from cacheformers.modeling.origin import Origin, Source, tokenizer_hash
@@ -25,15 +24,15 @@ def load_memory(
     verify: bool = True,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> MemoryCache:
-    """The memory that was saved in a folder, equal to the one that was saved.
+    """Load the memory that was saved in a folder.
 
     Args:
         path: the folder.
-        model: the model that is to use it; it must be the one that read it, and the memory is put on its device.
+        model: the model that will use it; it must be the one that read it, and the memory is put on its device.
             Without one the memory is on the CPU and can be looked at; the first forward checks the model.
-        verify: compare the checksum of every tensor. False keeps them memory-mapped where they lie in one piece, so
-            that loading takes no time; a damaged entry then goes unseen.
-        tokenizer: the one that questions are put with; it must be the one that the text was read with.
+        verify: compare the checksum of every tensor. False keeps tensors of one piece memory-mapped, so that loading
+            takes no time; a damaged entry then goes unnoticed.
+        tokenizer: the one that encodes questions; it must be the one that encoded the text.
 
     Raises:
         MemoryFileError: the folder holds no memory, a damaged one, or one of another model, adapter or tokenizer.
@@ -100,22 +99,18 @@ def fill(memory: MemoryCache, index: Index, shards: Shards, device: torch.device
 
 
 def make_options(method: str, values: dict[str, Any]) -> Any:
-    """A method's options from JSON."""
+    """Make a method's options from JSON."""
     plain = {name: frozen(value) for name, value in values.items() if name != "base"}
     return method_named(method).options(base=BaseShape(**values["base"]), **plain)
 
 
 def frozen(value: Any) -> Any:
-    """Lists as tuples, at any depth."""
+    """Turn lists into tuples, at any depth."""
     return tuple(frozen(item) for item in value) if isinstance(value, list) else value
 
 
 def empty_memory(folder: Path, index: Index, options: Any, decoder: Any) -> MemoryCache:
-    """A memory with room for what the index describes.
-
-    Raises:
-        MemoryFileError: the index describes what such options do not make.
-    """
+    """Make a memory with room for what the index describes; raise MemoryFileError if the options make another one."""
     devices = dict.fromkeys(options.layers, torch.device("cpu")) if decoder is None else layer_devices(decoder, options)
     keep_values = any(store.value_width is not None for store in index.stores.values())
     capacity = next((store.capacity for store in index.stores.values()), None)
@@ -124,8 +119,7 @@ def empty_memory(folder: Path, index: Index, options: Any, decoder: Any) -> Memo
         raise MemoryFileError(f"{folder} is damaged: its options ask for other stores than it holds.")
     for layer, store in index.stores.items():
         ring, dtype = state.rings[layer], DTYPES.get(store.dtype)
-        values = None if ring.values is None else ring.values.shape[2]
-        if dtype is None or replace(store, dtype="") != Store(ring.capacity, ring.keys.shape[2], values, ""):
+        if dtype is None or store != replace(Store.of(ring), dtype=store.dtype):
             raise MemoryFileError(f"{folder} is damaged: its options ask for a store of another size.")
         ring.keys = ring.keys.to(dtype)  # the precision it was read in
         ring.values = None if ring.values is None else ring.values.to(dtype)
@@ -137,11 +131,7 @@ def empty_memory(folder: Path, index: Index, options: Any, decoder: Any) -> Memo
 
 
 def ring_tensors(shards: Shards, rows: list[Row], layer: int, store: Store) -> dict[str, Tensor]:
-    """The `state_dict` of a ring. Rows with the same pieces share a place.
-
-    Raises:
-        MemoryFileError: pieces are missing.
-    """
+    """Return the `state_dict` of a ring. Rows with the same pieces share a place."""
     streams = [row.streams.get(f"rings.{layer}.keys", []) for row in rows]
     physical = [pieces for number, pieces in enumerate(streams) if pieces not in streams[:number]]
     owner = [physical.index(pieces) for pieces in streams]
@@ -159,10 +149,10 @@ def ring_tensors(shards: Shards, rows: list[Row], layer: int, store: Store) -> d
 
 
 def entries(shards: Shards, pieces: list[Piece], written: int, store: Store, width: int) -> Tensor:
-    """One row's entries as they lie in the ring, `[min(written, capacity), width]`; not copied where one piece has all.
+    """Return one row's entries in the ring's order, `[min(written, capacity), width]`; not copied if in one piece.
 
     Raises:
-        MemoryFileError: pieces are missing.
+        MemoryFileError: pieces are missing, or of another width or precision.
     """
     count = min(written, store.capacity)
     if (pieces[-1].end if pieces else 0) != written or (pieces and pieces[0].start > written - count):
@@ -182,7 +172,7 @@ def entries(shards: Shards, pieces: list[Piece], written: int, store: Store, wid
 
 
 def source(shards: Shards, row: Row) -> Source | None:
-    """A row's text, if it was saved."""
+    """Return a row's text, if it was saved."""
     if row.source is None:
         return None
     text, offsets = (

@@ -24,17 +24,17 @@ from cacheformers.modeling.files.index import (
     Reader,
     Row,
     Store,
+    describe,
     read_index,
     sync,
+    write_file,
 )
-from cacheformers.modeling.files.shards import NAMES, describe, write_file
-from cacheformers.modeling.origin import Source
 from cacheformers.modeling.search.store import Ring
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Something that only grows at its end: the numbers `first` to `end` are there, and `take` returns some."""
+    """Something that only grows at its end: it has the numbers `first` to `end`, and `take` returns some of them."""
 
     first: int
     end: int
@@ -42,10 +42,11 @@ class Stream:
 
 
 def save_memory(memory: Any, folder: Path, append: bool) -> None:
-    """See `MemoryCache.save`."""
+    """Save as `MemoryCache.save` describes."""
     if memory.options is None:
         raise ValueError("Only a memory made by read(), new_memory() or a forward can be saved.")
-    prepare(folder)
+    check_place(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / LOCK):
         before = earlier_save(memory, folder) if append else None
         save = uuid.uuid4().hex
@@ -60,19 +61,8 @@ def save_memory(memory: Any, folder: Path, append: bool) -> None:
     memory.origin.saved = save
 
 
-def prepare(folder: Path) -> None:
-    """Make a folder for a memory, or check the one that is there.
-
-    Raises:
-        MemoryFileError: it holds something else.
-        OSError: it cannot be made.
-    """
-    check_place(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-
-
 def check_place(folder: Path) -> None:
-    """Check that a memory can be saved in a folder that is not there, is empty, or holds a memory, damaged or not.
+    """Raise unless a folder is missing, is empty, or holds a memory, damaged or not.
 
     Raises:
         MemoryFileError: it holds something else, or is a file.
@@ -96,7 +86,7 @@ def check_place(folder: Path) -> None:
 
 
 def earlier_save(memory: Any, folder: Path) -> Index | None:
-    """The save that a memory goes on from; None where the folder holds none.
+    """Return the save that a memory goes on from; None if the folder holds none.
 
     Raises:
         MemoryFileError: the folder holds another memory, or this one at another time.
@@ -139,20 +129,20 @@ def write(memory: Any, folder: Path, save: str, before: Index | None) -> Index:
     rest = {name: tensor for name, tensor in memory.state_dict().items() if not name.startswith("state.rings.")}
     files[tail] = write_file(folder / tail, rest)
     used = {tail, *(piece.file for row in rows for pieces in row.streams.values() for piece in pieces)}
-    stores = {layer: describe_ring(ring) for layer, ring in memory.state.rings.items()}
+    stores = {layer: Store.of(ring) for layer, ring in memory.state.rings.items()}
     index = Index(save, reader(memory), stores, rows, tail, {name: files[name] for name in sorted(used)})
     index.write(folder)
     return index
 
 
 def sharing(memory: Any, row: int) -> int:
-    """The first row that shares all its rings with `row`."""
+    """Return the first row that shares all its rings with `row`."""
     rings = memory.state.rings.values()
     return next(first for first in range(row + 1) if all(ring.owner[first] == ring.owner[row] for ring in rings))
 
 
 def row_streams(memory: Any, row: int) -> dict[str, Stream]:
-    """Everything of a row that only grows."""
+    """Return everything of a row that only grows."""
     streams: dict[str, Stream] = {}
     for layer, ring in memory.state.rings.items():
         entries = ring.entries(row)
@@ -162,14 +152,15 @@ def row_streams(memory: Any, row: int) -> dict[str, Stream]:
                 streams[f"rings.{layer}.{name}"] = Stream(entries.first, entries.first + entries.count, take)
     source = memory.origin.sources[row]
     if source is not None:
-        text, offsets = encoded(source), source.offsets
+        text = torch.frombuffer(bytearray(source.text.encode("utf-8", "surrogatepass")), dtype=torch.uint8)
+        offsets = source.offsets
         streams["text"] = Stream(0, len(text), lambda start, end: text[start:end])
         streams["offsets"] = Stream(0, len(offsets), lambda start, end: offsets[start:end])
     return streams
 
 
 def taker(ring: Ring, store: Tensor) -> Callable[[int, int], Tensor]:
-    """How to take entries of one row `[allocated, width]` by their lifelong numbers; all of them as they lie."""
+    """Return a function that takes entries of one row `[allocated, width]` by their lifelong numbers."""
 
     def take(start: int, end: int) -> Tensor:
         if start == 0 or end - start == ring.capacity:
@@ -179,13 +170,8 @@ def taker(ring: Ring, store: Tensor) -> Callable[[int, int], Tensor]:
     return take
 
 
-def encoded(source: Source) -> Tensor:
-    """A text as bytes."""
-    return torch.frombuffer(bytearray(source.text.encode("utf-8", "surrogatepass")), dtype=torch.uint8)
-
-
 def continued(before: Index | None, row: int, name: str, stream: Stream) -> list[Piece]:
-    """The pieces of an earlier save that still hold something."""
+    """Return the pieces of an earlier save that still hold something."""
     if before is None:
         return []
     pieces = [piece for piece in before.rows[row].streams.get(name, []) if piece.end > stream.first]
@@ -198,13 +184,8 @@ def continued(before: Index | None, row: int, name: str, stream: Stream) -> list
     return pieces
 
 
-def describe_ring(ring: Ring) -> Store:
-    value_width = None if ring.values is None else ring.values.shape[2]
-    return Store(ring.capacity, ring.keys.shape[2], value_width, NAMES[ring.keys.dtype])
-
-
 def reader(memory: Any) -> Reader:
-    """What the index says of the model that read."""
+    """Describe the model that read, for the index."""
     origin = memory.origin
     return Reader(
         method=memory.signature["method"],
