@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import cacheformers
 from cacheformers.adapters.folders import check_base_folder
+from cacheformers.common import gguf_base
 from cacheformers.common.base_model import ModelOptions, base_config, check_vocabulary, load_base, load_tokenizer
 from cacheformers.common.environment import environment, origin_lines
-from cacheformers.training import gguf_base
 
 IDS = torch.arange(3, 15)[None]
 MERGED = "a b"  # the one pair of letters that is a token

@@ -15,9 +15,9 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 
+from cacheformers.common import documents as module
 from cacheformers.common.documents import DataOptions, Documents, StreamedDocuments, open_documents
 from cacheformers.common.sources import load_texts, stream_texts
-from cacheformers.training import documents as module
 
 BLOCK = 4
 

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
 
 from cacheformers import eval_longbench
+from cacheformers.common import base_model
 from cacheformers.common.base_model import BLOCKS, base_config, hashed_tensors, sampled, weights_identity
 from cacheformers.evaluation.longbench import plots, report
 from cacheformers.evaluation.longbench.options import CompareOptions
 from cacheformers.evaluation.longbench.settings import adapter_identity
-from cacheformers.training import base_model
 
 TITLE = "base-truncation"
 ONE_TASK = ("--tasks", "trec")
