@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
-
-sys.path.append(str(Path(__file__).parent))
 from attention_core import SHAPE, allowed, golden_files, load, random_inputs, rotate, run_pieces
+from torch.utils.checkpoint import checkpoint
 
 from cacheformers.methods.infini_attention import (
     Beta,

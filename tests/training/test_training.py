@@ -39,7 +39,7 @@ from cacheformers.training.optim import OPTIMIZERS, Rates, make_optimizer, make_
 from cacheformers.training.run_state import trained_state
 from cacheformers.training.settings import TrainOptions, check_resumable, resumed_settings
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

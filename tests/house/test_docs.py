@@ -26,7 +26,7 @@ from cacheformers.hub import results
 from cacheformers.methods.cacheformer.configuration import VARIANTS
 from cacheformers.modeling.method import METHODS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"```(bash|python)\n(.*?)```", re.DOTALL)
 
 

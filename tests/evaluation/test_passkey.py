@@ -28,7 +28,7 @@ from cacheformers.evaluation.passkey.options import PasskeyOptions, parse_length
 from cacheformers.evaluation.passkey.prompts import Case, PromptMaker, make_cases
 from cacheformers.evaluation.passkey.wordings import INTRO, NEEDLES, REPEATED
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SMOLLM2 = ROOT / "data" / "smollm2-135m-instruct"
 POSITIONS = 1024
 LENGTHS = (420, 600)  # the sentences about the key alone take 290 bytes

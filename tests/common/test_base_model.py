@@ -168,7 +168,7 @@ def test_a_converted_folder_says_where_its_weights_come_from(tmp_path, model, to
 
 
 def test_the_4_bit_weights_are_fetched_where_the_hub_cannot_be_reached(tmp_path, model, tokens, monkeypatch, capsys):
-    script = Path(__file__).resolve().parents[1] / "recipes" / "fetch_smollm2.py"
+    script = Path(__file__).resolve().parents[2] / "recipes" / "fetch_smollm2.py"
     spec = importlib.util.spec_from_file_location(script.stem, script)
     fetch_smollm2 = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fetch_smollm2)

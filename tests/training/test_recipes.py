@@ -25,7 +25,7 @@ from cacheformers.training.settings import check_train_options
 with torch.device("meta"):
     torch.empty(0)
 
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 SCRATCH = sorted(RECIPES.glob("scratch_*.yaml"))
 ADAPTERS = sorted(set(RECIPES.glob("*.yaml")) - set(SCRATCH))
 METHODS = sorted((RECIPES / "methods").glob("*.yaml"))

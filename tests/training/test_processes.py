@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from interruptions import AT_FILES, IN_FORWARD, TOUCHES, check_checkpoints
 from peft import PeftModel
 from recipe import Recipe, adapter_weights, arguments, largest_difference, run
 from safetensors.torch import load_file
-from test_resume import AT_FILES, IN_FORWARD, TOUCHES, check_checkpoints
 from transformers import AutoModelForCausalLM
 
 from cacheformers import train_adapt
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 20
 SETTINGS = ("--lanes=4", f"--steps={STEPS}", "--checkpoint_every=5", "--memory_rate=1e-2", "--lora_rate=1e-2")
 

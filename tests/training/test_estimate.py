@@ -26,7 +26,7 @@ from cacheformers.training.estimate import Estimate, decoder_bytes, estimate, me
 with torch.device("meta"):
     torch.empty(0)
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = {"llama-2-7b": 6_738_415_616, "mistral-7b": 7_241_732_096, "opt-1.3b": 1_315_758_080}
 SEGMENT = 64
 SHAPES: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 pytest.importorskip("matplotlib")
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def measured(name: str, folder: Path) -> dict[str, Any]:

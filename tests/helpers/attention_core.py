@@ -14,7 +14,7 @@ from torch import Tensor
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.memory import BaseShape, LocalWindow, MemoryState
 
-GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden"
+GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "golden"
 SHAPE = BaseShape("llama", 32, 4, 2, 8, 3, 128, 4096, rotary=True)
 
 

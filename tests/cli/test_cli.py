@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from memories import assert_equal
 from peft import PeftModel
 from recipe import make_text
-from test_memory_files import assert_equal
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
 import cacheformers
@@ -25,7 +25,7 @@ from cacheformers.modeling.files.index import read_index
 from cacheformers.modeling.tracing import Trace
 
 WORDS = 120
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -354,7 +354,7 @@ def test_trace_of_several_rows(make_model: Callable[..., PeftModel], ids: torch.
 
 
 def test_module_and_console_script_are_the_same_door() -> None:
-    setup = (Path(__file__).resolve().parents[1] / "setup.cfg").read_text()
+    setup = (Path(__file__).resolve().parents[2] / "setup.cfg").read_text()
     assert "cacheformers = cacheformers_cli.main:main" in setup
     assert "cacheformers_cli = cli" in setup and "py_modules = cacheformers_cli.main" in setup
     assert os.path.exists(Path(cacheformers.__file__).with_name("__main__.py"))

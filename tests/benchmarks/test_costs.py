@@ -18,7 +18,7 @@ from cacheformers.modeling.search import ExactSearch
 from cacheformers.training.scratch import model_config
 from cacheformers.training.tokenizer import open_tokenizer
 
-CONFIGS = Path(__file__).resolve().parents[1] / "recipes" / "model_configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "model_configs"
 HIDDEN, HEADS, SEGMENT = 32, 4, 8
 
 

@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from golden import FOLDER, base_model, load, publish
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from cacheformers.methods.neurocache import convert as converter
 from cacheformers.methods.neurocache.convert import convert, main
-
-sys.path.append(str(Path(__file__).parent))
-from golden import FOLDER, base_model, load
 
 ROWS = [("llama_gqa", "main", "bin", "published"), ("opt", "main_fixedheads", "safetensors", "fixed")]
 BASE = {
@@ -66,25 +64,6 @@ for base, adapter, recorded, out in zip(*[iter(sys.argv[1:])] * 4):
             logits[f"{door}.seg{segment}"] = output.logits
     save_file(logits, out)
 """
-
-
-def publish(folder: Path, settings: dict, weights: dict, suffix: str = "bin") -> Path:
-    """Write a folder as the package's `save_pretrained` does."""
-    folder.mkdir()
-    rest = {
-        "neurocache_type": "ONDEVICE",
-        "task_type": "CAUSAL_LM",
-        "auto_mapping": None,
-        "base_model_name_or_path": "somewhere/else",
-        "inference_mode": True,
-    }
-    (folder / "neurocache_config.json").write_text(json.dumps({**rest, **settings}, indent=2, sort_keys=True))
-    path = folder / f"neurocache_model.{suffix}"
-    if suffix == "bin":
-        torch.save(weights, path)
-    else:
-        save_file(weights, path, metadata={"format": "pt"})
-    return folder
 
 
 def random_weights(hidden: int = 32, width: int = 8, layers: int = 2, rank: int = 0) -> dict[str, torch.Tensor]:

@@ -406,7 +406,7 @@ def test_longbench_e_goes_into_folders_of_its_own(data):
 @pytest.mark.slow
 def test_real_records_with_a_real_model(tmp_path):
     """`full` is plain `generate`, token for token, in float32 and in batches."""
-    base, data = Path(__file__).parents[1] / "data" / "smollm2-135m-instruct", SHARED / "data" / "longbench_mini"
+    base, data = Path(__file__).parents[2] / "data" / "smollm2-135m-instruct", SHARED / "data" / "longbench_mini"
     if not (base.is_dir() and data.is_dir()):
         pytest.skip("SmolLM2 or longbench_mini is not there")
     tokenizer = AutoTokenizer.from_pretrained(base)

@@ -409,7 +409,7 @@ print("{{}}")
 """
     fresh(code, folder)
     hub.repos[name].commit({**hub.repos[name].files, "onnx/config.json": File(b"{}")})
-    script = Path(__file__).resolve().parents[1] / "recipes" / "fetch_smollm2.py"
+    script = Path(__file__).resolve().parents[2] / "recipes" / "fetch_smollm2.py"
     code = f"""
 import runpy
 sys.argv = ["fetch_smollm2.py", "--out", f"{{folder}}/fetched"]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from interruptions import AT_FILES
 from recipe import Recipe, make_text, run
 from safetensors.torch import load_file
-from test_resume import AT_FILES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from cacheformers import CacheFormerConfig, train_adapt
@@ -23,7 +23,7 @@ from cacheformers.training.optim import Rates, parameter_groups
 from cacheformers.training.scratch import model_config
 from cacheformers.training.tokenizer import BYTES, END, open_tokenizer
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG_FILES = ROOT / "recipes" / "model_configs"
 
 DECODER = {

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-sys.path.append(str(Path(__file__).parent))
 from attention_core import golden_files, load, random_inputs
 from gated_cases import (
     CHANNELS,
@@ -26,6 +19,8 @@ from gated_cases import (
     stream,
     upto,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from cacheformers.methods.gated_attention import near_far
 from cacheformers.methods.gated_attention.gated_attention import (

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import cacheformers
 from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
 
-FOLDER = Path(__file__).resolve().parents[2] / "shared" / "golden" / "neurocache"
+FOLDER = Path(__file__).resolve().parents[3] / "shared" / "golden" / "neurocache"
 PARTS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o"}
 
 
@@ -178,3 +178,22 @@ def watch(model: PeftModel) -> Iterator[Seen]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def publish(folder: Path, settings: dict, weights: dict, suffix: str = "bin") -> Path:
+    """Write a folder as the package's `save_pretrained` does."""
+    folder.mkdir()
+    rest = {
+        "neurocache_type": "ONDEVICE",
+        "task_type": "CAUSAL_LM",
+        "auto_mapping": None,
+        "base_model_name_or_path": "somewhere/else",
+        "inference_mode": True,
+    }
+    (folder / "neurocache_config.json").write_text(json.dumps({**rest, **settings}, indent=2, sort_keys=True))
+    path = folder / f"neurocache_model.{suffix}"
+    if suffix == "bin":
+        torch.save(weights, path)
+    else:
+        save_file(weights, path, metadata={"format": "pt"})
+    return folder

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions, CacheFormerParts, Projected, make_parts
 
-FOLDER = Path(__file__).resolve().parents[2] / "shared" / "golden" / "cacheformer"
+FOLDER = Path(__file__).resolve().parents[3] / "shared" / "golden" / "cacheformer"
 PARTS = {"to_dynamic_proj": "pool", "local_norm": "local_norm", "global_norm": "global_norm"}
 TINY = {"heads": 4, "kv_heads": 4, "head_dim": 16, "window_tokens": 16, "pool_tokens": 4, "pool_vectors": 2}
 LONG_SHORT: dict[str, Any] = {"overlap": False, "cache": False}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # From the ground up; a module imports its own floor and those below. Longer prefixes are the more exact ones.
 FLOORS = (
     ("modeling.search",),

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from interruptions import AT_FILES, IN_FORWARD, TOUCHES, check_checkpoints
 from recipe import Recipe, adapter_weights, arguments, largest_difference, run, write_documents
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from cacheformers import train_adapt
 from cacheformers.common.files import write_tensors
@@ -28,52 +27,12 @@ SETTINGS = (
 
 # Needs the local keys, the kept columns and the number of closed segments that a checkpoint holds.
 WINDOW = ("--local_window=sliding", "--window_tokens=10", "--sink_tokens=3")
-TOUCHES = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir")
-# The process kills itself just before its `moment`-th such event in the checkpoints' folder.
-AT_FILES = """
-import signal
-touched = 0
-def watch(event, facts):
-    global touched
-    if event in {events} and "checkpoints" in str(facts[0]):
-        touched += 1
-        if rank == {rank} and touched == {moment}:
-            os.kill(os.getpid(), signal.SIGKILL)
-sys.addaudithook(watch)
-"""
-# ... or gets a signal in the middle of a forward, at the `moment`-th call of a module.
-IN_FORWARD = """
-import torch
-calls = 0
-def watch(module, inputs):
-    global calls
-    calls += 1
-    if rank == {rank} and calls == {moment}:
-        os.kill(os.getpid(), {signal})
-torch.nn.modules.module.register_module_forward_pre_hook(watch)
-"""
 
 
 @pytest.fixture
 def uninterrupted(documents: Path) -> Path:
     train_adapt.main(arguments(documents, *SETTINGS, output="whole"))
     return documents / "whole"
-
-
-def check_checkpoints(folder: Path, base: Path) -> int:
-    """Every checkpoint that can be seen is whole. Returns how many there are."""
-    paths = Checkpoints(folder / "checkpoints").paths()
-    for path in paths:
-        contents = json.loads((path / "checkpoint.json").read_text())
-        assert contents["contents"]["history"]["losses"]
-        assert {file.name for file in path.iterdir()} == {*contents["files"], "checkpoint.json"}
-        for name, size in contents["files"].items():
-            assert (path / name).stat().st_size == size
-        for file in path.glob("*.safetensors"):
-            assert load_file(file)
-        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), path)
-        assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
-    return len(paths)
 
 
 def killed_and_resumed(documents: Path, before: str, processes: int = 1, settings: tuple[str, ...] = SETTINGS) -> None:

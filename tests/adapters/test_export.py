@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import other_cases
-from golden import base_model, cases, load
+from golden import base_model, cases, load, publish
 from peft import LoraConfig, PeftModel, get_peft_model
-from test_convert import publish
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cacheformers
 from cacheformers.adapters.export import export, main, to_model
 from cacheformers.methods.neurocache.convert import convert
 
-SMOLLM2 = Path(__file__).resolve().parents[1] / "data" / "smollm2-135m-instruct"
+SMOLLM2 = Path(__file__).resolve().parents[2] / "data" / "smollm2-135m-instruct"
 
 
 @pytest.fixture
@@ -272,7 +271,7 @@ def test_smollm2(config_factory, opener, tmp_path):
         if "lora_mem_gate" in name or "lora_B" in name:
             parameter.normal_(0, 0.05)
     model.save_pretrained(tmp_path / "adapter")
-    text = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
     ids = AutoTokenizer.from_pretrained(SMOLLM2)(text, return_tensors="pt").input_ids[:, :700]
     expected = expect(model, ids, tmp_path / "expected")
     del model
