@@ -58,7 +58,7 @@ def method_options(config: type[MemoryAdapterConfig]) -> type[MethodOptions]:
     for field in dataclasses.fields(config):
         if (field.name in inherited and field.name not in own) or field.name in WITHOUT:
             continue
-        kind, metadata = hints[field.name], dict(field.metadata)
+        kind, metadata = hints[field.name], {"help": field.metadata["help"]}
         if kind in NOTATION:
             metadata["help"] += NOTATION[kind]
             kind = list[str] | None

@@ -89,7 +89,8 @@ def test_a_limit_that_cannot_fit_is_an_error_and_no_cut(fallback, capsys):
 
 
 @pytest.mark.parametrize(
-    ("method", "options"), [("gated_attention", {}), ("cacheformer", {"window_tokens": 64, "segment_tokens": 64})]
+    ("method", "options"),
+    [("gated_attention", {}), ("cacheformer_on_base", {"window_tokens": 64, "segment_tokens": 64})],
 )
 def test_a_text_that_a_memory_on_learned_positions_cannot_read(fallback, capsys, config_factory, method, options):
     """Its positions count on: found before the run, with the record's name."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from recipe import make_text, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheformers.adapters.export import export
+from cacheformers.cli import main as command_line
 from cacheformers.evaluation.run import Measure
 from cacheformers.evaluation.text_perplexity import Windows, main, places_in_window, rates
 from cacheformers.evaluation.texts import raw_text, read_texts
@@ -100,13 +100,12 @@ def test_a_loss_that_is_not_finite(make_base, ids):
 # Results
 
 
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # runpy, as other tests have imported the module
 @pytest.mark.parametrize(("mode", "more", "tokens"), [("segment", [], 66 + 47), ("sliding", ["--stride=7"], 69 + 49)])
 def test_a_run_writes_all_units(folder, capsys, monkeypatch, mode, more, tokens):
     """A word is a token here: both perplexities are one."""
     given = arguments(folder, mode, "--window=20", "--plots=true", *more)
-    monkeypatch.setattr("sys.argv", ["perplexity", *given])
-    runpy.run_module("cacheformers.evaluation.perplexity", run_name="__main__")
+    monkeypatch.setattr("sys.argv", ["cacheformers"])
+    command_line.main(["perplexity", *given])
     found = result(folder)
     assert found["tokens"] == tokens and found["tokens_by_document"][0] > found["tokens_by_document"][1]
     mean = sum(found["nats_by_document"]) / tokens

@@ -81,11 +81,10 @@ def opened(model, name):
     return model
 """
 # What is pushed, and how: code that has a `base` from the Hub and a `config`, and pushes to "me/NAME". Every row is
-# loaded by AutoModelForCausalLM, an adapter by PeftModel too.
+# loaded by AutoModelForCausalLM, an adapter by PeftModel too. PEFT's and transformers' own methods write an empty card.
 PUSHED = {
     "by-peft": "opened(get_peft_model(base, config), 'by-peft').push_to_hub('me/by-peft')",
-    "by-transformers": "base.add_adapter(config); opened(base, 'by-transformers').push_to_hub('me/by-transformers', "
-    "tags=['mine'])",
+    "by-transformers": "base.add_adapter(config); opened(base, 'by-transformers').push_to_hub('me/by-transformers')",
     "by-function": "cacheformers.push_to_hub(opened(get_peft_model(base, config), 'by-function'), 'me/by-function', "
     "license='mit')",
     "model-by-class": "tokenizer.push_to_hub('me/model-by-class'); "
@@ -108,10 +107,12 @@ for row in {list(PUSHED.values())!r}:
 print("{{}}")
 """
     fresh(code, folder)
-    snippets = {}
+    snippets = dict.fromkeys(PUSHED, "import cacheformers")
     for name in PUSHED:
         files = hub.repos[f"me/{name}"].files
         assert sum(path.endswith(".safetensors") for path in files) == 1
+        if name in ("by-peft", "by-transformers"):
+            continue
         card = ModelCard(hub.text(f"me/{name}", "README.md"))
         assert MARK in card.text and NAME not in card.text and "cacheformers" in card.data.tags
         assert "[More Information Needed]" not in card.text and str(folder) not in card.content
@@ -121,7 +122,6 @@ print("{{}}")
         if name != "model":
             assert "| `topk` | `4` |" in card.text and "arXiv 2407.02486" in card.text and "up to 40" in card.text
         assert card.data.license == ("mit" if name == "by-function" else None)
-        assert ("mine" in card.data.tags) == (name == "by-transformers")
         snippets[name] = snippet(card.text)
 
     (folder / "book.txt").write_text(make_text(50))
@@ -141,7 +141,7 @@ for name, snippet in {snippets!r}.items():
 print(json.dumps({{"differences": differences, "asked": asked}}))
 """
     found = fresh(code, folder, token=None)
-    assert found["asked"] == list(PUSHED) and found["differences"] == dict.fromkeys(PUSHED, 0.0)
+    assert found["asked"] == list(PUSHED)[2:] and found["differences"] == dict.fromkeys(PUSHED, 0.0)
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ base.save_pretrained(f"{folder}/shards", max_shard_size="20KB")
 cacheformers.push_to_hub(f"{folder}/shards", "me/it")
 from huggingface_hub import HfApi
 adapted = get_peft_model(base, cacheformers.NeurocacheAdapterConfig(segment_tokens=16, cache_size=40, topk=4))
-adapted.push_to_hub("me/adapter")
+cacheformers.push_to_hub(adapted, "me/adapter")
 print("{}")
 """
     fresh(code, folder)
@@ -210,7 +210,7 @@ print("{}")
 base = AutoModelForCausalLM.from_pretrained(f"{folder}/base")
 cacheformers.push_to_hub(base, "me/it")
 adapted = get_peft_model(base, cacheformers.NeurocacheAdapterConfig(segment_tokens=32, cache_size=40, topk=4))
-adapted.push_to_hub("me/adapter")
+cacheformers.push_to_hub(adapted, "me/adapter")
 print("{}")
 """
     fresh(code, folder)

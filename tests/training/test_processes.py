@@ -49,7 +49,7 @@ def test_two_processes_start_from_the_same_states(documents):
     settings = (*SETTINGS, "--memory_start=states", "--start_segments=5", "--hit_scores=true")
     train_adapt.main(arguments(documents, *settings, output="alone"))
     # The second process finds directions of the other sign, as a machine of another kind may.
-    other = "if rank:\n    from cacheformers.adapters import start as s; f = s.principal_projection\n"
+    other = "if rank:\n    from cacheformers.methods.neurocache import start as s; f = s.principal_projection\n"
     other += "    s.principal_projection = lambda *moments: -f(*moments)"
     run(arguments(documents, *settings, "--sharding=fsdp2"), documents / "two.log", 2, other)
     assert largest_difference(documents / "adapter", documents / "alone") <= 1e-4  # gradients of hit scores begin at 0

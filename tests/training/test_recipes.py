@@ -18,6 +18,7 @@ from cacheformers.common.documents import check_lengths
 from cacheformers.common.sources import DATASET, HUB_ID
 from cacheformers.evaluation.held_out import HeldOut
 from cacheformers.evaluation.model import check_evaluation
+from cacheformers.modeling.method import method_named
 from cacheformers.training.adapter import adapter_config
 from cacheformers.training.settings import check_train_options
 
@@ -69,7 +70,7 @@ def test_recipes_of_methods_differ_by_the_method_alone():
             options = read(recipe, *more)
             check_train_options(options.train, options.run)
             adapter, memory = adapter_config(base, options.train, options.memory)
-            assert options.memory.method == recipe.stem and memory.segment_tokens == 512
+            assert options.memory.method == method_named(recipe.stem).name and memory.segment_tokens == 512
             check_lengths(options.data, memory)
             ids = torch.zeros(2, dtype=torch.long)
             check_evaluation([HeldOut(ids, 1, "one"), HeldOut(ids, 1, "two")], options.evaluation, memory)
@@ -96,7 +97,7 @@ def test_a_recipe_of_a_method_runs(folder, recipe):
         "neurocache": ["--retrieval_map=1", "--cache_size=40", "--topk=4", "--start_segments=2"],
         "infini_attention": ["--layers", "1", "2"],
         "gated_attention": ["--layers", "1", "2", "--window_tokens=6"],
-        "cacheformer_on_base": ["--layers", "1", "2", "--window_tokens=16", "--topk=2"],
+        "cacheformer": ["--layers", "1", "2", "--window_tokens=16", "--topk=2"],
         "windowed": ["--lora_targets", "down_proj"],
     }[recipe.stem]
     small += [f"--{name}={folder / name}" for name in ("base", "output")]

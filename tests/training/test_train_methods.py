@@ -38,6 +38,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 }
 # What a card says of the rates; token gates and the scale of similarities have the memory's.
 RATES = {
+    "toy": "0.01 (LoRA), 0.3 (gates)",
     "memorizing": "0.01 (LoRA), 0.01 (memory), 0.3 (gates)",
     "infini_attention": "0.01 (LoRA), 0.01 (the memory's shares)",
     "gated_attention": "0.01 (LoRA), 0.01 (memory)",
@@ -93,7 +94,7 @@ def test_a_run(folder, method):
     assert list(result["scores"]) == ["base", *READERS[method]]
     card = (folder / "adapter" / "README.md").read_text()
     assert f"- {method}" in card and f"| {list(READERS[method])[-1]} |" in card
-    assert ("other_document" in card) == (method == "memorizing")
+    assert ("other_document" in card) == (method in ("memorizing", "toy"))
     assert f", rates {RATES[method]}. Every" in card and "cacheformers.read(" in card
     assert {f"rate_{name}" for name in result["rates"]} == {name for name in result["log"][0] if "rate_" in name}
 
@@ -107,7 +108,7 @@ def test_a_run(folder, method):
         assert nats[name] == pytest.approx(result["scores"][name]["nats"], rel=1e-6)
     assert len(set(nats.values())) == len(nats)
     config = PeftConfig.from_pretrained(str(folder / "adapter"))
-    assert config.layers_to_transform == {"memorizing": [1], "windowed": [0, 1, 2]}.get(method, [1, 2])
+    assert config.layers_to_transform == {"memorizing": [1], "toy": [1], "windowed": [0, 1, 2]}.get(method, [1, 2])
     layers = {int(name.partition("layers.")[2].partition(".")[0]) for name in adapter_weights(folder / "adapter")}
     assert layers == set(config.layers_to_transform)
 
@@ -200,7 +201,11 @@ def test_which_memory_is_meant(tmp_path):
 @pytest.mark.parametrize(
     ("method", "more", "message"),
     [
-        ("infini_attention", ["--cache_size=4"], "cache_size is an option of --method neurocache and memorizing, and"),
+        (
+            "infini_attention",
+            ["--cache_size=4"],
+            "cache_size is an option of --method memorizing and neurocache and toy, and",
+        ),
         ("gated_attention", ["--rule", "delta"], "rule is an option of --method infini_attention, and the memory here"),
         ("neurocache", ["--far-heads", "1:0"], "far_heads is an option of --method gated_attention"),
         ("windowed", ["--recipe"], "topk is an option of"),

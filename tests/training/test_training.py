@@ -359,7 +359,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(folder, monkeypatch):
     ("more", "message"),
     [
         (["--stepz", "3"], "unknown option '--stepz': did you mean 'steps'?"),
-        (["--method", "nerocache"], "invalid choice: 'nerocache'"),
+        (["--method", "nerocache"], "method 'nerocache' is not registered"),
         (["--steps", "0"], "steps must be greater than 0"),
         (["--retrieval_map", "9"], "Layers [9] do not exist"),
         (["--retrieval_map", "top"], "'top' is neither a layer"),
@@ -460,7 +460,10 @@ def test_layer_maps():
 # transformers' Trainer
 
 NOT_TRAINED = "The memory is not being trained"
-NEAR = {"gated_attention": 6, "cacheformer": 16}  # tokens before the memory is read; for the others a segment of 16
+NEAR = {
+    "gated_attention": 6,
+    "cacheformer_on_base": 16,
+}  # tokens before the memory is read; for the others a segment of 16
 
 
 def rows_of(tokens: int) -> list[dict[str, Tensor]]:
@@ -508,7 +511,8 @@ def test_trainer_with_rows_of_two_segments_trains_the_memory(make_base, config_f
         "memorizing": {"gate", "scale"},
         "infini_attention": {"beta"},
         "gated_attention": {"token_gate"},
-        "cacheformer": {"pool"},
+        "cacheformer_on_base": {"pool"},
+        "toy": {"gate"},
     }
     assert changed == expected[method]
 
