@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import cacheformers
 from cacheformers import train_adapt
 
-FORMER = Path(__file__).resolve().parent / "fixtures" / "former"
+FORMER = Path(__file__).resolve().parents[1] / "fixtures" / "former"
 METHODS = ["neurocache", "memorizing", "infini_attention", "gated_attention", "cacheformer", "windowed"]
 TOLERANCE = {"atol": 2e-5, "rtol": 1e-4}  # float32 on another processor
 
