@@ -2,7 +2,8 @@
 
 A frozen linear layer keeps nothing: its input gradient needs only its weight. What is kept are the inputs of trained
 matrices and what norms, attention and elementwise functions need for their gradients. Layers below the first trained
-one have no graph at all. `tests/test_estimate.py` compares these terms with the tensors that autograd really saves.
+one have no graph at all. `tests/training/test_estimate.py` compares these terms with the tensors that autograd really
+saves.
 """
 
 from __future__ import annotations

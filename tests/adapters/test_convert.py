@@ -1,0 +1,266 @@
+"""Checkpoint folders of the published package become adapters that give its logits; what cannot is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from golden import FOLDER, base_model, load, publish
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from cacheformers.methods.neurocache import convert as converter
+from cacheformers.methods.neurocache.convert import convert, main
+
+ROWS = [("llama_gqa", "main", "bin", "published"), ("opt", "main_fixedheads", "safetensors", "fixed")]
+BASE = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+}
+SETTINGS = {
+    "retrieval_map": {"2": 2},
+    "attention_layers": [2, 3],
+    "cache_size": 64,
+    "compression_factor": 4,
+    "topk": 4,
+    "neighborhood_size": 2,
+    "context_size": 2,
+    "similarity_fn": "l2",
+    "cache_dtype": "float32",
+    "cache_type": "FIFO",
+    "global_cache": False,
+}
+# A fresh process reads each adapter through both doors and writes the logits of every segment.
+READ = """
+import json, sys, torch, cacheformers
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+for base, adapter, recorded, out in zip(*[iter(sys.argv[1:])] * 4):
+    tensors, meta = load_file(recorded + ".safetensors"), json.load(open(recorded + ".json"))
+    plain = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    doors = {
+        "auto": AutoModelForCausalLM.from_pretrained(adapter, attn_implementation="eager"),
+        "peft": PeftModel.from_pretrained(plain, adapter),
+    }
+    logits = {}
+    for door, model in doors.items():
+        memory = cacheformers.new_memory(model.eval(), 2)
+        for segment in range(1, len(meta["segment_lengths"]) + 1):
+            starts = meta["restarts"].get(str(segment), [])
+            memory.reset([row for row, restarts in enumerate(starts) if restarts])
+            with torch.no_grad():
+                output = model(tensors[f"seg{segment}.input_ids"], past_key_values=memory, use_cache=False)
+            logits[f"{door}.seg{segment}"] = output.logits
+    save_file(logits, out)
+"""
+
+
+def random_weights(hidden: int = 32, width: int = 8, layers: int = 2, rank: int = 0) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors for the base model above, with LoRA on its feed-forward blocks where a rank is given."""
+    torch.manual_seed(3)
+    weights = {}
+    if width < hidden:
+        weights = {"h_proj.weight": torch.randn(width, hidden) / hidden**0.5}
+        weights |= {"h_norm.weight": 1 + torch.randn(width) / 10, "h_norm.bias": torch.randn(width) / 10}
+    for number in range(layers):
+        for part, shape in {"q": (32, hidden), "k": (16, width), "v": (16, width), "o": (hidden, 32)}.items():
+            weights[f"cache_attns.{number}.{part}_proj.weight"] = torch.randn(shape) / shape[1] ** 0.5
+    for layer in (2, 3) if rank else ():
+        for module, (outputs, inputs) in {"gate_proj": (48, 32), "up_proj": (48, 32), "down_proj": (32, 48)}.items():
+            name = f"model.layers.{layer}.mlp.{module}.lora_"
+            weights[name + "A.weight"] = torch.randn(rank, inputs) / 6
+            weights[name + "B.weight"] = torch.randn(outputs, rank) / 3
+    return weights
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**BASE))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.15)
+    model.save_pretrained(folder)
+    return folder
+
+
+def config_only(folder: Path, config) -> Path:
+    """A base model of which only the configuration is there: more is not read."""
+    config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="the golden data is not there")
+def test_recorded_checkpoints_give_the_recorded_logits(tmp_path):
+    arguments = []
+    for name, variant, suffix, heads in ROWS:
+        fixture, folder = load(name, variant), tmp_path / name
+        folder.mkdir()
+        base_model(name).save_pretrained(folder / "base")
+        publish(folder / "published", fixture.config, fixture.weights, suffix)
+        command = [str(folder / "published"), str(folder / "adapter"), "--base", str(folder / "base"), "--heads", heads]
+        if suffix == "bin":
+            subprocess.run([sys.executable, "-m", "cacheformers.methods.neurocache.convert", *command], check=True)
+        else:
+            main(command)
+        recorded, out = FOLDER / name / variant, folder / "logits.safetensors"
+        arguments += [str(folder / "base"), str(folder / "adapter"), str(recorded), str(out)]
+
+    read = subprocess.run([sys.executable, "-c", READ, *arguments], capture_output=True, text=True)
+    assert read.returncode == 0, read.stderr
+    for complaint in ("missing", "newly initialized", "unexpected"):
+        assert complaint not in read.stderr.lower(), read.stderr
+    for name, variant, _, _ in ROWS:
+        fixture, logits = load(name, variant), load_file(tmp_path / name / "logits.safetensors")
+        for segment in range(1, len(fixture.meta["segment_lengths"]) + 1):
+            golden = fixture.tensors[f"seg{segment}.logits"]
+            assert torch.equal(logits[f"auto.seg{segment}"], logits[f"peft.seg{segment}"])
+            assert float((logits[f"auto.seg{segment}"] - golden).abs().max()) <= fixture.tolerance
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prefix", ["", "base_model.model."], ids=["injected", "wrapped by PEFT"])
+def test_lora_weights_come_along(tmp_path, base, prefix):
+    """As much as the same checkpoint without LoRA, on a base into which LoRA was merged by hand."""
+    weights, rank, alpha = random_weights(rank=4), 4, 8
+    named = {(prefix if "lora" in name else "") + name: weight for name, weight in weights.items()}
+    publish(tmp_path / "with", SETTINGS, named)
+    publish(tmp_path / "without", SETTINGS, {name: w for name, w in weights.items() if "lora" not in name})
+    convert(tmp_path / "with", tmp_path / "lora", base, lora_alpha=alpha)
+    convert(tmp_path / "without", tmp_path / "plain", base)
+    merged = AutoModelForCausalLM.from_pretrained(base)
+    for name, matrix in weights.items():
+        if name.endswith("lora_A.weight"):
+            module = merged.get_submodule(name.removesuffix(".lora_A.weight"))
+            module.weight += alpha / rank * weights[name.replace("lora_A", "lora_B")] @ matrix
+    ids = torch.randint(32, (2, 16))
+    results = []
+    for model in (
+        PeftModel.from_pretrained(merged, tmp_path / "plain"),
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "lora"),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "lora"),
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "plain"),
+    ):
+        memory = model(ids[:, :8], use_cache=False).past_key_values
+        results.append(model(ids[:, 8:], past_key_values=memory, use_cache=False).logits)
+    by_hand, peft, auto, without = results
+    assert torch.allclose(by_hand, peft, atol=1e-4)
+    assert torch.equal(peft, auto)
+    assert not torch.allclose(peft, without, atol=1e-2)
+
+
+def test_default_layers_without_compression(tmp_path, base):
+    settings = {**SETTINGS, "retrieval_map": None, "attention_layers": None, "compression_factor": 1}
+    publish(tmp_path / "published", settings, random_weights(width=32, layers=1), "safetensors")
+    out = convert(tmp_path / "published", tmp_path / "new" / "adapter", base)
+    tensors = load_file(out / "adapter_model.safetensors")
+    assert {name.rpartition(".layers.")[2] for name in tensors} == {
+        f"3.self_attn.memory.lora_mem_{part}.weight" for part in "qkvo"
+    }
+    written = ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == written
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out)
+
+
+def without(weights: dict, name: str) -> dict:
+    return {key: tensor for key, tensor in weights.items() if key != name}
+
+
+LORA = random_weights(rank=4)
+PLAIN = without(random_weights(), "")
+REFUSED = {
+    "an LRU cache": ({"cache_type": "LRU"}, PLAIN, "least-recently-used"),
+    "a global cache": ({"global_cache": True}, PLAIN, "documents never mix"),
+    "a repeated layer": ({"attention_layers": [2, 3, 3]}, random_weights(layers=3), "a layer has one cache attention"),
+    "k above the store": ({"topk": 65}, PLAIN, "larger than cache_size 64.*second segment"),
+    "release 0.0.1": ({"cache_layers": [2]}, PLAIN, "0.0.1"),
+    "another kind": ({"neurocache_type": "REMOTE"}, PLAIN, "REMOTE"),
+    "a wrong type": ({"topk": "4"}, PLAIN, "topk is '4'"),
+    "an impossible option": ({"neighborhood_size": 3}, PLAIN, "must be 1 or even"),
+    "a missing tensor": ({}, without(PLAIN, "h_norm.bias"), r"Missing: \[.*lora_mem_norm.bias"),
+    "a missing layer": ({"attention_layers": [1, 2, 3], "retrieval_map": {"1": 1}}, PLAIN, "Missing: .*layers.3"),
+    "a layer too many": ({"attention_layers": [2]}, PLAIN, "cache attention number 1"),
+    "half a LoRA": ({}, without(LORA, "model.layers.3.mlp.up_proj.lora_A.weight"), "Missing: .*3.mlp.up_proj.lora_A"),
+    "an unknown tensor": ({}, {**PLAIN, "h_gate.weight": torch.ones(2)}, "unknown meaning: h_gate.weight"),
+    "another base's shapes": ({"compression_factor": 2}, PLAIN, "has shape"),
+    "another hidden size": ({}, random_weights(hidden=64), "hidden size 64, but this one has 32.*somewhere/else"),
+    "more than tensors": ({}, {"h_proj.weight": "text"}, "does not hold a dictionary of tensors"),
+    "code in a pickle": ({}, {"h_proj.weight": Path("x")}, "holds more than tensors"),
+}
+
+
+def assert_refused(reason: str, published: Path, out: Path, base: Path, *options: str) -> None:
+    """The command ends with a reason and leaves nothing behind."""
+    before = sorted(out.parent.iterdir())
+    with pytest.raises(SystemExit, match=f"(?s)Nothing was written: .*{reason}"):
+        main([str(published), str(out), "--base", str(base), *options])
+    assert sorted(out.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(tmp_path, base, case):
+    changes, weights, reason = REFUSED[case]
+    publish(tmp_path / "published", {**SETTINGS, **changes}, weights)
+    options = ["--lora-alpha", "8"] if "LoRA" in case else []
+    assert_refused(reason, tmp_path / "published", tmp_path / "out", base, *options)
+
+
+def test_alpha_is_asked_for(tmp_path, base):
+    publish(tmp_path / "lora", SETTINGS, LORA)
+    publish(tmp_path / "plain", SETTINGS, PLAIN)
+    assert_refused("rank 4.*pass --lora-alpha", tmp_path / "lora", tmp_path / "out", base)
+    assert_refused("holds no LoRA", tmp_path / "plain", tmp_path / "out", base, "--lora-alpha", "8")
+
+
+def test_wrong_bases_are_refused(tmp_path):
+    publish(tmp_path / "published", SETTINGS, PLAIN)
+    shallow = config_only(tmp_path / "shallow", LlamaConfig(**{**BASE, "num_hidden_layers": 3}))
+    unknown = config_only(tmp_path / "unknown", GPT2Config(n_layer=1, n_embd=32, n_head=4))
+    assert_refused("this base model has layers 0 to 2", tmp_path / "published", tmp_path / "out", shallow)
+    assert_refused("'gpt2' is not supported", tmp_path / "published", tmp_path / "out", unknown)
+    assert_refused("nowhere", tmp_path / "published", tmp_path / "out", tmp_path / "nowhere")
+
+
+def test_damaged_folders_are_refused(tmp_path, base):
+    published, out = publish(tmp_path / "published", SETTINGS, PLAIN, "safetensors"), tmp_path / "out"
+    weights, config = published / "neurocache_model.safetensors", published / "neurocache_config.json"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    assert_refused("is damaged", published, out, base)
+    weights.unlink()
+    assert_refused("has no weights", published, out, base)
+    (published / "neurocache_model.bin").write_bytes(b"PK\x03\x04 and nothing else")
+    assert_refused("is damaged", published, out, base)
+    config.write_text(json.dumps({name: value for name, value in SETTINGS.items() if name != "topk"}))
+    assert_refused("lacks topk", published, out, base)
+    config.write_text("{")
+    assert_refused("is damaged", published, out, base)
+    config.unlink()
+    assert_refused("is no checkpoint folder", published, out, base)
+
+
+def test_nothing_is_left_when_writing_fails(tmp_path, base, monkeypatch):
+    publish(tmp_path / "published", SETTINGS, PLAIN)
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(converter, "save_file", full)
+        assert_refused("no space left", tmp_path / "published", tmp_path / "out", base)
+    out = convert(tmp_path / "published", tmp_path / "out", base)
+    assert json.loads((out / "adapter_config.json").read_text())["compatibility"] == "reference"
+    assert_refused("exists already", tmp_path / "published", out, base)

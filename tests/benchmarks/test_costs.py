@@ -1,0 +1,97 @@
+"""What a token costs each memory that retrieves: searches, and numbers stored (the comparison of Neurocache's table 1).
+
+Memorizing Transformer searches once a head and stores keys and values, 2h numbers a token. Neurocache searches once and
+stores h / compression_factor numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import cacheformers
+from cacheformers.modeling.search import ExactSearch
+from cacheformers.training.scratch import model_config
+from cacheformers.training.tokenizer import open_tokenizer
+
+CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "model_configs"
+HIDDEN, HEADS, SEGMENT = 32, 4, 8
+
+
+def small(model_type: str, **options: object) -> torch.nn.Module:
+    base = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": HEADS,
+        "max_position_embeddings": 64,
+    }
+    chosen = {"segment_tokens": SEGMENT, "cache_size": 64, "topk": 4, "search": "exact", **options}
+    config = AutoConfig.for_model(model_type, text_config=base, **chosen)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "searches", "numbers"),
+    [
+        ("memorizing", {}, HEADS, 2 * HIDDEN),
+        ("neurocache", {}, 1, HIDDEN // 4),
+        ("neurocache", {"compression_factor": 2}, 1, HIDDEN // 2),
+        ("neurocache", {"retrieval_map": {1: 1, 3: 3}}, 2, 2 * HIDDEN // 4),
+    ],
+)
+@torch.no_grad()
+def test_searches_and_entry_size(monkeypatch, model_type, options, searches, numbers):
+    model = small(model_type, **options)
+    asked, find = 0, ExactSearch.find
+
+    def counted(self, queries, *arguments):
+        nonlocal asked
+        asked += len(queries)
+        return find(self, queries, *arguments)
+
+    monkeypatch.setattr(ExactSearch, "find", counted)
+    segments = 4  # the store grows in powers of two
+    memory = cacheformers.read(model, torch.randint(3, 64, (1, segments * SEGMENT)), progress=False)
+    assert asked == (segments - 1) * SEGMENT * searches  # nothing is stored yet when the first segment is read
+    stored = memory.state.nbytes / torch.tensor(0.0).element_size()
+    assert stored == segments * SEGMENT * numbers
+
+
+def parameters(name: str) -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIGS / f"{name}.json"))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_parameters_of_the_recipes_configurations():
+    """Feed-forward blocks are narrower by what a memory takes, so that models compared are of one size."""
+    counts = {name: parameters(f"books_{name}") for name in ("segment", "sliding", "memorizing", "neurocache")}
+    assert counts["segment"] == counts["sliding"] == 5_795_072
+    assert counts["memorizing"] == counts["segment"] + 2 * 4  # a gate and a scale a head, in one layer
+    assert abs(counts["neurocache"] / counts["segment"] - 1) < 0.003
+    for name in counts:
+        assert round(parameters(f"{name}_184m") / 1e6) == 184
+    paper = json.loads((CONFIGS / "neurocache_184m.json").read_text())
+    assert paper["text_config"]["num_hidden_layers"] == 12 and paper["segment_tokens"] == 1024
+
+
+def test_parameters_of_the_cacheformers_that_are_compared():
+    """No branch has parameters of its own; full attention lacks what compresses."""
+    arms = ("transformer_ls", "overlap", "previous_block", "token", "both", "full")
+    paths = {arm: CONFIGS / f"cacheformer_5m_{arm}.json" for arm in arms}
+    configs = {arm: model_config(path, open_tokenizer("bytes")) for arm, path in paths.items()}
+    with torch.device("meta"):
+        models = {arm: AutoModelForCausalLM.from_config(config) for arm, config in configs.items()}
+    counts = {arm: sum(parameter.numel() for parameter in model.parameters()) for arm, model in models.items()}
+    assert counts.pop("full") == 5_200_129 - 2_688 and set(counts.values()) == {5_200_129}
+    full = configs["full"].attention_options()
+    assert full.branches == ("short",) and full.window_tokens == configs["full"].segment_tokens
+    for name in ("23m", "23m_transformer_ls"):
+        assert parameters(f"cacheformer_{name}") == 23_377_152

@@ -1,0 +1,402 @@
+"""The command `cacheformers`, from a text file to an answer, as real processes on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from memories import assert_equal
+from peft import PeftModel
+from recipe import make_text
+from transformers import LogitsProcessorList, PreTrainedTokenizerFast
+
+import cacheformers
+from cacheformers.cli.ask import counts, draw, gone_bins
+from cacheformers.cli.main import ELSEWHERE, dashed, main, make_parser
+from cacheformers.modeling.files.index import read_index
+from cacheformers.modeling.tracing import Trace
+
+WORDS = 120
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def model(make_model: Callable[..., PeftModel], folder: Path) -> PeftModel:
+    """Saved in `adapter`, over the base in `base`; a text in `book.txt`."""
+    model = make_model("llama_gqa", torch.float32)
+    model.peft_config["default"].base_model_name_or_path = "base"  # seen from the folder
+    model.save_pretrained(folder / "adapter")
+    (folder / "book.txt").write_text(make_text(WORDS))
+    return model
+
+
+def command(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cacheformers", *map(str, arguments)], cwd=cwd, capture_output=True, text=True
+    )
+
+
+@pytest.mark.slow
+def test_from_book_to_answer(folder: Path, model: PeftModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    pytest.importorskip("matplotlib")
+    read = command("read", "book.txt", "-o", "book.memory", "--adapter", "adapter", "--checkpoint", "2", cwd=folder)
+    assert read.returncode == 0, read.stderr
+    assert f"Read {WORDS} tokens" in read.stdout
+    expected = cacheformers.read_text(model, tokenizer, make_text(WORDS), progress=False)
+    assert_equal(cacheformers.load_memory(folder / "book.memory", model, tokenizer=tokenizer), expected)
+
+    (folder / "book.txt").unlink()
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    asked = command("ask", folder / "book.memory", "w5 w6 ?", "--explain", "--max-new-tokens", "20", cwd=elsewhere)
+    assert asked.returncode == 0, asked.stderr
+    question = tokenizer("\nQuestion: w5 w6 ?\nAnswer:", return_tensors="pt").input_ids
+    trace = Trace(expected)
+    answer = model.generate(
+        question,
+        attention_mask=torch.ones_like(question),
+        past_key_values=expected,
+        max_new_tokens=20,
+        do_sample=False,
+        logits_processor=LogitsProcessorList([trace]),
+    )
+    assert f"A: {tokenizer.decode(answer[0, question.shape[1] :], skip_special_tokens=True)}" in asked.stdout
+    texts = make_text(WORDS).split()
+    for passage in trace.passages(trace.asked + trace.chosen, 40, 3):
+        text = " ".join(texts[passage.first : passage.first + 40]) or "(question and answer)"
+        assert f"  token {passage.first} ({passage.times} times): {text}\n" in asked.stdout
+    assert asked.stdout.count(" near token ") >= 20
+    picture = (folder / "book.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 5000
+
+    seen = command("inspect", "book.memory", cwd=folder)
+    assert seen.returncode == 0, seen.stderr
+    assert f"{WORDS} tokens" in seen.stdout and "40 entries (at most 40) of 8 numbers" in seen.stdout
+    assert f"of the tokens from {WORDS - 40}" in seen.stdout and "book.txt" in seen.stdout
+
+
+@pytest.mark.slow
+def test_killed_reading_goes_on(folder: Path, model: PeftModel, tokenizer: PreTrainedTokenizerFast) -> None:
+    (folder / "long.txt").write_text(make_text(6000))
+    arguments = ["read", "long.txt", "-o", "long.memory", "--adapter", "adapter", "--checkpoint", "4"]
+    assert stopped_while_reading(folder, arguments, signal.SIGKILL)[0] == -signal.SIGKILL
+    before = read_index(folder / "long.memory").rows[0].tokens_read
+    assert 0 < before < 6000 and before % 64 == 0
+    done = command(*arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert f"holds the first {before:,} tokens" in done.stdout
+    expected = cacheformers.read_text(model, tokenizer, make_text(6000), progress=False)
+    assert_equal(cacheformers.load_memory(folder / "long.memory", model), expected)
+    assert len(list((folder / "long.memory").glob("*.safetensors"))) == 2
+
+
+@pytest.mark.slow
+def test_control_c(folder: Path, model: PeftModel) -> None:
+    (folder / "long.txt").write_text(make_text(6000))
+    arguments = ["read", "long.txt", "-o", "long.memory", "--adapter", "adapter", "--checkpoint", "4"]
+    status, errors = stopped_while_reading(folder, arguments, signal.SIGINT)
+    assert status == 130 and "Traceback" not in errors
+    remedy = "What was saved stays; give the same command again to go on from there."
+    assert errors.endswith(f"\ncacheformers read: stopped. {remedy}\n")
+    assert cacheformers.load_memory(folder / "long.memory").tokens_read[0] % 64 == 0
+
+
+def stopped_while_reading(folder: Path, arguments: list[str], stop: signal.Signals) -> tuple[int, str]:
+    """Exit status and stderr of the command, which is sent a signal as soon as it has saved something."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cacheformers", *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    index = folder / "long.memory" / "index.json"
+    while process.poll() is None and not index.exists():
+        time.sleep(0.01)
+    process.send_signal(stop)
+    errors = process.communicate()[1]
+    return process.returncode, errors
+
+
+def test_refusals(
+    folder: Path, model: PeftModel, make_model: Callable[..., PeftModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    main(["read", "book.txt", "-o", "book.memory", "--adapter", "adapter"])
+    (folder / "other.txt").write_text(make_text(30, seed=9))
+    other = make_model("llama_gqa", torch.float32)
+    next(weight for name, weight in other.named_parameters() if "lora_mem_down" in name).data.mul_(1.1)
+    other.peft_config["default"].base_model_name_or_path = "base"
+    other.save_pretrained(folder / "other_adapter")
+    windowed = make_model("llama_gqa", torch.float32, method="windowed")
+    windowed.peft_config["default"].base_model_name_or_path = "base"
+    windowed.save_pretrained(folder / "windowed_adapter")
+    main(["read", "book.txt", "-o", "windowed.memory", "--adapter", "windowed_adapter"])
+    (folder / "latin.txt").write_bytes("w1 é w2".encode("latin-1"))
+    with pytest.raises(SystemExit, match="empty question"):
+        main(["ask", "book.memory", "why", " "])
+    for arguments, message in {
+        "read other.txt -o book.memory --adapter adapter": "Choose another -o",
+        "read book.txt -o book.memory --adapter other_adapter": "another adapter",
+        "read book.txt -o base --adapter adapter": "something else",
+        "read book.txt -o new.memory": "--adapter",
+        "read book.txt -o new.memory --adapter adapter --device cuda:99": "--device cuda:99 cannot be used here",
+        "read book.txt -o new.memory --adapter adapter --device abacus": "--device abacus cannot be used here",
+        "read book.txt -o new.memory --adapter adapter --model /no/such": "there is no folder /no/such. Check the path",
+        "read book.txt -o new.memory --adapter adapter --model no/such": f"there is no folder {folder}/no/such, and",
+        "read book.txt -o new.memory --adapter nowhere": f"adapter nowhere was not found: there is no folder {folder}",
+        "read book.txt -o new.memory --adapter base": "base holds a model, not an adapter",
+        "read book.txt -o book.txt --adapter adapter": "book.txt is a file",
+        "read book.txt -o book.memory --adapter adapter --cache-size 50": "keeps 40 entries.*--overwrite",
+        "read latin.txt -o new.memory --adapter adapter": "latin.txt is not utf-8 text .byte 3.*--encoding latin-1",
+        "read latin.txt -o new.memory --adapter adapter --encoding klingon": "no encoding 'klingon'",
+        "read train.jsonl -o new.memory --adapter adapter --encoding latin-1": "--encoding is for .txt and .md files",
+        "read train.jsonl -o new.memory --adapter adapter --text-field body": "no field 'body', only title, text",
+        "read nothing.txt -o new.memory --adapter adapter": "nothing.txt does not exist",
+        "read train.jsonl -o new.memory --adapter adapter --document 3": "3 documents",
+        "ask book.memory why --adapter other_adapter": "another adapter",
+        "ask base why": "no memory",
+        "inspect nowhere": "no memory",
+        "ask windowed.memory why --explain": "this memory's method retrieves nothing",
+    }.items():
+        with pytest.raises(SystemExit, match=message) as stopped:
+            main(arguments.split())
+        assert str(stopped.value).startswith(f"cacheformers {arguments.split()[0]}: ")
+    assert not (folder / "new.memory").exists()
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    with pytest.raises(SystemExit, match=rf"no folder {elsewhere}/base, .*names this base: give .* with --model"):
+        main(["read", "../book.txt", "-o", "new.memory", "--adapter", "../adapter"])
+    assert not list(elsewhere.iterdir())
+
+
+def test_read_again_and_overwrite(
+    folder: Path, model: PeftModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    arguments = ["read", "book.txt", "-o", "book.memory", "--model", "base", "--adapter", "adapter"]
+    main(arguments)
+    first = read_index(folder / "book.memory")
+    assert first.reader.base == str(folder / "base") and first.reader.adapter == str(folder / "adapter")
+    main(arguments)
+    output = capsys.readouterr().out
+    size = f"--cache-size 120: {120 * 8 * 4 / 2**20:.1f} MiB"
+    assert (
+        f"book.txt has 120 tokens; the memory will keep the newest 40 (to keep all, read with --overwrite {size}"
+        in output
+    )
+    assert output.count("120 tokens read, of which the memory keeps the newest 40 (to keep all, read with --over") == 2
+    assert "already" in output and read_index(folder / "book.memory").save == first.save
+    (folder / "book.memory" / "index.json").write_text('{"format": "cacheformers memory", ')
+    main([*arguments, "--overwrite", "--cache-size", "12"])
+    assert cacheformers.load_memory(folder / "book.memory").state.rings[1].capacity == 12
+    main(["ask", "book.memory", "w1", "w2", "--max-new-tokens", "2", "--no-verify"])
+    output = capsys.readouterr().out
+    assert output.count("Q: ") == 2 and output.count("What question and answer retrieved most") == 2
+    assert output.count("120 tokens read, of which the memory keeps the newest 12 (to keep all") == 2  # read and ask
+    main([*arguments, "--overwrite", "--cache-size", "120"])
+    output = capsys.readouterr().out
+    assert "120 tokens read, and the memory keeps all of them." in output and "to keep all" not in output
+
+
+def test_other_encodings_and_fields(
+    folder: Path, model: PeftModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "wide.txt").write_text(make_text(30), encoding="utf-16")
+    main(["read", "wide.txt", "--encoding", "utf-16", "-o", "wide.memory", "--adapter", "adapter"])
+    (source,) = cacheformers.load_memory("wide.memory").origin.sources
+    assert source is not None and source.text == make_text(30)
+    (folder / "bodies.jsonl").write_text(json.dumps({"body": make_text(20)}) + "\n")
+    for spelling in ("--text-field", "--text_field"):
+        main(f"read bodies.jsonl {spelling} body -o body.memory --adapter adapter --overwrite".split())
+        assert cacheformers.load_memory("body.memory").tokens_read == [20]
+
+
+def test_help_needs_no_torch_and_teaches_at_once() -> None:
+    """The parser is what the console script imports, without the package."""
+    code = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("cacheformers_cli.main", {str(ROOT / "cli" / "main.py")!r})
+main = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(main)
+for arguments in (["--help"], ["--version"], ["read", "--help"], ["ask", "--help"], ["inspect", "--help"], ["ask"]):
+    try:
+        main.main(arguments)
+    except SystemExit:
+        pass
+loaded = {{"torch", "transformers", "peft", "datasets", "cacheformers"}} & set(sys.modules)
+assert not loaded, loaded
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"\ncacheformers {cacheformers.__version__}\n" in done.stdout and done.stdout.count("usage: ") == 4
+    assert "--text_field" not in done.stdout
+
+
+def test_what_is_forgotten_is_gray(make_model: Callable[..., PeftModel], ids: torch.Tensor, tmp_path: Path) -> None:
+    """Of 75 tokens 40 are kept, in 75 stretches of the picture; what was retrieved is never gray."""
+    memory = cacheformers.read(make_model("llama_gqa"), ids[:1], progress=False)
+    trace = Trace(memory)
+    trace.chosen = [torch.tensor([20, 50]), torch.tensor([], dtype=torch.long)]
+    table = counts(trace.chosen, 75)
+    gray = gone_bins(table, 75, 75 - memory.tokens_kept[0])
+    assert gray[0].nonzero()[:, 0].tolist() == [place for place in range(35) if place != 20]
+    assert gray[1].nonzero()[:, 0].tolist() == list(range(35))
+    image = pytest.importorskip("matplotlib.image")
+    draw(trace, ["a", "b"], "?").savefig(tmp_path / "map.png")
+    shades = image.imread(tmp_path / "map.png")[..., :3]
+    assert ((shades - 0.8).__abs__().max(-1) < 0.01).mean() > 0.1
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["read"], ["ask"], ["inspect"]):
+        with pytest.raises(SystemExit) as stopped:
+            main([*arguments, "--help"])
+        output = capsys.readouterr().out
+        assert stopped.value.code == 0 and f"  cacheformers {arguments[0] if arguments else 'read'} " in output
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "opt"])
+def test_trace_is_what_one_forward_retrieves(
+    make_model: Callable[..., PeftModel], ids: torch.Tensor, name: str
+) -> None:
+    """Token by token with a segment closing on the way, against the hits of one forward over all of it."""
+    model = make_model(name, retrieval_map={0: 0, 1: 2}, cache_size=40)
+    memory = cacheformers.read(model, ids[:1], progress=False)
+    question, once = ids[1:, :5], memory.clone()
+    trace = Trace(memory)
+    answer = model.generate(
+        question,
+        past_key_values=memory,
+        max_new_tokens=20,
+        do_sample=False,
+        logits_processor=LogitsProcessorList([trace]),
+    )
+    assert len(trace.asked) == 4 and len(trace.chosen) == answer.shape[1] - 5
+    read = answer[:, :-1]
+    with torch.no_grad():
+        model(read[:, :16], past_key_values=once)
+        first = [hits_of(once, column) for column in range(16)]
+        model(read[:, 16:], past_key_values=once)
+    expected = first + [hits_of(once, column) for column in range(read.shape[1] - 16)]
+    assert [found.tolist() for found in trace.asked + trace.chosen] == expected
+
+
+def hits_of(memory: cacheformers.MemoryCache, column: int) -> list[int]:
+    """What one column of the open segment retrieved, counted from the document's first token."""
+    stores = {0: 0, 1: 2}
+    return [
+        hit + memory.state.rings[stores[layer]].entries(0).first
+        for layer, hits in memory.state.hits.items()
+        for hit in hits[0, column].tolist()
+        if hit >= 0
+    ]
+
+
+def test_trace_of_a_memorizing_transformer(make_model: Callable[..., PeftModel], ids: torch.Tensor) -> None:
+    """Token by token, against the keys that are nearest by the dot product, head by head."""
+    model = make_model("llama_gqa", method="memorizing", attention_layers=[0])
+    memory = cacheformers.read(model, ids[:1], progress=False)
+    question, once = ids[1:, :5], memory.clone()
+    trace = Trace(memory)
+    answer = model.generate(
+        question,
+        past_key_values=memory,
+        max_new_tokens=8,
+        do_sample=False,
+        logits_processor=LogitsProcessorList([trace]),
+    )
+    with torch.no_grad():
+        keys, queries = once.state.rings[0].entries(0), []
+        attention = model.base_model.model.model.layers[0].self_attn
+        attention.q_proj.register_forward_hook(lambda module, inputs, output: queries.append(output))
+        model(answer[:, :-1], past_key_values=once)
+    asked = torch.nn.functional.normalize(queries[0][0].unflatten(1, (4, 12)), dim=-1)  # [time, heads, d]
+    stored = torch.cat([span.unflatten(1, (2, 12)) for span in keys.spans]).to(asked.dtype)  # [entries, kv heads, d]
+    scores = torch.einsum("thd,nhd->thn", asked, stored.repeat_interleave(2, 1))
+    expected = scores.topk(4).indices.flatten(1) + keys.first
+    assert len(trace.asked) == 4 and len(trace.chosen) == answer.shape[1] - 5
+    found = [retrieved.sort().values.tolist() for retrieved in trace.asked + trace.chosen]
+    assert found == expected.sort(dim=1).values.tolist()
+
+
+def test_explaining_a_memorizing_transformer(
+    folder: Path,
+    make_model: Callable[..., PeftModel],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    model = make_model("llama_gqa", torch.float32, method="memorizing")
+    model.peft_config["default"].base_model_name_or_path = "base"
+    model.save_pretrained(folder / "adapter")
+    (folder / "book.txt").write_text(make_text(WORDS))
+    main(["read", "book.txt", "-o", "book.memory", "--adapter", "adapter"])
+    main(["ask", "book.memory", "w5 w6 ?", "--explain", "--max-new-tokens", "4"])
+    said = capsys.readouterr().out
+    assert "What question and answer retrieved most:\n  token " in said
+    assert said.count(" near token ") >= 4 and (folder / "book.png").exists()
+
+
+def test_trace_of_several_rows(make_model: Callable[..., PeftModel], ids: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="one row"):
+        Trace(cacheformers.read(make_model("llama_gqa"), ids, progress=False))
+
+
+def test_module_and_console_script_are_the_same_door() -> None:
+    setup = (Path(__file__).resolve().parents[2] / "setup.cfg").read_text()
+    assert "cacheformers = cacheformers_cli.main:main" in setup
+    assert "cacheformers_cli = cli" in setup and "py_modules = cacheformers_cli.main" in setup
+    assert os.path.exists(Path(cacheformers.__file__).with_name("__main__.py"))
+
+
+@pytest.mark.parametrize("verb", ELSEWHERE)
+def test_every_verb_of_the_door_has_help(verb: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    if verb == "lm-eval":
+        pytest.importorskip("lm_eval")
+    monkeypatch.setattr(sys, "argv", ["cacheformers", verb, "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        main([verb, "--help"])
+    usage = "lm-eval" if verb == "lm-eval" else f"cacheformers {verb}"  # lm-eval's parser has a name of its own
+    assert stopped.value.code == 0 and f"usage: {usage} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["read", "BOOK", "-o", "MEMORY"], ["ask", "MEMORY", "Who?"]])
+def test_options_take_dashes_and_underscores(command: list[str]) -> None:
+    """`--cache_size 5` is `--cache-size 5`; values and questions stay as they are."""
+    name = {"read": "cache_size", "ask": "max_new_tokens"}[command[0]]
+    for spelled in (name, name.replace("_", "-")):
+        for given in ([f"--{spelled}", "5"], [f"--{spelled}=5"]):
+            assert getattr(make_parser().parse_args(dashed([*command, *given, "--model", "a_b"])), name) == 5
+    assert dashed(["a_b", "--model=a_b", "-o", "c_d"]) == ["a_b", "--model=a_b", "-o", "c_d"]
+
+
+def test_compare_and_push_reach_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["cacheformers"])
+    given: dict[str, list[str]] = {}
+    monkeypatch.setattr("cacheformers.eval_longbench.compare", lambda arguments: given.update(compare=arguments))
+    monkeypatch.setattr("cacheformers.cli.push.main", lambda arguments: given.update(push=arguments))
+    main(["compare", "ONE", "OTHER"])
+    main(["push", "FOLDER", "me/books", "--allow_mixed"])
+    assert given == {"compare": ["--compare", "ONE", "OTHER"], "push": ["FOLDER", "me/books", "--allow-mixed"]}
+
+
+def test_reading_and_asking_start_without_slow_libraries() -> None:
+    """datasets and matplotlib take a second each to import."""
+    code = """
+import sys
+import cacheformers.cli.ask, cacheformers.cli.inspection, cacheformers.cli.read
+assert not {"datasets", "matplotlib"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

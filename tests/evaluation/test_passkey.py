@@ -1,0 +1,433 @@
+"""`cacheformers passkey`: prompts, answers, scores, going on; and documents to train for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from recipe import Recipe, run
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+import cacheformers
+from cacheformers import train_adapt
+from cacheformers.common.documents import DataOptions, open_documents
+from cacheformers.evaluation.passkey import main as passkey
+from cacheformers.evaluation.passkey.main import PasskeyOptions, parse_length
+from cacheformers.evaluation.passkey.prompts import INTRO, NEEDLES, REPEATED, Case, PromptMaker, load_filler, make_cases
+
+ROOT = Path(__file__).resolve().parents[2]
+SMOLLM2 = ROOT / "data" / "smollm2-135m-instruct"
+POSITIONS = 1024
+LENGTHS = (420, 600)  # the sentences about the key alone take 290 bytes
+DEPTHS = (0, 50, 100)
+
+
+@pytest.fixture
+def data(
+    tmp_path: Path,
+    make_base: Callable[..., PreTrainedModel],
+    byte_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:
+    """A tiny base model with its tokenizer in `base`, and sentences of many lengths in `book.txt`."""
+    base = make_base("llama_gqa", torch.float32, vocab_size=259, max_position_embeddings=POSITIONS)
+    base.generation_config.eos_token_id = None  # random models end where they like
+    base.save_pretrained(tmp_path / "base")
+    byte_tokenizer.save_pretrained(tmp_path / "base")
+    sentences = [f"Sentence {number} has {'very ' * (number % 7)}many words." for number in range(80)]
+    (tmp_path / "book.txt").write_text(" ".join(sentences))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    return tmp_path
+
+
+@pytest.fixture
+def adapter(data: Path, config_factory: Callable[..., Any], opener: Callable[..., None]) -> Path:
+    """A memory adapter with open gates, of 500 entries."""
+    base = AutoModelForCausalLM.from_pretrained(data / "base")
+    model = get_peft_model(base, config_factory(cache_size=500, segment_tokens=128))
+    opener(model)
+    for name, parameter in model.named_parameters():
+        if "lora_mem_gate" in name:
+            parameter.data.mul_(8)  # so that greedy answers show what is remembered
+    model.save_pretrained(data / "remembering")
+    return data / "remembering"
+
+
+def arguments(folder: Path, *more: str) -> list[str]:
+    """A tiny run; `more` goes before."""
+    given = {"base": folder / "base", "output": folder / "out", "device": "cpu", "plots": False}
+    given = {key: value for key, value in given.items() if not any(m.startswith(f"--{key}=") for m in more)}
+    numbers = ["--lengths", *map(str, LENGTHS), "--depths", *map(str, DEPTHS)]
+    return [*(f"--{key}={value}" for key, value in given.items()), *numbers, *more]
+
+
+def answers(folder: Path, output: str = "out") -> dict[str, list[dict[str, Any]]]:
+    """The lines of the answers' files."""
+    files = sorted((folder / output / "answers").glob("*.jsonl"))
+    return {file.name: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+
+
+def result(folder: Path, output: str = "out") -> dict[str, Any]:
+    return json.loads((folder / output / "result.json").read_text())
+
+
+def error_of(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        passkey.main(given)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+# Prompts
+
+
+def check_prompts(maker: PromptMaker, lengths: tuple[int, ...], longest_sentence: int) -> set[str]:
+    """Prompts have their length, their parts and the needle where it belongs. Returns the filler's beginnings."""
+    wording, tokenizer, beginnings = maker.wording, maker.tokenizer, set()
+    for case in make_cases(wording, lengths, (0, 10, 50, 100), 2, seed=3):
+        prompt = maker(case)
+        assert len(prompt.ids) == case.length
+        text = tokenizer.decode(prompt.ids)
+        before, needle, after = text.partition(f"\n{wording.needle.format(key=case.key)}\n")
+        assert needle and before.startswith(f"{wording.intro}\n") and after.endswith(f"\n{wording.question}")
+        assert tokenizer.decode(prompt.ids[prompt.question :]) == f"\n{wording.question}"
+        intro, said, asked = map(len, maker.parts(case))
+        filler = case.length - intro - said - asked
+        place = len(tokenizer(before, add_special_tokens=False).input_ids) - intro
+        assert abs(place - filler * case.depth / 100) <= longest_sentence
+        assert place == 0 if case.depth == 0 else place == filler if case.depth == 100 else 0 <= place <= filler
+        filling = before.removeprefix(f"{wording.intro}\n") + after.removesuffix(f"\n{wording.question}")
+        assert place in (0, filler) or before.rstrip()[-1] == "."  # a sentence ends before the needle
+        beginnings.add(filling[:40])
+    return beginnings
+
+
+@pytest.mark.parametrize("needle", list(NEEDLES))
+def test_prompts_have_their_exact_length_and_depth(data, byte_tokenizer, needle):
+    filler = load_filler("repeat", "text", byte_tokenizer, 2000)
+    beginnings = check_prompts(PromptMaker(NEEDLES[needle], filler, byte_tokenizer, 0), (420, 1000, 2000), 40)
+    assert beginnings == {REPEATED[:40]}
+
+
+def test_a_book_is_a_filler(data, byte_tokenizer):
+    filler = load_filler(str(data / "book.txt"), "text", byte_tokenizer, 1000)
+    beginnings = check_prompts(PromptMaker(NEEDLES["passkey"], filler, byte_tokenizer, 0), (420, 1000), 80)
+    assert len(beginnings) > 8 and all(beginning.startswith("Sentence ") for beginning in beginnings)
+
+
+@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="SmolLM2 is not there: recipes/fetch_smollm2.py")
+def test_prompts_of_a_real_tokenizer():
+    tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
+    maker = PromptMaker(NEEDLES["passkey"], load_filler("repeat", "text", tokenizer, 65536), tokenizer, 0)
+    check_prompts(maker, (1024, 65536), 8)
+
+
+def test_special_tokens_come_first_and_count(byte_tokenizer):
+    byte_tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 1)]
+    )
+    maker = PromptMaker(NEEDLES["passkey"], load_filler("repeat", "text", byte_tokenizer, 500), byte_tokenizer, 0)
+    prompt = maker(Case(500, 50, 0, "12345"))
+    assert prompt.ids[0] == 1 and prompt.ids.count(1) == 1 and len(prompt.ids) == 500
+
+
+def test_a_case_depends_on_nothing_but_itself_and_the_seed(data, byte_tokenizer):
+    wording = NEEDLES["passkey"]
+    many = make_cases(wording, (420, 600), (0, 50, 100), 3, seed=5)
+    assert make_cases(wording, (600,), (50,), 1, seed=5) == [case for case in many if case.id == "600-50-0"]
+    assert len({case.key for case in many}) == len(many) and all(10_000 <= int(case.key) < 100_000 for case in many)
+    assert [case.key for case in make_cases(wording, (420,), (0,), 1, seed=6)] != [many[0].key]
+    one, other = (
+        PromptMaker(wording, load_filler(str(data / "book.txt"), "text", byte_tokenizer, longest), byte_tokenizer, 5)
+        for longest in (600, 1200)
+    )
+    assert one(many[-1]) == other(many[-1])
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("5000", 5000), ("4K", 4096), ("1m", 1024 * 1024)])
+def test_lengths(text, tokens):
+    assert parse_length(text) == tokens
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        (" 12345.", 1),
+        ("\n**12345** is", 1),
+        (" 123456", 0),
+        (" 1234", 0),
+        (" not 99. It is 12345", 0),
+        ("", 0),
+        (" one", 0),
+    ],
+)
+def test_the_first_number_of_an_answer_counts(answer, score):
+    assert NEEDLES["passkey"].score(answer, "12345") == score
+
+
+def test_the_first_word_of_an_answer_counts():
+    answers = (" Silver.", " silver", " silvery", " not silver", " 1")
+    assert [NEEDLES["word"].score(answer, "silver") for answer in answers] == [1, 1, 0, 0, 0]
+
+
+def test_words_that_are_hidden_stand_nowhere_else():
+    said = f"{INTRO} {REPEATED} {NEEDLES['word'].needle} {NEEDLES['word'].question}".lower()
+    assert not any(word in said for word in NEEDLES["word"].keys)
+
+
+# Answers and scores
+
+
+def make_reciter(folder: Path, text: str) -> None:
+    """Turn the base into a bigram model that goes from letter to letter of a text; whatever else it reads is lost."""
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    for parameter in base.parameters():
+        parameter.data.zero_()
+    base.model.norm.weight.data.fill_(1)
+    ids = tokenizer(text).input_ids
+    assert len(set(ids)) == len(ids) <= base.config.hidden_size
+    for place, (letter, following) in enumerate(zip(ids, ids[1:], strict=False)):
+        base.model.embed_tokens.weight.data[letter, place] = 1
+        base.lm_head.weight.data[following, place] = 1
+    base.save_pretrained(folder / "base")
+
+
+def test_a_model_that_says_the_key_scores(data, capsys):
+    cases = make_cases(NEEDLES["passkey"], LENGTHS, DEPTHS, 1, seed=1)
+    known = next(case for case in cases if len(set(case.key)) == 5)
+    make_reciter(data, f"s {known.key}.")  # the question ends in "is"
+    passkey.main(arguments(data, "--seed=1", "--plots=true"))
+    found = result(data)
+    assert [case["_id"] for case in found["cases"]] == [case.id for case in cases]
+    assert [case["score"] for case in found["cases"]] == [float(case is known) for case in cases]
+    assert all(case["answer"].startswith(f" {known.key}.") for case in found["cases"])
+    assert (found["lengths"], found["depths"]) == (list(LENGTHS), list(DEPTHS))
+    expected = [[100.0 * ((n, depth) == (known.length, known.depth)) for n in LENGTHS] for depth in DEPTHS]
+    assert found["scores"] == expected and found["score"] == pytest.approx(100 / 6, abs=0.01)
+    assert all(case["seconds"] > 0 and case["peak_bytes"] > 1e6 for case in found["cases"])
+    assert found["environment"]["torch"] == torch.__version__ and found["settings"]["needle"] == "passkey"
+    assert (data / "out" / "heatmap.png").stat().st_size > 10_000
+    table = (data / "out" / "table.md").read_text()
+    assert table in capsys.readouterr().out and "base: 1 of 6 found" in table and "| depth | 420 | 600 |" in table
+
+
+def test_the_base_answers_as_plain_generate(data):
+    passkey.main(arguments(data, f"--filler={data / 'book.txt'}", "--limit=2"))
+    tokenizer, model = AutoTokenizer.from_pretrained(data / "base"), AutoModelForCausalLM.from_pretrained(data / "base")
+    filler = load_filler(str(data / "book.txt"), "text", tokenizer, LENGTHS[-1])
+    maker = PromptMaker(NEEDLES["passkey"], filler, tokenizer, 0)
+    lines = [line for file in answers(data).values() for line in file]
+    assert len(lines) == 4
+    for case in result(data)["cases"]:
+        prompt = maker(Case(case["length"], case["depth"], 0, case["key"]))
+        output = model.generate(torch.tensor([prompt.ids]), max_new_tokens=9, do_sample=False)  # " 12345" and 3 more
+        assert case["answer"] == tokenizer.decode(output[0, len(prompt.ids) :], skip_special_tokens=True)
+
+
+def test_with_a_memory_the_context_is_read_and_the_question_is_a_segment(data, adapter):
+    """Longer prompts than the base has positions for; the size of the memory shows."""
+    given = [f"--adapter={adapter}", "--lengths", "1500", "--depths", "30"]
+    passkey.main(arguments(data, *given, "--cache_size=1500", f"--output={data / 'large'}"))
+    passkey.main(arguments(data, *given, "--forget=true", f"--output={data / 'small'}"))
+    tokenizer, base = AutoTokenizer.from_pretrained(data / "base"), AutoModelForCausalLM.from_pretrained(data / "base")
+    model = PeftModel.from_pretrained(base, adapter).eval()
+    maker = PromptMaker(NEEDLES["passkey"], load_filler("repeat", "text", tokenizer, 1500), tokenizer, 0)
+    for output, size in (("large", 1500), ("small", None)):
+        [case] = result(data, output)["cases"]
+        prompt = maker(Case(1500, 30, 0, case["key"]))
+        memory = cacheformers.read(model, torch.tensor([prompt.ids[: prompt.question]]), cache_size=size)
+        question = torch.tensor([prompt.ids[prompt.question :]])
+        output_ids = model.generate(question, past_key_values=memory, max_new_tokens=9, do_sample=False)
+        assert case["answer"] == tokenizer.decode(output_ids[0, question.shape[1] :], skip_special_tokens=True)
+    assert result(data, "large")["cases"][0]["answer"] != result(data, "small")["cases"][0]["answer"]
+
+
+# Going on, processes
+
+KILLED = """
+from cacheformers.evaluation.longbench import predictions
+writes, whole = 0, predictions.append
+def append(path, lines):
+    global writes
+    writes += 1
+    if writes == {moment}:
+        text = predictions.as_text(lines).encode()
+        open(path, "ab").write(text[: len(text) // 2])
+        import os, signal
+        os.kill(os.getpid(), signal.SIGKILL)
+    whole(path, lines)
+predictions.append = append
+"""
+RECIPE = "evaluation.passkey.main"
+
+
+def test_killed_and_resumed_by_two_processes_equals_uninterrupted(data):
+    passkey.main(arguments(data, f"--output={data / 'whole'}"))
+    killed = Recipe(arguments(data), data / "killed.log", 1, KILLED.format(moment=6), RECIPE)  # times, answers, ...
+    assert killed.wait() == [-9], killed.output()
+    assert sum(len((data / "out" / "answers" / name).read_bytes().splitlines()) for name in ("420.jsonl",)) == 3
+    resumed = run(arguments(data), data / "resumed.log", 2, recipe=RECIPE)
+    assert answers(data) == answers(data, "whole")
+    assert result(data)["scores"] == result(data, "whole")["scores"]
+    assert result(data)["environment"]["processes"] == 2
+    assert "| depth |" in resumed.output(0) and "| depth |" not in resumed.output(1)
+
+
+def test_lengths_can_be_added_and_settings_must_be_the_same(data, capsys):
+    given = ["--depths", "50", "--lengths"]
+    passkey.main(arguments(data, *given, "420"))
+    times = (data / "out" / "answers" / "times.ndjson").read_text()
+    passkey.main(arguments(data, *given, "420", "600"))
+    assert (data / "out" / "answers" / "times.ndjson").read_text().startswith(times)
+    assert result(data)["lengths"] == [420, 600] and len(result(data)["cases"]) == 2
+    assert "needle ('passkey' in the checkpoint" in error_of(arguments(data, *given, "420", "--needle=number"), capsys)
+    assert "filler" in error_of(arguments(data, *given, "420", f"--filler={data / 'book.txt'}"), capsys)
+    assert "records of 420" in error_of(arguments(data, *given, "420", "--trials=2"), capsys)
+    passkey.main(arguments(data, *given, "420", "--trials=2", "--overwrite=true"))
+    assert len(result(data)["cases"]) == 2
+
+
+def test_answers_are_those_of_the_weights(data, capsys):
+    """Another model in a folder of the same name does not take them over."""
+    given = ["--depths", "50", "--lengths", "420"]
+    passkey.main(arguments(data, *given))
+    shutil.copytree(data / "base", data / "other" / "base")
+    model = AutoModelForCausalLM.from_pretrained(data / "base")
+    model.model.norm.weight.data[0] += 0.01
+    model.save_pretrained(data / "other" / "base")
+    other = error_of(arguments(data, *given, f"--base={data / 'other' / 'base'}"), capsys)
+    assert "base_weights (" in other
+
+
+def test_a_larger_limit_goes_on(data):
+    given = ["--depths", "0", "50", "--lengths", "420"]
+    passkey.main(arguments(data, *given, "--limit=1"))
+    times = (data / "out" / "answers" / "times.ndjson").read_text()
+    passkey.main(arguments(data, *given))
+    assert (data / "out" / "answers" / "times.ndjson").read_text().startswith(times) and times.count("\n") == 1
+    assert len(result(data)["cases"]) == 2
+
+
+# Errors, before a model is loaded
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--lengths", "4K"], "take 4,105 positions, but the model has 1,024"),
+        (["--lengths", "100"], "too short: introduction, needle and question alone take"),
+        (["--lengths", "4G"], "no number of tokens"),
+        (["--lengths", "0"], "no number of tokens"),
+        (["--depths", "50", "101"], "depths are per cent"),
+        (["--needle=haystack"], "none of passkey, number, word"),
+        (["--filler=nothing.txt"], "neither 'repeat' nor a file"),
+        (["--filler={data}/base/config.json"], "is none of .jsonl"),
+        (["--filler={data}/book.txt", "--text_field=body"], "no field 'body'"),
+        (["--filler={data}/short.txt"], "too few to fill 600"),
+        (["--adapter={data}/remembering", "--lengths", "600", "1K"], "but the memory holds 500"),
+        (["--adapter={data}/remembering", "--cache_size=300"], "but the memory holds 300"),
+        (["--cache_size=300"], "which this model has not"),
+        (["--trials=0"], "trials must be at least 1"),
+        (["--seed=-1"], "seed must not be negative"),
+        (["--depth=1"], "unknown option '--depth': did you mean 'depths'?"),
+        (["--adapter={data}/nothing"], "nothing"),
+    ],
+)
+def test_errors(data, adapter, capsys, given, message):
+    (data / "short.txt").write_text("Too short. " * 9)
+    said = error_of(arguments(data, *(text.format(data=data) for text in given)), capsys)
+    assert message in " ".join(said.split())
+    assert not (data / "out").exists()
+
+
+# Documents to train on
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_passkeys", ROOT / "recipes" / "make_passkeys.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_training_documents_teach_the_task_in_other_words(data, byte_tokenizer, capsys):
+    out, makes = data / "passkeys" / "train.jsonl", script()
+    given = [str(out), f"--base={data / 'base'}", "--documents=6", "--tokens=512", "--keys=2"]
+    makes.main([*given, f"--books={data / 'book.txt'}"])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 6 and sum("Sentence " in row["text"] for row in rows) == 3
+    held_out = [INTRO, *REPEATED.strip().split(". "), *(word.question for word in NEEDLES.values())]
+    held_out += ["pass key", "magic number", "secret word", "Remember it"]
+    for row in rows:
+        assert not any(sentence in row["text"] for sentence in held_out)
+        questions = row["text"].encode()[512:].decode()
+        assert questions.startswith("\n") and questions.count("\n") == 2
+        found = [row["text"][start:end] for start, end in row["answers"]]
+        assert len(set(found)) == 2
+        assert all(row["text"].encode()[:512].decode().count(answer.strip(" .")) >= 1 for answer in found)
+    documents = open_documents([str(out)], byte_tokenizer, DataOptions([], label_field="answers"))
+    learned = documents.learned(0)
+    assert byte_tokenizer.decode(documents.tokens(0)[learned]) == "".join(
+        rows[0]["text"][start:end] for start, end in sorted(rows[0]["answers"])
+    )
+    train_adapt.main(
+        [f"--train={out}", f"--base={data / 'base'}", f"--output={data / 'trained'}", "--label_field=answers"]
+        + ["--segment_tokens=128", "--cache_size=512", "--retrieval_map=1", "--r=4", "--steps=3", "--device=cpu"]
+    )
+    trained = json.loads((data / "trained" / "train_result.json").read_text())
+    assert np.isfinite(trained["losses"]).all() and trained["tokens"] > 3 * 512
+    passkey.main(arguments(data, f"--adapter={data / 'trained'}", "--lengths=512"))
+    assert len(result(data)["cases"]) == 3
+    with pytest.raises(SystemExit):
+        makes.main(given)
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_training_documents_in_the_words_of_the_evaluation(data, byte_tokenizer, capsys):
+    out, makes, wording = data / "own.jsonl", script(), NEEDLES["passkey"]
+    given = [str(out), f"--base={data / 'base'}", "--documents=6", "--tokens", "512", "768", "--needle=passkey"]
+    makes.main(given)
+    rows, places = [json.loads(line) for line in out.read_text().splitlines()], set()
+    for row in rows:
+        [(start, end)] = row["answers"]
+        prompt, answer = row["text"][:start], row["text"][start:]
+        key = answer.strip(" .")
+        assert len(prompt) in (512, 768) and end == len(row["text"]) and wording.score(answer, key) == 1
+        needle = wording.needle.format(key=key)
+        assert prompt.startswith(INTRO) and prompt.endswith(wording.question) and prompt.count(needle) == 1
+        places.add(prompt.index(needle))
+        rest = prompt.removeprefix(INTRO).removesuffix(wording.question).replace(f"\n{needle}\n", "").strip("\n")
+        assert rest in REPEATED * 20
+    assert len(places) > 3 and len({row["text"][-6:] for row in rows}) == 6
+    makes.main([str(data / "often.jsonl"), *given[1:], "--asked=4"])
+    for line in (data / "often.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        text, asked = row["text"], row["text"].split(wording.question)
+        [said] = {text[start:end] for start, end in row["answers"]}
+        assert len(row["answers"]) == 4 and wording.score(said, asked[1][1:6]) == 1
+        assert len(asked) == 5 and len({part[:7] for part in asked[1:]}) == 1
+        assert asked[0].count(asked[1][1:6]) == 2  # the needle stands before the first question
+    with pytest.raises(SystemExit):
+        makes.main([str(data / "more.jsonl"), *given[1:], "--books", str(data / "book.txt")])
+    assert "leave --books out" in capsys.readouterr().err
+
+
+def test_options_are_explained(capsys):
+    with pytest.raises(SystemExit):
+        passkey.main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "cacheformers passkey" in said and "1M (1048576)" in said
+    assert PasskeyOptions().tokens == [1024, 2048, 4096]

@@ -1,0 +1,615 @@
+"""Memories on disk: what is loaded is what was saved, in any process, and what is damaged or foreign is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import OTHERS, every_method
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from memories import assert_equal
+from peft import PeftModel, get_peft_model
+from recipe import make_text
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+import cacheformers
+from cacheformers import MemoryCache, MemoryFileError
+from cacheformers.modeling.files.index import checksum, read_index
+
+BASES = ["llama_gqa", "mistral", "opt"]
+
+
+def read(model: PeftModel, ids: Tensor, **options: object) -> MemoryCache:
+    return cacheformers.read(model, ids, progress=False, **options)
+
+
+def logits(model: PeftModel, memory: MemoryCache, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(ids[: memory.batch_size, :9], past_key_values=memory.clone()).logits
+
+
+# Save and load
+
+
+@pytest.mark.parametrize("flush", [True, False])
+@pytest.mark.parametrize(("name", "options"), every_method(BASES))
+def test_loaded_memory_is_the_saved_one(
+    make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path, name: str, options: dict, flush: bool
+) -> None:
+    model = make_model(name, **options)
+    memory = read(model, ids, flush=flush)
+    memory.save(tmp_path / "m")
+    for loaded in (
+        cacheformers.load_memory(tmp_path / "m"),
+        cacheformers.load_memory(tmp_path / "m", model),
+        cacheformers.load_memory(tmp_path / "m", model, verify=False),
+    ):
+        assert_equal(loaded, memory)
+        assert torch.equal(logits(model, loaded, ids), logits(model, memory, ids))
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_another_method_appends_and_knows_its_model(
+    make_model: Callable[..., PeftModel], opener: Callable[..., None], ids: Tensor, tmp_path: Path, method: str
+) -> None:
+    model = make_model("llama_gqa", method=method)
+    memory = read(model, ids[:1, :40], flush=False)
+    memory.save(tmp_path / "m")
+    again = cacheformers.load_memory(tmp_path / "m", model)
+    read(model, ids[:1, 40:], memory=again)
+    again.save(tmp_path / "m", append=True)
+    whole = read(model, ids[:1])
+    for kept in (again, cacheformers.load_memory(tmp_path / "m", model)):
+        assert torch.allclose(logits(model, kept, ids), logits(model, whole, ids), atol=1e-9)
+    other = make_model("llama_gqa", method=method)
+    for name, parameter in other.named_parameters():
+        if "lora_" in name:
+            parameter.data.add_(0.5)
+    with pytest.raises(MemoryFileError, match="differs in the adapter|another adapter"):
+        cacheformers.load_memory(tmp_path / "m", other)
+    with pytest.raises(MemoryFileError, match="method"):
+        cacheformers.load_memory(tmp_path / "m", make_model("llama_gqa"))
+
+
+@pytest.mark.slow
+def test_same_logits_in_another_process(
+    make_model: Callable[..., PeftModel],
+    make_base: Callable[..., torch.nn.Module],
+    ids: Tensor,
+    tmp_path: Path,
+) -> None:
+    for name in BASES:
+        folder = tmp_path / name
+        make_base(name, torch.float32).save_pretrained(folder / "base")
+        model = make_model(name, torch.float32)
+        model.peft_config["default"].base_model_name_or_path = str(folder / "base")
+        model.save_pretrained(folder / "adapter")
+        memory = read(model, ids, flush=False)
+        memory.save(folder / "m")
+        torch.save({"ids": ids, "logits": logits(model, memory, ids)}, folder / "expected.pt")
+    code = f"""
+import torch, cacheformers
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+for name in {BASES!r}:
+    folder = Path({str(tmp_path)!r}) / name
+    model = AutoModelForCausalLM.from_pretrained(folder / "adapter").eval()
+    expected = torch.load(folder / "expected.pt")
+    memory = cacheformers.load_memory(folder / "m", model)
+    with torch.no_grad():
+        found = model(expected["ids"][:, :9], past_key_values=memory).logits
+    assert torch.equal(found, expected["logits"]), (name, (found - expected["logits"]).abs().max())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache_dtype": "bfloat16"},
+        {"cache_dtype": "float16"},
+        {"cache_dtype": "float64"},
+        {"local_window": "sliding", "window_tokens": 7, "sink_tokens": 2},
+        {"retrieval_map": {0: 1, 2: 2}},
+        {"compression_factor": 1},
+        {"cache_size": 100},
+        {"compatibility": "reference-fixed-heads"},
+    ],
+    ids=str,
+)
+def test_every_option(
+    make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path, options: dict[str, object]
+) -> None:
+    model = make_model("llama_gqa", torch.float32, **options)
+    memory = read(model, ids, flush=False)
+    memory.save(tmp_path / "m")
+    loaded = cacheformers.load_memory(tmp_path / "m", model)
+    assert_equal(loaded, memory)
+    assert torch.equal(logits(model, loaded, ids), logits(model, memory, ids))
+
+
+def test_half_precision_model(make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path) -> None:
+    model = make_model("llama_gqa", torch.bfloat16)
+    memory = read(model, ids, flush=False)
+    memory.save(tmp_path / "m")
+    assert_equal(cacheformers.load_memory(tmp_path / "m", model), memory)
+
+
+def test_training_memory_keeps_its_values(make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path) -> None:
+    model = make_model("llama_gqa").train()
+    memory = cacheformers.new_memory(model, 2)
+    for part in ids[:, :40].split(16, 1):
+        model(part, past_key_values=memory, labels=part).loss.backward()
+    memory.save(tmp_path / "m")
+    loaded = cacheformers.load_memory(tmp_path / "m", model)
+    assert_equal(loaded, memory)
+    assert torch.equal(loaded.state.rings[1].values, memory.state.rings[1].values[:, :32])
+
+
+def test_rows(make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path) -> None:
+    """Of different lengths, shared, chosen again, and an empty one."""
+    model = make_model("llama_gqa")
+    mask = torch.ones_like(ids)
+    mask[1, 30:] = 0
+    memory = read(model, ids, attention_mask=mask)
+    memory.select([1, 0, 1])
+    memory.reset([2])
+    memory.expand(2)
+    memory.save(tmp_path / "m")
+    loaded = cacheformers.load_memory(tmp_path / "m", model)
+    assert loaded.tokens_read == [30, 30, 75, 75, 0, 0]
+    assert_equal(loaded, memory)
+    assert len(loaded.state.rings[1].written) == 3, "rows that share are loaded once"
+    more = ids[:1, :20].expand(6, -1)
+    assert_equal(read(model, more, memory=loaded), read(model, more, memory=memory))
+
+
+def test_unread_and_capacity_zero(make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path) -> None:
+    model = make_model("llama_gqa")
+    for name, memory in {
+        "unread": cacheformers.new_memory(model, 2),
+        "nothing": read(model, ids, cache_size=0),
+        "small": read(model, ids, cache_size=7),
+    }.items():
+        memory.save(tmp_path / name)
+        loaded = cacheformers.load_memory(tmp_path / name, model)
+        assert_equal(loaded, memory)
+        assert_equal(read(model, ids, memory=loaded), read(model, ids, memory=memory))
+
+
+def test_unverified_stays_memory_mapped(make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path) -> None:
+    model = make_model("llama_gqa")
+    memory = read(model, ids[:1])
+    memory.save(tmp_path / "m")
+    shard = next((tmp_path / "m").glob("*.new.safetensors"))
+
+    def mapped(loaded: MemoryCache) -> bool:
+        address = loaded.state.rings[1].keys.data_ptr()
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            start, end = (int(number, 16) for number in line.split()[0].split("-"))
+            if start <= address < end:
+                return line.endswith(str(shard))
+        raise AssertionError("an address outside every mapping")
+
+    loaded = cacheformers.load_memory(tmp_path / "m", model, verify=False)
+    assert mapped(loaded) and not mapped(cacheformers.load_memory(tmp_path / "m", model))
+    before = shard.read_bytes()
+    assert_equal(read(model, ids[:1], memory=loaded), read(model, ids[:1], memory=memory))
+    assert shard.read_bytes() == before, "reading on must not write into the file"
+
+
+# Append
+
+
+@pytest.mark.parametrize("cache_size", [200, 40, 16, 5])
+@pytest.mark.parametrize("cuts", [[16, 32, 60], [7, 75], [40, 41, 42, 74]])
+def test_append_equals_reading_at_once(
+    make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path, cache_size: int, cuts: list[int]
+) -> None:
+    """Whatever has left the ring between two saves; each time through a file and a fresh memory."""
+    model = make_model("llama_gqa", cache_size=cache_size)
+    whole = cacheformers.new_memory(model, 2)
+    start = 0
+    for end in [*cuts, 75]:
+        if end > start:
+            part = ids[:, start:end]
+            read(model, part, memory=whole, flush=False)
+            memory = cacheformers.load_memory(tmp_path / "m", model) if start else cacheformers.new_memory(model, 2)
+            read(model, part, memory=memory, flush=False).save(tmp_path / "m", append=True)
+            start = end
+    loaded = cacheformers.load_memory(tmp_path / "m", model)
+    assert_equal(loaded, whole)
+    assert torch.equal(logits(model, loaded, ids), logits(model, whole, ids))
+    loaded.save(tmp_path / "m")
+    assert_equal(cacheformers.load_memory(tmp_path / "m", model, verify=False), whole)
+
+
+def test_append_writes_only_what_is_new(make_model: Callable[..., PeftModel], tmp_path: Path) -> None:
+    model = make_model("llama_gqa", cache_size=4000)
+    ids = torch.randint(3, 128, (1, 4000), generator=torch.Generator().manual_seed(0))
+    memory = read(model, ids[:, :3200])
+    memory.save(tmp_path / "m")
+    old = {path.name for path in (tmp_path / "m").iterdir()}
+    read(model, ids[:, :16], memory=memory)
+    memory.save(tmp_path / "m", append=True)
+    new = [path for path in (tmp_path / "m").glob("*.new.safetensors") if path.name not in old]
+    entry = 8 * 8  # numbers, float64
+    assert len(new) == 1 and 16 * entry <= new[0].stat().st_size < 16 * entry + 500
+    assert_equal(cacheformers.load_memory(tmp_path / "m", model), memory)
+
+
+def test_what_left_the_ring_leaves_the_folder(
+    make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path
+) -> None:
+    model = make_model("llama_gqa", cache_size=20)
+    memory = cacheformers.new_memory(model, 2)
+    for _ in range(4):
+        read(model, ids, memory=memory).save(tmp_path / "m", append=True)
+        names = {path.name for path in (tmp_path / "m").glob("*.safetensors")}
+        assert len(names) == 2 and names == set(read_index(tmp_path / "m").files)
+
+
+def test_append_only_to_what_it_goes_on_from(make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path) -> None:
+    model = make_model("llama_gqa")
+    memory = read(model, ids)
+    memory.save(tmp_path / "m")
+    twin = memory.clone()
+    read(model, ids[:, :20], memory=memory).save(tmp_path / "m", append=True)
+    permuted = memory.clone()
+    permuted.select([1, 0])
+    forgotten = memory.clone()
+    forgotten.reset([0])
+    for other in (twin, permuted, forgotten, read(model, ids)):
+        with pytest.raises(MemoryFileError, match="goes on from"):
+            other.save(tmp_path / "m", append=True)
+    assert_equal(cacheformers.load_memory(tmp_path / "m"), memory)
+    permuted.save(tmp_path / "m")
+    assert_equal(cacheformers.load_memory(tmp_path / "m"), permuted)
+
+
+def test_rows_that_stop_sharing_append_what_is_theirs(
+    make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path
+) -> None:
+    model = make_model("llama_gqa", cache_size=200)
+    memory = read(model, ids[:1, :40])
+    memory.expand(2)
+    memory.save(tmp_path / "m")
+    read(model, ids, memory=memory).save(tmp_path / "m", append=True)
+    assert_equal(cacheformers.load_memory(tmp_path / "m", model), memory)
+
+
+# Texts
+
+
+def test_entries_lead_back_to_their_text(
+    make_model: Callable[..., PeftModel], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    model, words = make_model("llama_gqa", cache_size=40), make_text(90).split()
+    memory = cacheformers.read_text(model, tokenizer, " ".join(words[:50]) + " ", "book.txt", progress=False)
+    memory.save(tmp_path / "m")
+    memory = cacheformers.load_memory(tmp_path / "m", model, tokenizer=tokenizer)
+    rest = " ".join(words[50:])
+    cacheformers.read_text(model, tokenizer, rest, memory=memory, progress=False).save(tmp_path / "m", append=True)
+    index = read_index(tmp_path / "m")
+    assert [piece.count for piece in index.rows[0].streams["offsets"]] == [50, 40]
+    source = cacheformers.load_memory(tmp_path / "m").origin.sources[0]
+    assert source is not None and source.name == "book.txt" and source.text == " ".join(words)
+    assert [source.passage(number, number) for number in range(90)] == words
+    assert source.passage(3, 5) == " ".join(words[3:6])
+
+
+def test_a_text_that_changed_is_written_anew(
+    make_model: Callable[..., PeftModel], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    model = make_model("llama_gqa")
+    memory = cacheformers.read_text(model, tokenizer, make_text(30), progress=False)
+    memory.save(tmp_path / "m")
+    other = cacheformers.read_text(model, tokenizer, make_text(30, seed=1), progress=False).origin.sources
+    memory.origin.sources = other
+    memory.save(tmp_path / "m", append=True)
+    source = cacheformers.load_memory(tmp_path / "m").origin.sources[0]
+    assert source is not None and source.text == make_text(30, seed=1)
+
+
+def test_texts_are_not_mixed_up(
+    make_model: Callable[..., PeftModel], tokenizer: PreTrainedTokenizerFast, ids: Tensor
+) -> None:
+    model = make_model("llama_gqa")
+    with pytest.raises(ValueError, match="does not know"):
+        cacheformers.read_text(model, tokenizer, make_text(9), memory=read(model, ids[:1]), progress=False)
+    with pytest.raises(ValueError, match="one document"):
+        cacheformers.read_text(model, tokenizer, make_text(9), memory=read(model, ids), progress=False)
+    with pytest.raises(ValueError, match="empty"):
+        cacheformers.read_text(model, tokenizer, "", progress=False)
+    memory = cacheformers.read_text(model, tokenizer, make_text(9), progress=False)
+    memory.select([0, 0])
+    memory.reset([0])
+    assert memory.origin.sources[0] is None and memory.origin.sources[1] is not None
+
+
+# Refusals
+
+
+def test_another_base_adapter_or_tokenizer(
+    make_model: Callable[..., PeftModel],
+    make_base: Callable[..., torch.nn.Module],
+    config_factory: Callable[..., cacheformers.NeurocacheAdapterConfig],
+    opener: Callable[..., None],
+    tokenizer: PreTrainedTokenizerFast,
+    ids: Tensor,
+    tmp_path: Path,
+) -> None:
+    model = make_model("llama_gqa")
+    cacheformers.read_text(model, tokenizer, make_text(40), progress=False).save(tmp_path / "m")
+
+    def changed(part: str) -> PeftModel:
+        """The same but for one tensor."""
+        other = make_model("llama_gqa")
+        next(parameter for name, parameter in other.named_parameters() if part in name).data.mul_(1.1)
+        return other
+
+    theta = {"rope_theta": 500.0, "rope_type": "default"}
+    foreign = {
+        "model_type": make_model("mistral"),
+        "segment_tokens": make_model("llama_gqa", segment_tokens=8),
+        "base model's weights": changed("model.layers.0.mlp.gate_proj.weight"),
+        "base model's configuration": make_model("llama_gqa", base={"rope_parameters": theta}),
+        "the adapter": changed("lora_A"),
+        "another adapter": changed("lora_mem_down"),
+    }
+    for message, other in foreign.items():
+        for verify in (True, False):
+            with pytest.raises(MemoryFileError, match=message):
+                cacheformers.load_memory(tmp_path / "m", other, verify=verify)
+        unchecked = cacheformers.load_memory(tmp_path / "m")
+        with pytest.raises(ValueError, match=message):
+            other(ids[:1, :5], past_key_values=unchecked)
+    cacheformers.load_memory(tmp_path / "m", make_model("llama_gqa"), tokenizer=tokenizer)
+
+    shifted = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, pad_token="<pad>")
+    shifted.add_tokens(["w999"])
+    with pytest.raises(MemoryFileError, match="another tokenizer"):
+        cacheformers.load_memory(tmp_path / "m", tokenizer=shifted)
+
+    two = get_peft_model(make_base("llama_gqa"), config_factory(), adapter_name="first")
+    opener(two, "first")
+    two.add_adapter("second", config_factory())
+    opener(two, "second")
+    two.eval()
+    cacheformers.load_memory(tmp_path / "m").to("cpu")
+    read(two, ids).save(tmp_path / "two")
+    cacheformers.load_memory(tmp_path / "two", two)
+    two.set_adapter("second")
+    with pytest.raises(MemoryFileError, match="adapter"):
+        cacheformers.load_memory(tmp_path / "two", two)
+    with two.disable_adapter(), pytest.raises(ValueError, match="No memory adapter"):
+        cacheformers.load_memory(tmp_path / "two", two)
+
+
+def test_precision_of_the_base_is_no_other_model(
+    make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path
+) -> None:
+    read(make_model("llama_gqa", torch.float32), ids).save(tmp_path / "m")
+    loaded = cacheformers.load_memory(tmp_path / "m", make_model("llama_gqa", torch.bfloat16))
+    assert loaded.state.rings[1].keys.dtype == torch.float32
+
+
+def test_folders_of_something_else(make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path) -> None:
+    memory = read(make_model("llama_gqa"), ids)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "index.json").write_text('{"pages": []}')
+    for folder in (tmp_path, tmp_path / "site"):
+        with pytest.raises(MemoryFileError, match="something else"):
+            memory.save(folder)
+    assert (tmp_path / "notes.txt").read_text() == "mine" and (tmp_path / "site" / "index.json").exists()
+    for path in (tmp_path, tmp_path / "site", tmp_path / "notes.txt", tmp_path / "nowhere"):
+        with pytest.raises(MemoryFileError):
+            cacheformers.load_memory(path)
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_another_version_and_unknown_options(make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path) -> None:
+    read(make_model("llama_gqa"), ids).save(tmp_path / "m")
+    path = tmp_path / "m" / "index.json"
+    original = json.loads(path.read_text())
+    for change, message in (
+        (lambda index: index.update(version=2), "version 2"),
+        (lambda index: index["reader"].update(method="oracle"), "oracle"),
+        (lambda index: index["reader"]["options"].update(depth=3), "depth"),
+    ):
+        index = json.loads(json.dumps(original))
+        change(index)
+        write_signed(path, index)
+        with pytest.raises(MemoryFileError, match=message):
+            cacheformers.load_memory(tmp_path / "m")
+
+
+def test_killed_at_any_moment_of_a_save(make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path) -> None:
+    """Every state that a save leaves behind on its way: the old memory, or the new one."""
+    model = make_model("llama_gqa")
+    memory = read(model, ids[:, :40])
+    memory.save(tmp_path / "m")
+    shutil.copytree(tmp_path / "m", tmp_path / "before")
+    old = memory.clone()
+    read(model, ids[:, 40:], memory=memory).save(tmp_path / "m", append=True)
+    new = {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()}
+    added = [name for name in new if not (tmp_path / "before" / name).exists()]
+    assert len(added) == 2
+    for complete in range(3):
+        folder = tmp_path / f"killed{complete}"
+        shutil.copytree(tmp_path / "before", folder)
+        for number, name in enumerate([*added, "index.json.tmp"][: complete + 1]):
+            data = new.get(name, new["index.json"])
+            (folder / name).write_bytes(data if number < complete else data[: len(data) // 2])
+        assert_equal(cacheformers.load_memory(folder), old)
+        continuing = cacheformers.load_memory(folder, model)
+        read(model, ids[:, 40:], memory=continuing).save(folder, append=True)
+        assert_equal(cacheformers.load_memory(folder), memory)
+        assert len(list(folder.iterdir())) == len(new)
+
+
+def test_loading_while_it_is_saved(make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path) -> None:
+    """Whoever loads gets the memory as one of the saves left it, also where files go between index and tensors."""
+    model = make_model("llama_gqa", cache_size=20)
+    memory = read(model, ids[:, :16])
+    memory.save(tmp_path / "m")
+
+    def write() -> None:
+        for _ in range(60):
+            read(model, ids[:, :16], memory=memory).save(tmp_path / "m", append=True)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = []
+    while writer.is_alive():
+        loaded = cacheformers.load_memory(tmp_path / "m")
+        seen.append(loaded.tokens_read[0])
+        assert loaded.state.rings[1].written[0] == seen[-1]
+    assert seen == sorted(seen) and len(set(seen)) > 5
+    assert_equal(cacheformers.load_memory(tmp_path / "m"), memory)
+
+
+def test_a_full_disk_leaves_the_memory_as_it_was(
+    make_model: Callable[..., PeftModel], ids: Tensor, tmp_path: Path
+) -> None:
+    model = make_model("llama_gqa")
+    memory = read(model, ids)
+    memory.save(tmp_path / "m")
+    names = sorted(path.name for path in (tmp_path / "m").iterdir())
+    code = f"""
+import resource, cacheformers
+memory = cacheformers.load_memory({str(tmp_path / "m")!r})
+import signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    memory.save({str(tmp_path / "m")!r})
+except OSError as error:
+    print("refused:", error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "refused:" in done.stdout, done.stderr
+    assert sorted(path.name for path in (tmp_path / "m").iterdir()) == names
+    assert_equal(cacheformers.load_memory(tmp_path / "m"), memory)
+
+
+# Fuzzing
+
+
+@pytest.fixture
+def saved(
+    make_model: Callable[..., PeftModel], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> tuple[Path, MemoryCache, PeftModel]:
+    """A memory in several pieces with open segments and a text, what it must be equal to, and its model."""
+    model = make_model("llama_gqa")
+    memory = cacheformers.read_text(model, tokenizer, make_text(40), "book", flush=False, progress=False)
+    memory.save(tmp_path / "m")
+    cacheformers.read_text(model, tokenizer, " " + make_text(25), flush=False, progress=False, memory=memory)
+    memory.save(tmp_path / "m", append=True)
+    return tmp_path / "m", memory, model
+
+
+def write_signed(path: Path, index: dict) -> None:
+    """An index whose checksum is right, whatever it says."""
+    index = {key: value for key, value in index.items() if key != "sha256"}
+    path.write_text(json.dumps({**index, "sha256": checksum(index)}))
+
+
+def check_refused_or_equal(folder: Path, memory: MemoryCache, model: PeftModel, ignored: str = "") -> None:
+    """Load a folder that was tampered with: a clear error, or an equal memory. The folder is removed."""
+    try:
+        loaded = cacheformers.load_memory(folder, model)
+    except MemoryFileError as error:
+        assert str(folder) in str(error) and len(str(error)) > len(str(folder)) + 20
+        return
+    finally:
+        shutil.rmtree(folder)
+    if ignored == "fingerprint":
+        loaded.fingerprint = memory.fingerprint
+    assert_equal(loaded, memory)
+    source, expected = loaded.origin.sources[0], memory.origin.sources[0]
+    assert expected is not None
+    if ignored != "source":
+        assert source is not None and source.text == expected.text and torch.equal(source.offsets, expected.offsets)
+
+
+def fresh_copy(source: Path, name: str) -> Path:
+    """A folder to tamper with; an example that hypothesis gave up may have left one."""
+    shutil.rmtree(source.with_name(name), ignore_errors=True)
+    return shutil.copytree(source, source.with_name(name))
+
+
+FUZZ = settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+@FUZZ
+@given(st.data())
+def test_damaged_bytes(saved: tuple[Path, MemoryCache, PeftModel], data: st.DataObject) -> None:
+    """Bits flipped, a stretch overwritten, cut off, or longer, anywhere in any file."""
+    source, memory, model = saved
+    folder = fresh_copy(source, "damaged")
+    name = data.draw(st.sampled_from(sorted(path.name for path in folder.iterdir() if path.name != ".lock")))
+    content = bytearray((folder / name).read_bytes())
+    header = data.draw(st.booleans())  # where a safetensors file says what it holds
+    place = data.draw(st.integers(0, min(400, len(content) - 1) if header else len(content) - 1))
+    match data.draw(st.sampled_from(["flip", "overwrite", "truncate", "extend", "remove"])):
+        case "flip":
+            content[place] ^= 1 << data.draw(st.integers(0, 7))
+        case "overwrite":
+            junk = data.draw(st.binary(min_size=1, max_size=40))
+            content[place : place + len(junk)] = junk
+        case "truncate":
+            content = content[:place]
+        case "extend":
+            content += data.draw(st.binary(min_size=1, max_size=40))
+        case "remove":
+            (folder / name).unlink()
+    if (folder / name).exists():
+        (folder / name).write_bytes(bytes(content))
+    check_refused_or_equal(folder, memory, model)
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 90),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from(["F64", "BF16", "float32", "../../secret", "dot", "reference"]),
+    st.lists(st.integers(-2, 90), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+
+
+@FUZZ
+@given(st.data())
+def test_altered_index(saved: tuple[Path, MemoryCache, PeftModel], data: st.DataObject) -> None:
+    """Any value of the index replaced or left out, and signed as if that were right: nothing else may come out."""
+    source, memory, model = saved
+    folder = fresh_copy(source, "altered")
+    index = json.loads((folder / "index.json").read_text())
+    path: list[str | int] = []
+    holder, value = index, index
+    while isinstance(value, dict | list) and value and (not path or data.draw(st.integers(0, 5))):
+        path.append(data.draw(st.sampled_from(sorted(value) if isinstance(value, dict) else range(len(value)))))
+        holder, value = value, value[path[-1]]
+    if data.draw(st.booleans()):
+        holder[path[-1]] = data.draw(JUNK)
+    else:
+        del holder[path[-1]]
+    write_signed(folder / "index.json", index)
+    ignored = next((name for name in ("fingerprint", "source") if name in path), "")
+    check_refused_or_equal(folder, memory, model, ignored)

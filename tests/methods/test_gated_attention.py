@@ -1,0 +1,257 @@
+"""Gated attention: recorded data, the specification, and what is read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_core import golden_files, load, random_inputs
+from gated_cases import (
+    CHANNELS,
+    SCALING,
+    WINDOW,
+    close,
+    options_for,
+    parts_for,
+    since,
+    some_gates,
+    specified,
+    stream,
+    upto,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cacheformers.methods.gated_attention import near_far
+from cacheformers.methods.gated_attention.gated_attention import (
+    GatedParts,
+    gates_for_inference,
+    gates_for_training,
+    naive,
+)
+from cacheformers.methods.gated_attention.near_far import one_pass, two_passes
+from cacheformers.methods.gated_attention.state import gate_losses
+
+
+@pytest.fixture(params=[256, 3], ids=["one tile", "tiles of 3"])
+def tile(request, monkeypatch):
+    monkeypatch.setattr(near_far, "TILE", request.param)
+
+
+# Recorded data
+
+
+@pytest.mark.parametrize("path", golden_files("gated_attention", "*.safetensors"))
+@pytest.mark.parametrize("run", ["naive", "two passes"])
+def test_recorded_data(path, run):
+    golden = load(path)
+    window = int(path.stem.rpartition("w")[2])
+    options = options_for(window_tokens=window, sparsity_weight=0.7, mean_weight=0.3)
+    x, q, k, v = (golden[name].clone().requires_grad_() for name in "xqkv")
+    parts = recorded_parts(golden)
+    logits = parts.logits(x)
+    gates = gates_for_training(options, logits)
+    assert close(logits[:, 0], golden["gate_logit"]) and close(gates[:, 0], golden["gate"])
+    output = specified(q, k, v, gates, window) if run == "naive" else two_passes(q, k, v, gates, window, SCALING)
+    assert close(output, golden["out"])
+    losses = gate_losses(options, [gates], torch.ones(gates[:, 0].shape, dtype=torch.bool))
+    loss = (output * golden["grad_out"]).sum() + losses.total
+    assert close(losses.sparsity[None], golden["sparsity_mean"]) and close(losses.mean[None], golden["mean_gate"])
+    assert close(loss[None], golden["loss"])
+    loss.backward()
+    gradients = {"x": x, "q": q, "k": k, "v": v}
+    gradients |= {"gate_weight": parts.token_gate.weight, "gate_bias": parts.token_gate.bias}
+    for name, tensor in gradients.items():
+        assert close(tensor.grad, golden[f"grad.{name}"]), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("path", golden_files("gated_attention", "*.safetensors"))
+def test_recorded_probabilities(path):
+    golden = load(path)
+    window = int(path.stem.rpartition("w")[2])
+    for row in range(len(golden["q"])):
+        found = naive(*(golden[name][row] for name in "qkv"), golden["gate"][row][None], window, SCALING)
+        for ours, name in zip(
+            found[1:], ("out_local", "out_global", "p", "p_local", "p_global", "lse_local", "lse_global"), strict=True
+        ):
+            assert close(ours, golden[name][row]), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("path", golden_files("gated_attention", "*.safetensors"))
+@pytest.mark.parametrize("threshold", [0.0, 0.25])
+def test_recorded_inference(path, threshold, tile):
+    golden = load(path)
+    window = int(path.stem.rpartition("w")[2])
+    options = options_for(window_tokens=window, threshold=threshold)
+    gates = gates_for_inference(options, recorded_parts(golden).logits(golden["x"]))
+    output, _ = one_pass(golden["q"], golden["k"], golden["v"], gates, window, SCALING)
+    prefix = f"thr{threshold}." if threshold else ""
+    assert close(gates[:, 0], golden[f"{prefix}gate"]) and close(output, golden[f"{prefix}out"])
+
+
+def recorded_parts(golden) -> GatedParts:
+    linear = torch.nn.Linear(32, 1, dtype=torch.float64)
+    linear.weight.data, linear.bias.data = golden["gate_weight"].clone(), golden["gate_bias"].clone()
+    return GatedParts(linear)
+
+
+# The specification
+
+
+@pytest.mark.parametrize("channels", CHANNELS.values(), ids=CHANNELS)
+@pytest.mark.parametrize(("time", "window"), [(1, 4), (4, 4), (5, 4), (23, 4), (23, 1), (23, 22), (23, 40)])
+def test_both_ways_equal_the_specification(channels, time, window, tile):
+    direction = torch.randn(2, 4, time, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    results = []
+    for attention in (lambda *inputs: two_passes(*inputs, window, SCALING), lambda *i: specified(*i, window)):
+        inputs = [*(t.requires_grad_() for t in random_inputs(2, time)[:3])]
+        inputs.append(some_gates(2, channels, time).requires_grad_())
+        output = attention(*inputs)
+        results.append((output, *torch.autograd.grad((output * direction).sum(), inputs)))
+    for fast, slow in zip(*results, strict=True):
+        assert close(fast, slow)
+    with torch.no_grad():
+        assert close(one_pass(*inputs, window, SCALING)[0], results[1][0])
+        closed = inputs[3].masked_fill(inputs[3] < 0.6, 0)
+        closed[0] = 0
+        assert close(one_pass(*inputs[:3], closed, window, SCALING)[0], specified(*inputs[:3], closed, window))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("new", [1, 2, 6])
+def test_the_last_queries_alone(new, tile):
+    q, k, v, _ = random_inputs(2, 23)
+    soft = some_gates(2, 1, 23)
+    for gates in (soft, soft.masked_fill(soft < 0.5, 0)):
+        whole = specified(q, k, v, gates)
+        last = (q[:, :, -new:], k, v, gates[:, :, -new:])
+        assert close(one_pass(*last, WINDOW, SCALING)[0], whole[:, :, -new:])
+        assert close(two_passes(*last, WINDOW, SCALING), whole[:, :, -new:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_precisions(dtype):
+    q, k, v, _ = random_inputs(2, 300)
+    gates = some_gates(2, 4, 300)
+    exact = one_pass(q, k, v, gates, 32, SCALING)[0]
+    output = one_pass(q.to(dtype), k.to(dtype), v.to(dtype), gates.float(), 32, SCALING)[0]
+    assert output.dtype == dtype
+    assert float((output.double() - exact).abs().max()) < (1e-5 if dtype == torch.float32 else 0.03)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["one pass", "two passes"])
+def test_open_gates_are_full_attention(attention):
+    q, k, v, _ = random_inputs(2, 300, dtype=torch.float32)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALING, enable_gqa=True)
+    gates = torch.ones(2, 1, 300)
+    if attention == "two passes":
+        assert torch.equal(two_passes(q, k, v, gates, 32, SCALING), expected)
+    else:
+        assert close(one_pass(q, k, v, gates, 32, SCALING)[0], expected, 1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("threshold", [0.0, 0.4])
+def test_the_future_changes_nothing(threshold):
+    """Neither keys and values nor gates of later tokens."""
+    options = options_for(threshold=threshold)
+    parts, inputs = parts_for(options), random_inputs(1, 22)
+    before, _ = stream(options, parts, inputs)
+    for t in (0, 3, 4, 13, 21):
+        changed = [tensor.clone() for tensor in inputs]
+        for tensor in changed:
+            tensor[(slice(None),) * (tensor.dim() - 2) + (t,)] += 1
+        after, _ = stream(options, parts, changed)
+        assert torch.equal(after[:, :t], before[:, :t]) and not torch.equal(after[:, t:], before[:, t:])
+
+
+@torch.no_grad()
+def test_without_the_fused_softmax(tile):
+    """Values of another width than keys go the way of other devices."""
+    q, k, v, _ = random_inputs(2, 23)
+    soft = some_gates(2, 2, 23)
+    for gates in (soft, soft.masked_fill(soft < 0.5, 0)):
+        narrow = one_pass(q, k, v[..., :6], gates, WINDOW, SCALING)[0]
+        assert close(narrow, specified(q, k, v, gates)[..., :6])
+
+
+# What is read
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("new", [1, 5, 40])
+def test_closed_gates_read_nothing_far(new):
+    """Keys and values that nobody may read are NaN."""
+    q, k, v, _ = random_inputs(2, 40)
+    gates = torch.zeros(2, 1, new, dtype=torch.float64)
+    if new < 40:
+        k[:, :, : 40 - new - WINDOW + 1] = v[:, :, : 40 - new - WINDOW + 1] = float("nan")
+    output, reads = one_pass(q[:, :, -new:], k, v, gates, WINDOW, SCALING)
+    assert bool(torch.isfinite(output).all())
+    assert reads.far_pairs == 0 and reads.skipped == reads.decisions == 2 * min(new, 40 - WINDOW)
+    assert reads.near_pairs <= 2 * 4 * new * (new + WINDOW)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("channels", CHANNELS.values(), ids=CHANNELS)
+def test_only_open_rows_read_what_is_far(channels):
+    q, k, v, _ = random_inputs(1, 40)
+    gates = torch.zeros(1, channels, 40, dtype=torch.float64)
+    gates[0, 0, 30] = 0.7
+    _, reads = one_pass(q, k, v, gates, WINDOW, SCALING)
+    assert reads.skipped == channels * (40 - WINDOW) - 1
+    assert 30 - WINDOW < reads.far_pairs // (4 // channels) <= 40, "one query, in the heads of its gate"
+
+
+@torch.no_grad()
+def test_one_pass_reads_each_pair_once():
+    time, window = 2048, 512
+    q, k, v, _ = random_inputs(1, time, dtype=torch.float32)
+    _, reads = one_pass(q, k, v, torch.ones(1, 1, time), window, SCALING)
+    assert reads.near_pairs + reads.far_pairs < 4 * (time * (time + 1) // 2 + 2 * near_far.TILE * time)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that any tensor of an operation holds."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        tensors = [tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
+        self.most = max(self.most, *(tensor.numel() for tensor in tensors), 0)
+        return result
+
+
+@pytest.mark.parametrize("run", ["one pass", "two passes"])
+def test_no_square_matrix(run):
+    time, window = 2048, 256
+    inputs = [tensor.requires_grad_(run == "two passes") for tensor in random_inputs(1, time, dtype=torch.float32)[:3]]
+    gates = torch.rand(1, 1, time)
+    with Largest() as seen, torch.set_grad_enabled(run == "two passes"):
+        if run == "one pass":
+            one_pass(*inputs, gates, window, SCALING)
+        else:
+            two_passes(*inputs, gates, window, SCALING).sum().backward()
+    assert seen.most <= 2 * near_far.TILE * (near_far.TILE + window) < time * time / 8
+
+
+@torch.no_grad()
+def test_decoding_reads_far_only_where_a_row_opens():
+    options = options_for(threshold=0.3)
+    parts, inputs = parts_for(options, spread=3.0), random_inputs(3, 40)
+    expected, _ = stream(options, parts, inputs)
+    gates = gates_for_inference(options, parts.logits(inputs[3]))[:, 0, 20:]
+    _, memory = stream(options, parts, upto(inputs, 20))
+    far_before, skipped_before = memory.state.reads[0].far_pairs, memory.state.reads[0].skipped
+    output, memory = stream(options, parts, since(inputs, 20), memory=memory, chunks=[1] * 20)
+    assert close(output, expected[:, 20:])
+    reads = memory.state.reads[0]
+    far = (gates > 0) * torch.arange(20 - WINDOW + 1, 40 - WINDOW + 1)
+    assert reads.far_pairs - far_before == 4 * int(far.sum()), "each open query, every far key once a head"
+    assert reads.skipped - skipped_before == int((gates == 0).sum()) > 0
+    assert 0 < reads.skipped_share < 1

@@ -1,0 +1,474 @@
+"""Infini-attention: recorded data, the specification, segments, states and padding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_core import SHAPE, allowed, golden_files, load, random_inputs, rotate, run_pieces
+from torch.utils.checkpoint import checkpoint
+
+from cacheformers.methods.infini_attention import (
+    Beta,
+    Compressed,
+    InfiniAttentionOptions,
+    InfiniParts,
+    attend,
+    attend_segments,
+    feature,
+    make_parts,
+    naive,
+)
+
+DEVICES = {0: torch.device("cpu")}
+SCALING = 8**-0.5
+N = 5
+VARIANTS = {
+    f"{rule}, {empty}{', truncated' if truncated else ''}": {"rule": rule, "empty": empty, "truncated": truncated}
+    for rule in ("linear", "delta")
+    for empty in ("bypass", "literal")
+    for truncated in (False, True)
+}
+
+
+def options_for(**changes) -> InfiniAttentionOptions:
+    return InfiniAttentionOptions(**{"base": SHAPE, "layers": (0,), "segment_tokens": N, **changes})
+
+
+def parts_with(beta) -> InfiniParts:
+    parts = InfiniParts(Beta(len(beta)))
+    parts.beta.weight = torch.nn.Parameter(beta.clone())
+    return parts
+
+
+def some_beta() -> torch.Tensor:
+    return torch.tensor([-1.0, 0.3, 0.0, 2.0], dtype=torch.float64)
+
+
+def absolute(tensor):
+    return rotate(tensor, torch.arange(tensor.shape[2])[None])
+
+
+def document(options, parts, q, k, v, **more):
+    return attend_segments(options, parts, q, k, v, absolute(q), absolute(k), SCALING, **more)
+
+
+def specified(options, beta, q, k, v):
+    """The naive function over every row, `[rows, heads, time, d_v]`."""
+    turned_q, turned_k = absolute(q), absolute(k)
+    return [
+        naive(options, beta, q[row], k[row], v[row], turned_q[row], turned_k[row], SCALING) for row in range(len(q))
+    ]
+
+
+def outputs(documents):
+    return torch.stack([document.output for document in documents])
+
+
+# Recorded data
+
+
+@pytest.mark.parametrize("path", golden_files("infini_attention", "*.safetensors"))
+@pytest.mark.parametrize("empty", ["bypass", "literal"])
+@pytest.mark.parametrize("truncated", [False, True], ids=["bptt", "truncated"])
+def test_recorded_data(path, empty, truncated):
+    golden = load(path)
+    options = options_for(rule=path.stem.split("_")[1], empty=empty, truncated=truncated)
+    for run in ("naive", "segments"):
+        q, k, v = (golden[name].clone().requires_grad_() for name in "qkv")
+        parts = parts_with(golden["beta"])
+        if run == "naive":
+            output = outputs(specified(options, parts.beta.weight, q, k, v))
+        else:
+            output, _ = document(options, parts, q, k, v)
+        assert close(output, golden[f"{empty}.out"])
+        (output * golden["grad_out"]).sum().backward()
+        gradients = {"q": q.grad, "k": k.grad, "v": v.grad, "beta": parts.beta.weight.grad}
+        for name, gradient in gradients.items():
+            recorded = golden[f"{empty}.{'truncated' if truncated else 'bptt'}.grad.{name}"]
+            assert close(torch.zeros_like(recorded) if gradient is None else gradient, recorded), (run, name)
+
+
+@pytest.mark.parametrize("path", golden_files("infini_attention", "*.safetensors"))
+def test_recorded_memories(path):
+    golden = load(path)
+    options = options_for(rule=path.stem.split("_")[1])
+    documents = specified(options, golden["beta"], golden["q"], golden["k"], golden["v"])
+    segments = len(documents[0].matrices)
+    assert f"seg{segments}.M" not in golden
+    for segment in range(segments):
+        span = slice(segment * N, (segment + 1) * N)
+        for row, found in enumerate(documents):
+            assert close(found.dot[:, span], golden[f"seg{segment}.dot"][row])
+            assert close(found.mem[:, span], golden[f"seg{segment}.mem"][row])
+            assert close(found.matrices[segment], golden[f"seg{segment}.M"][row])
+            assert close(found.norms[segment], golden[f"seg{segment}.z"][row])
+        if golden["k"].shape[2] >= span.stop:
+            so_far = [golden[name][:, :, : span.stop] for name in "qkv"]
+            _, held = document(options, parts_with(golden["beta"]), *so_far)
+            assert close(held.matrix, golden[f"seg{segment}.M"])
+            assert close(held.norm, golden[f"seg{segment}.z"])
+
+
+def close(ours, recorded, bound=1e-12):
+    assert ours.shape == recorded.shape
+    return float((ours - recorded).detach().abs().max()) <= bound
+
+
+# The specification
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("time", [3, 10, 23])
+@pytest.mark.parametrize("at_once", [1, 2, 16])
+def test_segments_equal_the_specification(variant, time, at_once):
+    options = options_for(**VARIANTS[variant])
+    direction = torch.randn(2, 4, time, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    results = []
+    for run in ("fast", "naive"):
+        q, k, v = (tensor.requires_grad_() for tensor in random_inputs(2, time)[:3])
+        parts = parts_with(some_beta())
+        if run == "fast":
+            output, _ = document(options, parts, q, k, v, segments_at_once=at_once)
+        else:
+            output = outputs(specified(options, parts.beta.weight, q, k, v))
+        gradients = torch.autograd.grad(
+            (output * direction).sum(), (q, k, v, parts.beta.weight), materialize_grads=True
+        )
+        results.append((output, *gradients))
+    for fast, slow in zip(*results, strict=True):
+        assert close(fast, slow, 1e-12)
+    if time > N:
+        assert float(results[0][4].abs().min()) > 1e-3, "beta gets a gradient in every head"
+
+
+@torch.no_grad()
+def test_delta_is_a_linear_recurrence():
+    """M_s = T_s M_{s-1} + U_s with T_s = I - sum of s(k) s(k)^T / (s(k) z_{s-1}) and U_s = s(K)^T V."""
+    options = options_for(rule="delta")
+    q, k, v, _ = random_inputs(1, 3 * N)
+    found = naive(options, some_beta(), q[0], k[0], v[0], q[0], k[0], SCALING)
+    for segment in (1, 2):
+        span = slice(segment * N, (segment + 1) * N)
+        for head in range(2):
+            stored, norm = feature(k[0, head, span]), found.norms[segment - 1][head]
+            turn = torch.eye(8, dtype=torch.float64) - stored.mT @ (stored / (stored @ norm)[:, None])
+            expected = turn @ found.matrices[segment - 1][head] + stored.mT @ v[0, head, span]
+            assert close(found.matrices[segment][head], expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_a_document_in_two_calls(rule):
+    """What earlier segments left goes on in the next call."""
+    options, parts = options_for(rule=rule), parts_with(some_beta())
+    q, k, v, _ = random_inputs(2, 22)
+    whole, held = document(options, parts, q, k, v)
+    turned = absolute(q), absolute(k)
+    first, between = attend_segments(
+        options, parts, *(tensor[:, :, :10] for tensor in (q, k, v, *turned)), scaling=SCALING
+    )
+    second, last = attend_segments(
+        options, parts, *(tensor[:, :, 10:] for tensor in (q, k, v, *turned)), scaling=SCALING, held=between
+    )
+    assert close(torch.cat([first, second], 2), whole)
+    assert close(last.matrix, held.matrix, 1e-11)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_rows_of_different_lengths_on_either_side(rule):
+    options, parts = options_for(rule=rule), parts_with(some_beta())
+    q, k, v, _ = random_inputs(3, 23)
+    lengths = [23, 12, 4]
+    for left in (True, False):
+        real = torch.zeros(3, 23, dtype=torch.bool)
+        for row, length in enumerate(lengths):
+            real[row, 23 - length :] = True
+        real = real if left else real.flip(1)
+        output, held = document(options, parts, q, k, v, real=real)
+        for row, length in enumerate(lengths):
+            columns = real[row].nonzero()[:, 0]
+            alone, held_alone = document(options, parts, *(t[row : row + 1, :, columns] for t in (q, k, v)))
+            assert close(output[row : row + 1, :, columns], alone)
+            assert close(held.matrix[row], held_alone.matrix[0]) and close(held.norm[row], held_alone.norm[0])
+            assert bool(held.known[row]) == (length >= N)
+
+
+def test_padding_gives_no_nan_gradients():
+    options, parts = options_for(), parts_with(some_beta())
+    q, k, v = (tensor.requires_grad_() for tensor in random_inputs(2, 23)[:3])
+    real = torch.ones(2, 23, dtype=torch.bool)
+    real[1, 3:] = False
+    output, _ = document(options, parts, q, k, v, real=real)
+    output[real[:, None].expand(-1, 4, -1)].sum().backward()
+    for tensor in (q, k, v):
+        assert bool(torch.isfinite(tensor.grad).all())
+        assert torch.count_nonzero(tensor.grad[1, :, 3:]) == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_the_future_changes_nothing(rule):
+    options, parts = options_for(rule=rule), parts_with(some_beta())
+    q, k, v, _ = random_inputs(1, 22)
+    before, _ = document(options, parts, q, k, v)
+    for t in (0, 4, 5, 13, 21):
+        changed = [tensor.clone() for tensor in (q, k, v)]
+        for tensor in changed:
+            tensor[:, :, t] += 1
+        after, _ = document(options, parts, *changed)
+        assert torch.equal(after[:, :, :t], before[:, :, :t])
+        assert not torch.equal(after[:, :, t:], before[:, :, t:])
+
+
+# Numbers
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+def test_a_thousand_segments_in_bfloat16(rule):
+    options, parts = options_for(rule=rule, segment_tokens=64), parts_with(torch.zeros(4))
+    q, k, v, _ = random_inputs(1, 64 * 1000, dtype=torch.bfloat16)
+    output, held = attend_segments(options, parts, q, k, v, q, k, SCALING)
+    exact, held_exact = attend_segments(options, parts, *(t.double() for t in (q, k, v, q, k)), scaling=SCALING)
+    assert output.dtype == torch.bfloat16 and held.norm.dtype == torch.float32
+    assert bool(torch.isfinite(output).all())
+    assert float(((held.norm.double() - held_exact.norm) / held_exact.norm).abs().max()) < 1e-3
+    assert float((output.double() - exact).abs().max()) < 0.05
+
+
+def test_features_stay_positive():
+    inputs = torch.tensor([-60.0, -20.0, -1e-8, 0.0, 2.0], requires_grad=True)
+    features = feature(inputs)
+    assert bool((features > 0).all())
+    features.sum().backward()
+    assert torch.allclose(inputs.grad, torch.where(inputs < 0, inputs.detach().exp(), 1))
+
+
+@torch.no_grad()
+def test_an_empty_memory_is_bypassed():
+    q, k, v, _ = random_inputs(1, N)
+    parts = parts_with(torch.zeros(4, dtype=torch.float64))
+    bypassed, _ = document(options_for(), parts, q, k, v)
+    literal, _ = document(options_for(empty="literal"), parts, q, k, v)
+    assert close(literal, bypassed / 2)
+
+
+# States
+
+
+def layer_for(options, parts):
+    """One attention layer over the columns that a call shows."""
+
+    def layer(call, q, k, v, _):
+        time = q.shape[2]
+        new = call.positions[:, -time:]
+        keys, values = call.local.update(rotate(k, new), v, 0)
+        heads = options.base.heads // options.base.kv_heads
+        scores = rotate(q, new) @ keys.repeat_interleave(heads, 1).mT * SCALING
+        scores = scores.masked_fill(~allowed(call)[:, None], torch.finfo(scores.dtype).min)
+        near = (torch.softmax(scores, -1) @ values.repeat_interleave(heads, 1)).transpose(1, 2)
+        return attend(options, 0, parts, near, q, k, v, call)
+
+    return layer
+
+
+def stream(options, parts, inputs, memory=None, **more):
+    dtype = inputs[0].dtype
+    state = options.new_state(len(inputs[0]), DEVICES, dtype)
+    return run_pieces(state, options.window, layer_for(options, parts), inputs, memory=memory, **more)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+@pytest.mark.parametrize("empty", ["bypass", "literal"])
+def test_pieces_equal_one_pass_and_single_steps(rule, empty):
+    options, parts = options_for(rule=rule, empty=empty), parts_with(some_beta())
+    inputs = random_inputs(2, 23)
+    whole, held = document(options, parts, *inputs[:3])
+    for chunks in ([23], [1] * 23, [7, 7, 7, 2], [4, 1, 18], [20, 1, 1, 1]):
+        output, memory = stream(options, parts, inputs, chunks=chunks)
+        assert close(output.transpose(1, 2), whole)
+        assert close(memory.state.held[0].matrix, held.matrix) and close(memory.state.held[0].norm, held.norm)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("local_window", ["segment", "sliding"])
+def test_padding_is_as_if_it_were_not_there(local_window):
+    options = options_for(local_window=local_window, window_tokens=3)
+    parts, inputs, lengths = parts_with(some_beta()), random_inputs(3, 23), [23, 12, 4]
+    for left in (True, False):
+        real = torch.arange(23) < torch.tensor(lengths)[:, None]
+        real = real.flip(1) if left else real
+        for chunks in ([23], [6] * 3 + [5], [1] * 23):
+            output, memory = stream(options, parts, inputs, real=real, chunks=chunks)
+            for row in range(3):
+                columns = real[row].nonzero()[:, 0]
+                mine = [t[row : row + 1][:, :, columns] if t.dim() == 4 else t[row : row + 1, columns] for t in inputs]
+                alone, memory_alone = stream(options, parts, tuple(mine))
+                assert close(output[row : row + 1, columns], alone)
+                assert close(memory.state.held[0].matrix[row], memory_alone.state.held[0].matrix[0])
+
+
+@torch.no_grad()
+def test_a_sliding_window_sees_more():
+    parts, inputs = parts_with(some_beta()), random_inputs(1, 23)
+    segment, _ = stream(options_for(), parts, inputs)
+    sliding, _ = stream(options_for(local_window="sliding", window_tokens=3), parts, inputs)
+    assert close(segment[:, :N], sliding[:, :N]) and not close(segment[:, N:], sliding[:, N:], 1e-3)
+
+
+@pytest.mark.parametrize("rule", ["linear", "delta"])
+@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "checkpointed"])
+def test_gradients_through_the_state(rule, truncated, recompute):
+    """Segment by segment, with and without activation checkpointing: the gradients of the specification."""
+    options = options_for(rule=rule, truncated=truncated)
+    direction = torch.randn(2, 23, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    results = []
+    for run in ("state", "naive"):
+        q, k, v, x = (tensor.requires_grad_() for tensor in random_inputs(2, 23))
+        parts = parts_with(some_beta())
+        if run == "state":
+            plain = layer_for(options, parts)
+
+            def layer(*arguments, plain=plain):
+                return checkpoint(plain, *arguments, use_reentrant=False) if recompute else plain(*arguments)
+
+            state = options.new_state(2, DEVICES, torch.float64)
+            output, _ = run_pieces(state, options.window, layer, (q, k, v, x))
+        else:
+            output = outputs(specified(options, parts.beta.weight, q, k, v)).transpose(1, 2)
+        results.append(
+            torch.autograd.grad((output * direction).sum(), (q, k, v, parts.beta.weight), materialize_grads=True)
+        )
+    for fast, slow in zip(*results, strict=True):
+        assert close(fast, slow)
+
+
+def test_steps_after_detach_do_not_reach_back():
+    options, parts = options_for(), parts_with(some_beta())
+    q, k, v, x = (tensor.requires_grad_() for tensor in random_inputs(1, 2 * N))
+    first = tuple(tensor[:, :, :N] if tensor.dim() == 4 else tensor[:, :N] for tensor in (q, k, v, x))
+    second = tuple(tensor[:, :, N:] if tensor.dim() == 4 else tensor[:, N:] for tensor in (q, k, v, x))
+    _, memory = stream(options, parts, first)
+    output, _ = stream(options, parts, second, memory=memory.clone())
+    assert torch.count_nonzero(torch.autograd.grad(output.sum(), k)[0][:, :, :N]) > 0
+    memory.state.detach()
+    output, _ = stream(options, parts, second, memory=memory)
+    assert torch.count_nonzero(torch.autograd.grad(output.sum(), k)[0][:, :, :N]) == 0
+
+
+@torch.no_grad()
+def test_rows_are_chosen_cloned_and_forgotten():
+    options, parts = options_for(), parts_with(some_beta())
+    inputs = random_inputs(3, 30)
+    head = tuple(t[:, :, :13] if t.dim() == 4 else t[:, :13] for t in inputs)
+    tail = tuple(t[:, :, 13:] if t.dim() == 4 else t[:, 13:] for t in inputs)
+    whole, _ = stream(options, parts, inputs)
+    _, memory = stream(options, parts, head)
+    twin = memory.clone()
+    rows = [2, 0, 2]
+    twin.select(rows)
+    chosen, _ = stream(options, parts, tuple(t[rows] for t in tail), memory=twin)
+    assert close(chosen, whole[rows, 13:])
+    memory.reset([1])
+    output, _ = stream(options, parts, tail, memory=memory)
+    fresh, _ = stream(options, parts, tuple(t[1:2] for t in tail))
+    assert close(output[[0, 2]], whole[[0, 2], 13:]) and close(output[1:2], fresh)
+
+
+@torch.no_grad()
+def test_a_saved_state_goes_on():
+    options, parts = options_for(rule="delta"), parts_with(some_beta())
+    inputs = random_inputs(2, 30)
+    whole, _ = stream(options, parts, inputs)
+    _, memory = stream(options, parts, tuple(t[:, :, :13] if t.dim() == 4 else t[:, :13] for t in inputs))
+    other = memory.clone()
+    other.state = options.new_state(2, DEVICES, torch.float64)
+    other.load_state_dict({name: tensor.clone() for name, tensor in memory.state_dict().items()}, "cpu")
+    tail = tuple(t[:, :, 13:] if t.dim() == 4 else t[:, 13:] for t in inputs)
+    output, _ = stream(options, parts, tail, memory=other)
+    assert close(output, whole[:, 13:])
+
+
+@torch.no_grad()
+def test_the_size_does_not_grow():
+    options, parts = options_for(segment_tokens=8), parts_with(torch.zeros(4))
+    sizes = []
+    inputs = random_inputs(1, 8 * 40, dtype=torch.bfloat16)
+    memory = None
+    for start in range(0, 8 * 40, 8):
+        piece = tuple(t[:, :, start : start + 8] if t.dim() == 4 else t[:, start : start + 8] for t in inputs)
+        _, memory = stream(options, parts, piece, memory=memory)
+        sizes.append(memory.state.nbytes)
+    memory_bytes, open_bytes = 2 * (8 * 8 + 8) * 4 + 1, 2 * 2 * 8 * 8 * 2
+    assert set(sizes) == {memory_bytes + open_bytes}
+
+
+@torch.no_grad()
+def test_nan_is_refused_and_nothing_is_stored():
+    options, parts = options_for(), parts_with(some_beta())
+    inputs = random_inputs(2, N)
+    inputs[1][1, 0, 2] = float("nan")
+    _, memory = stream(options, parts, inputs)
+    with pytest.raises(ValueError, match="row 1 holds NaN or Inf in layer 0"):
+        memory.close(memory.timeline.full_rows(), None)
+    assert not bool(memory.state.held[0].known.any())
+
+
+# Training
+
+
+def test_beta_moves_apart():
+    """With a rate of 0.01 heads whose targets differ go their own way."""
+    options = options_for()
+    parts = InfiniParts(**make_parts(options))
+    q, k, v, _ = random_inputs(2, 40, dtype=torch.float32)
+    with torch.no_grad():
+        target, _ = document(options, parts_with(torch.tensor([-6.0, -6.0, 6.0, 6.0])), q, k, v)
+    optimizer = torch.optim.Adam([parts.beta.weight], lr=0.01)
+    for _ in range(300):
+        optimizer.zero_grad()
+        (document(options, parts, q, k, v)[0] - target).square().mean().backward()
+        optimizer.step()
+    shares = parts.beta.shares().detach()
+    assert float(shares[:2].max()) < 0.15 and float(shares[2:].min()) > 0.85
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": (3,)}, "layers 0 to 2"),
+        ({"layers": ()}, "at least one layer"),
+        ({"layers": (1, 1)}, "each once"),
+        ({"segment_tokens": 0}, "segment_tokens must be at least 1"),
+        ({"window_tokens": -1}, "window_tokens must be at least 0"),
+        ({"rule": "cubic"}, "rule must be one of"),
+        ({"empty": "zero"}, "empty must be one of"),
+        ({"local_window": "wide"}, "local_window must be one of"),
+        ({"segment_tokens": 5000}, "Choose a smaller segment_tokens"),
+        ({"local_window": "sliding", "base": replace(SHAPE, model_type="opt", rotary=False)}, "learned embeddings"),
+    ],
+)
+def test_wrong_options(changes, message):
+    with pytest.raises(ValueError, match=message):
+        options_for(**changes)
+
+
+def test_what_a_call_cannot_do():
+    with pytest.raises(ValueError, match="leave cache_size out"):
+        options_for().new_state(1, DEVICES, torch.float32, cache_size=4)
+    q, k, v, _ = random_inputs(1, 10)
+    with pytest.raises(ValueError, match="one segment at a time"):
+        document(options_for(local_window="sliding", window_tokens=2), parts_with(some_beta()), q, k, v)
+
+
+def test_a_memory_knows_which_rows_hold_something():
+    held = options_for().new_state(2, DEVICES, torch.bfloat16).held[0]
+    assert isinstance(held, Compressed) and held.matrix.dtype == torch.float32 and not bool(held.known.any())

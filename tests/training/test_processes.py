@@ -1,0 +1,185 @@
+"""Several processes: the same training as one, also when one of them dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from interruptions import AT_FILES, IN_FORWARD, TOUCHES, check_checkpoints
+from peft import PeftModel
+from recipe import Recipe, adapter_weights, arguments, largest_difference, run
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from cacheformers import train_adapt
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 20
+SETTINGS = ("--lanes=4", f"--steps={STEPS}", "--checkpoint_every=5", "--memory_rate=1e-2", "--lora_rate=1e-2")
+
+
+@pytest.fixture
+def alone(documents: Path) -> Path:
+    """The same run as one process, which has twice the lanes of each of two."""
+    train_adapt.main(arguments(documents, *SETTINGS, output="alone"))
+    return documents / "alone"
+
+
+def loss_curve(folder: Path) -> list[float]:
+    return json.loads((folder / "train_result.json").read_text())["losses"]
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_two_processes_equal_one_with_twice_the_lanes(documents, alone, sharding):
+    options = (f"--sharding={sharding}", f"--valid={documents / 'valid.jsonl'}")
+    run(arguments(documents, *SETTINGS, *options), documents / "two.log", processes=2)
+    assert largest_difference(documents / "adapter", alone) <= 1e-5
+    assert loss_curve(documents / "adapter") == pytest.approx(loss_curve(alone), rel=1e-6)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(documents / "base"), documents / "adapter")
+    names = {name for name, parameter in model.named_parameters() if "lora_" in name}
+    assert len(names) == len(adapter_weights(documents / "adapter"))
+
+
+def test_two_processes_start_from_the_same_states(documents):
+    settings = (*SETTINGS, "--memory_start=states", "--start_segments=5", "--hit_scores=true")
+    train_adapt.main(arguments(documents, *settings, output="alone"))
+    # The second process finds directions of the other sign, as a machine of another kind may.
+    other = "if rank:\n    from cacheformers.methods.neurocache import start as s; f = s.principal_projection\n"
+    other += "    s.principal_projection = lambda *moments: -f(*moments)"
+    run(arguments(documents, *settings, "--sharding=fsdp2"), documents / "two.log", 2, other)
+    assert largest_difference(documents / "adapter", documents / "alone") <= 1e-4  # gradients of hit scores begin at 0
+    train_adapt.main(arguments(documents, *SETTINGS, "--hit_scores=true", output="copies"))
+    assert largest_difference(documents / "adapter", documents / "copies") > 1e-2
+
+
+def test_accumulation_over_two_processes(documents, alone):
+    run(arguments(documents, *SETTINGS, "--accumulation=2"), documents / "two.log", processes=2)
+    assert largest_difference(documents / "adapter", alone) <= 1e-5
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_two_processes_stop_and_go_on(documents, alone, sharding):
+    settings = (*SETTINGS, f"--sharding={sharding}")
+    stopping = IN_FORWARD.format(rank=1, moment=500, signal=15)  # only one of them is asked to stop
+    stopped = run(arguments(documents, *settings), documents / "stopped.log", 2, stopping)
+    assert "Go on with --resume." in stopped.output()
+    assert check_checkpoints(documents / "adapter", documents / "base") > 0
+    run(arguments(documents, *settings, "--resume"), documents / "resumed.log", 2)
+    assert largest_difference(documents / "adapter", alone) <= 1e-5
+
+
+def test_two_processes_go_on_with_their_own_random_numbers(documents):
+    """Each with its own dropout. One is slow to write, and the checkpoint waits for it."""
+    settings = (*SETTINGS, "--steps=4", "--lora_dropout=0.3")
+    slow = """
+import time
+from cacheformers.training import run
+write = run.write_own
+run.write_own = lambda *given: (time.sleep(0.3 * rank), write(*given))
+"""
+    run(arguments(documents, *settings, output="whole"), documents / "whole.log", 2)
+    run(arguments(documents, *settings, "--stop_after=1e-9"), documents / "stopped.log", 2, slow)
+    assert check_checkpoints(documents / "adapter", documents / "base") == 1
+    checkpoint = documents / "adapter" / "checkpoints" / "step-00000001"
+    one, other = (load_file(checkpoint / f"process-{rank:05}.safetensors")["random.cpu"] for rank in (0, 1))
+    assert not torch.equal(one, other)
+    run(arguments(documents, *settings, "--resume"), documents / "resumed.log", 2)
+    assert largest_difference(documents / "adapter", documents / "whole") == 0
+
+
+def test_lanes_follow_the_seed_and_not_the_processes(documents, capsys):
+    """A checkpoint of two processes is refused by one."""
+    run(arguments(documents, *SETTINGS, "--stop_after=1e-9"), documents / "two.log", 2)
+    with pytest.raises(SystemExit):
+        train_adapt.main(arguments(documents, *SETTINGS, "--resume"))
+    assert "processes (2 in the checkpoint, 1 here)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_when_one_process_dies_the_other_stops_and_says_so(documents, sharding):
+    recipe = Recipe(
+        arguments(documents, *SETTINGS, f"--sharding={sharding}"),
+        documents / "dying.log",
+        processes=2,
+        before=IN_FORWARD.format(rank=1, moment=700, signal=9),
+    )
+    assert recipe.wait() == [1, -9]
+    said = recipe.output(0)
+    assert "another process is gone" in said and "--resume" in said
+    check_checkpoints(documents / "adapter", documents / "base")
+
+
+@pytest.mark.slow
+# The second process touches a file once for every checkpoint.
+@pytest.mark.parametrize(("rank", "moment"), [(0, 2), (0, 4), (0, 6), (0, 9), (0, 12), (1, 1), (1, 2), (1, 3), (1, 4)])
+def test_killed_between_two_processes_files(documents, alone, rank, moment):
+    recipe = Recipe(
+        arguments(documents, *SETTINGS),
+        documents / "dying.log",
+        processes=2,
+        before=AT_FILES.format(rank=rank, moment=moment, events=TOUCHES),
+    )
+    codes = recipe.wait()
+    assert codes[rank] == -9 and 0 not in codes, recipe.output()
+    check_checkpoints(documents / "adapter", documents / "base")
+    run(arguments(documents, *SETTINGS, "--resume"), documents / "resumed.log", 2)
+    assert largest_difference(documents / "adapter", alone) <= 1e-5
+
+
+def test_a_loss_of_one_process_that_is_not_finite_stops_both(documents):
+    base = AutoModelForCausalLM.from_pretrained(documents / "base")
+    base.get_input_embeddings().weight.data[3] = float("nan")  # the word w0
+    base.save_pretrained(documents / "base")
+    texts = ["w1 " * 40, "w2 " * 40, "w3 " * 40, "w4 w0 " + "w4 " * 40]
+    (documents / "train.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    recipe = Recipe(arguments(documents, *SETTINGS), documents / "nan.log", processes=2)
+    assert recipe.wait() == [1, 1]
+    for rank in (0, 1):
+        assert 'The loss of step 1 is nan. Read: document 3 ("w4 w0 w4' in recipe.output(rank)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--lanes=3"], "lanes 3 must be a multiple of 2 process(es) x accumulation 1"),
+        (["--sharding=fsdp2", "--optimizer=adafactor"], "use --optimizer adamw with fsdp2"),
+        (["--sharding=fsdp2", "--backprop_segments=2"], "needs backprop_segments 1"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(documents, more, message):
+    recipe = Recipe(arguments(documents, *SETTINGS, *more), documents / "refused.log", processes=2)
+    assert recipe.wait() == [2, 2]
+    assert message in recipe.output()
+
+
+def test_one_process_cannot_be_divided(documents, capsys):
+    with pytest.raises(SystemExit):
+        train_adapt.main(arguments(documents, *SETTINGS, "--sharding=fsdp2"))
+    assert "start it with torchrun" in capsys.readouterr().err
+
+
+def test_deepspeed_is_refused(documents, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")  # as accelerate launch sets it
+    with pytest.raises(SystemExit):
+        train_adapt.main(arguments(documents, *SETTINGS))
+    assert "DeepSpeed is not supported: start with torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_under_torchrun(documents, alone):
+    """As a user starts it. The rank of LoRA is in a recipe file: torchrun takes `--r` for one of its own options."""
+    (documents / "recipe.yaml").write_text("r: 4\n")
+    options = [option for option in arguments(documents, *SETTINGS) if not option.startswith("--r=")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [str(ROOT / "train_adapt.py"), str(documents / "recipe.yaml"), *options]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 process(es)" in done.stdout and done.stdout.count("s a step") == 1
+    assert largest_difference(documents / "adapter", alone) <= 1e-5

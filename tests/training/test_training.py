@@ -1,0 +1,539 @@
+"""Lanes, loss, rates, and `train_adapt.py` as a user runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from conftest import METHODS
+from huggingface_hub import ModelCard
+from peft import PeftModel, get_peft_model
+from recipe import adapter_weights, arguments, make_text
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Trainer, TrainingArguments
+
+import cacheformers
+from cacheformers import train_adapt
+from cacheformers.common.base_model import StartOptions
+from cacheformers.common.documents import DataOptions, Documents
+from cacheformers.common.loss import IGNORED, token_losses
+from cacheformers.evaluation.held_out import held_out, token_nats
+from cacheformers.evaluation.readers import Forgetting, Remembering
+from cacheformers.training.adapter import adapter_config
+from cacheformers.training.lanes import Lanes
+from cacheformers.training.methods import layer_map, options_of
+from cacheformers.training.optim import OPTIMIZERS, Rates, make_optimizer, make_schedule, parameter_groups
+from cacheformers.training.run import trained_state
+from cacheformers.training.settings import TrainOptions, check_resumable, resumed_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def make_documents(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Documents]:
+    def build(*lengths: int, min_tokens: int = 2) -> Documents:
+        return Documents([make_text(length, seed) for seed, length in enumerate(lengths)], tokenizer, min_tokens)
+
+    return build
+
+
+# Lanes
+
+
+def read_documents(lanes: Lanes, steps: int) -> list[tuple[int, Tensor, Tensor]]:
+    """What lanes put out, cut at resets: (document, inputs, labels), by the order in which documents end."""
+    ended, running = [], {}
+    for _ in range(steps):
+        step = lanes.step()
+        assert step.input_ids.shape == step.labels.shape == step.attention_mask.shape
+        for row, document in enumerate(step.documents):
+            if step.reset[row]:
+                if row in running:
+                    ended.append(running[row])
+                running[row] = (document, torch.tensor([], dtype=torch.long), torch.tensor([], dtype=torch.long))
+            real = step.attention_mask[row].bool()
+            assert bool(real.any()) and torch.equal(real, real.sort(descending=True).values)
+            assert bool((step.labels[row][~real] == IGNORED).all()) and bool((step.labels[row][real] >= 0).all())
+            assert running[row][0] == document
+            running[row] = (
+                document,
+                torch.cat([running[row][1], step.input_ids[row][real]]),
+                torch.cat([running[row][2], step.labels[row][real]]),
+            )
+    return ended
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_lanes_read_every_document_once_an_epoch_and_in_order(make_documents, count):
+    """Whatever the number of lanes; labels reach across the cuts between segments."""
+    documents = make_documents(2, 17, 33, 1, 40, 16, 18)
+    ended = read_documents(Lanes(documents, count, 8, seed=3), 120)
+    for document, inputs, labels in ended:
+        tokens = documents.tokens(document)
+        assert torch.equal(inputs, tokens[:-1])
+        assert torch.equal(labels, tokens[1:])
+    read = [document for document, _, _ in ended]
+    assert min(read.count(document) for document in (0, 1, 2, 4, 5, 6)) > 1
+    assert 3 not in read  # one token predicts nothing
+    if count == 1:
+        epochs = [tuple(read[i : i + 6]) for i in range(0, 24, 6)]
+        assert all(sorted(epoch) == [0, 1, 2, 4, 5, 6] for epoch in epochs)
+        assert len(set(epochs)) > 1
+
+
+def test_a_document_belongs_to_its_place_modulo_the_lanes(make_documents):
+    documents = make_documents(*[20] * 10)
+    order = [document for document, _, _ in read_documents(Lanes(documents, 1, 32, seed=5), 31)]
+    for count in (2, 3):
+        lanes = Lanes(documents, count, 32, seed=5)
+        assert [lanes.step().documents for _ in range(5)] == [order[i * count : (i + 1) * count] for i in range(5)]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 6, 31])
+def test_lanes_go_on_where_they_were(make_documents, steps):
+    documents = make_documents(17, 33, 1, 40, 18)
+    lanes = Lanes(documents, 3, 8, seed=1)
+    for _ in range(steps):
+        lanes.step()
+    state = json.loads(json.dumps(lanes.state_dict()))
+    resumed = Lanes(documents, 3, 8, seed=1)
+    resumed.load_state_dict(state)
+    for _ in range(12):
+        expected, step = lanes.step(), resumed.step()
+        for name in ("input_ids", "labels", "attention_mask", "reset"):
+            assert torch.equal(getattr(step, name), getattr(expected, name))
+        assert step.documents == expected.documents
+
+
+# Loss, rates
+
+
+def test_loss_counts_labels_only():
+    logits = torch.randn(2, 5, 11, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(0, 11, (2, 5))
+    labels[1, 2:] = IGNORED
+    losses = token_losses(logits, labels)
+    assert losses.dtype == torch.float32
+    assert bool((losses[1, 2:] == 0).all())
+    expected = F.cross_entropy(logits.float()[labels != IGNORED], labels[labels != IGNORED], reduction="none")
+    torch.testing.assert_close(losses[labels != IGNORED], expected)
+
+
+def rates_from(optimizer: torch.optim.Optimizer, done: int) -> list[float]:
+    """The highest rate of each of ten steps, when so many are done."""
+    schedule = make_schedule(optimizer, steps=10, warmup_steps=2, done=done)
+    rates = []
+    for _ in range(done, 10):
+        rates.append(max(group["lr"] for group in optimizer.param_groups))
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def test_gates_memory_and_lora_have_their_own_rates(make_base, config_factory):
+    model = get_peft_model(make_base("opt"), config_factory(hit_scores=True))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model, Rates(weights=1.0, memory=2.0, gate=60.0, weight_decay=0.1))
+    seen = [names[id(parameter)] for group in groups for parameter in group["params"]]
+    assert sorted(seen) == sorted(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    for group in groups:
+        for name in (names[id(parameter)] for parameter in group["params"]):
+            gate = "mem_gate" in name or "mem_scores" in name
+            kind = "gate" if gate else "memory" if "lora_mem_" in name else "weights"
+            assert group["lr"] == {"gate": 60.0, "memory": 2.0, "weights": 1.0}[kind]
+            assert group["weight_decay"] == (0.0 if kind == "gate" or "mem_norm" in name else 0.1)
+    rates = rates_from(make_optimizer(model, Rates(1.0, 2.0, 60.0)), done=0)
+    assert rates[0] == 0 and max(rates) == rates[2] == 60.0 and rates[-1] < 5
+    assert rates_from(make_optimizer(model, Rates(1.0, 2.0, 60.0), "adafactor"), done=4) == rates[4:]
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter to train"):
+        parameter_groups(model, Rates(1.0, 2.0, 60.0))
+
+
+# The recipe
+
+
+def test_what_is_trained_leaves_tied_weights_of_the_base_out(make_base, config_factory):
+    model = get_peft_model(make_base("llama_gqa", torch.float32, tie_word_embeddings=True), config_factory())
+    assert trained_state(model).keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize(("least", "lengths"), [((), [70, 50]), (("--valid_min_tokens=60",), [70])])
+def test_short_held_out_documents_can_be_left_out(folder, least, lengths):
+    given = arguments(folder, f"--valid={folder / 'valid.jsonl'}", *least)
+    options = train_adapt.Options(*train_adapt.make_parser().parse(given))
+    assert [len(document.ids) for document in train_adapt.make_plan(options).valid] == lengths
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["neurocache", "lora"])
+def test_a_run(folder, method):
+    """Train, save, reload through both doors: the loaded adapter scores what the trained one scored."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(f"method: {method}\nvalid: [{folder / 'valid.jsonl'}]\nsteps: 2\nlora_rate: 1e-2\nlanes: 3\n")
+    command = [sys.executable, str(ROOT / "train_adapt.py"), str(recipe), *arguments(folder), "--memory-rate", "1e-2"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    assert "perplexity" in done.stdout
+
+    result = json.loads((folder / "adapter" / "train_result.json").read_text())
+    assert len(result["losses"]) == 5 and all(map(math.isfinite, result["losses"]))
+    assert result["options"]["train"]["lanes"] == 2 and result["options"]["train"]["lora_rate"] == 1e-2
+    assert result["command"][0] == "train_adapt.py" and result["environment"]["torch"] == torch.__version__
+    memory = {"cache off": Remembering(0), "cache 40": Remembering(40)}
+    readers = memory if method == "neurocache" else {"lora": Forgetting()}
+    assert set(result["scores"]) == {"base", *readers}
+    assert result["trained_parameters"] == sum(map(torch.numel, adapter_weights(folder / "adapter").values()))
+
+    card = ModelCard.load(folder / "adapter" / "README.md")
+    assert card.data.library_name == "peft" and ("neurocache" in card.data.tags) == (method == "neurocache")
+    assert all(f"| {name} | {run['perplexity']:.3f} |" in card.text for name, run in result["scores"].items())
+    compare = [
+        sys.executable,
+        str(ROOT / "recipes" / "compare_runs.py"),
+        str(folder / "adapter"),
+        str(folder / "adapter"),
+        "--against=base",
+    ]
+    compared = subprocess.run(compare, capture_output=True, text=True, timeout=300)
+    assert compared.returncode == 0 and f"{list(readers)[-1]} (adapter)" in compared.stdout, compared.stderr
+    assert "/ base, by last occurrence" in compared.stdout
+
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    by_peft = PeftModel.from_pretrained(base, folder / "adapter")
+    by_transformers = AutoModelForCausalLM.from_pretrained(folder / "adapter").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "adapter")
+    valid = held_out(Documents([make_text(70, 70), make_text(50, 50)], tokenizer))
+    for name, reader in readers.items():
+        for model in (by_peft, by_transformers):
+            nats = sum(float(losses.sum()) for losses in token_nats(model, valid, reader, 16))
+            assert nats == pytest.approx(result["scores"][name]["nats"], rel=1e-6)
+    ids = valid[0].ids[None]
+    with torch.no_grad():
+        assert torch.equal(by_peft(ids[:, :16]).logits, by_transformers(ids[:, :16]).logits)
+    assert result["scores"]["base"]["nats"] != pytest.approx(result["scores"][name]["nats"], rel=1e-4)
+
+
+def losses_of(folder: Path, *more: str) -> list[float]:
+    train_adapt.main(arguments(folder, "--overwrite", *more))
+    return json.loads((folder / "adapter" / "train_result.json").read_text())["losses"]
+
+
+def test_activation_checkpointing_changes_nothing(folder):
+    plain = losses_of(folder, "--memory_rate=1e-2")
+    assert losses_of(folder, "--memory_rate=1e-2", "--activation_checkpointing") == pytest.approx(plain, rel=1e-6)
+    assert losses_of(folder, "--memory_rate=1e-2", "--seed", "1") != pytest.approx(plain, rel=1e-3)
+
+
+@pytest.fixture
+def exact(folder, make_base, monkeypatch) -> Path:
+    """A base in float64, and an optimizer whose steps are proportional to the gradients."""
+    make_base("llama_gqa").save_pretrained(folder / "base")
+    monkeypatch.setitem(OPTIMIZERS, "adamw", functools.partial(torch.optim.SGD, momentum=0.9))
+    return folder
+
+
+def weights_of(folder: Path, *more: str) -> dict[str, Tensor]:
+    options = ("--overwrite", "--lora_rate=0.1", "--memory_rate=0.1", "--lanes=2", "--steps=8", "--clip=1e9", *more)
+    train_adapt.main(arguments(folder, *options))
+    return adapter_weights(folder / "adapter")
+
+
+def assert_equal(weights: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+    assert weights.keys() == others.keys()
+    for name, tensor in weights.items():
+        assert tensor.dtype == torch.float64
+        assert float((tensor - others[name]).abs().max()) <= 1e-12, name
+
+
+def test_accumulation_equals_a_larger_batch(exact):
+    assert_equal(weights_of(exact, "--accumulation=2"), weights_of(exact))
+
+
+@pytest.mark.parametrize("window", [(), ("--local_window=sliding", "--window_tokens=10", "--sink_tokens=3")])
+def test_activation_checkpointing_of_two_segments_changes_nothing(exact, window):
+    """With a ring that is full before the second segment is written."""
+    options = ("--backprop_segments=2", "--cache_size=12", *window)
+    assert_equal(weights_of(exact, *options, "--activation_checkpointing"), weights_of(exact, *options))
+
+
+def test_a_run_is_a_plain_loop(folder, make_base):
+    """Rates, weight decay, warm-up, clipping and the mean over tokens, written out; in float64, as Adam amplifies."""
+    make_base("llama_gqa").save_pretrained(folder / "base")
+    given = arguments(folder, "--lora_rate=2e-2", "--memory_rate=1e-2", "--gate_factor=3", "--warmup=0.4", "--clip=0.5")
+    given.append("--weight_decay=0.1")
+    train_adapt.main(given)
+
+    options = train_adapt.Options(*train_adapt.make_parser().parse(given))
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    torch.manual_seed(0)
+    model = get_peft_model(base, adapter_config(base.config, options.train, options.memory)[0]).train()
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    rates = {name: 3e-2 if "mem_gate" in name else 1e-2 if "lora_mem_" in name else 2e-2 for name in trained}
+    optimizers = {name: torch.optim.AdamW([p], weight_decay=0.1 if p.dim() > 1 else 0.0) for name, p in trained.items()}
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    lanes = Lanes(Documents([make_text(length, length) for length in (60, 90, 20)], tokenizer), 2, 16, seed=0)
+    memory = cacheformers.new_memory(model, 2)
+    for step, factor in enumerate([0, 0.5, 1, 0.75, 0.25]):
+        read = lanes.step()
+        memory.reset(read.reset.nonzero()[:, 0].tolist())
+        logits = model(read.input_ids, attention_mask=read.attention_mask, past_key_values=memory).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), read.labels.flatten(), ignore_index=IGNORED)
+        gradients = torch.autograd.grad(loss, list(trained.values()))
+        norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+        assert float(norm) > 0.5 or step
+        for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
+            parameter.grad = gradient * min(1.0, 0.5 / float(norm))
+            optimizers[name].param_groups[0]["lr"] = factor * rates[name]
+            optimizers[name].step()
+    saved = adapter_weights(folder / "adapter")
+    assert len(saved) == len(trained)
+    for name, parameter in trained.items():
+        torch.testing.assert_close(saved[name.replace(".default", "")], parameter.detach(), atol=1e-6, rtol=1e-5)
+
+
+def test_training_remembers_from_step_to_step(folder):
+    """How much a memory holds shows in the loss once segments have closed and the gates have opened."""
+    options = ("--memory_rate=1e-2", "--lanes", "1", "--warmup", "0")
+    large, small = losses_of(folder, *options), losses_of(folder, *options, "--cache_size", "5")
+    assert large[:2] == pytest.approx(small[:2], rel=1e-6)
+    assert abs(large[3] - small[3]) > 1e-4 * small[3]
+
+
+def test_without_lora(folder):
+    losses_of(folder, "--lora_targets", "none")
+    config = cacheformers.NeurocacheAdapterConfig.from_pretrained(str(folder / "adapter"))
+    assert config.retrieval_map == {1: 1}
+    with pytest.raises(SystemExit):
+        losses_of(folder, "--lora_targets", "none", "--method", "lora")
+
+
+def test_a_loss_that_is_not_finite_stops_a_run_of_two_segments(folder):
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    base.get_input_embeddings().weight.data[3:] = float("nan")
+    base.save_pretrained(folder / "base")
+    with pytest.raises(SystemExit, match="(?s)The loss of step 1 is .*Read: document .*no checkpoint yet"):
+        train_adapt.main(arguments(folder, "--backprop_segments=2"))
+
+
+def test_accelerates_environment_changes_nothing(folder, monkeypatch):
+    plain = losses_of(folder, "--memory_rate=1e-2")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert losses_of(folder, "--memory_rate=1e-2") == plain
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(folder):
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    base.lm_head.weight.data[5] = float("inf")
+    base.save_pretrained(folder / "base")
+    with pytest.raises(SystemExit, match="(?s)The loss of step 1 is .*Read: document .*no checkpoint yet"):
+        train_adapt.main(arguments(folder))
+    assert not (folder / "adapter" / "adapter_config.json").exists()
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(folder, monkeypatch):
+    monkeypatch.setattr(Accelerator, "clip_grad_norm_", lambda *given: torch.tensor(math.nan))
+    with pytest.raises(SystemExit, match="(?s)The gradient of step 1 is not finite .its loss is .*Read: document"):
+        train_adapt.main(arguments(folder))
+    assert not (folder / "adapter" / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--stepz", "3"], "unknown option '--stepz': did you mean 'steps'?"),
+        (["--method", "nerocache"], "method 'nerocache' is not registered"),
+        (["--steps", "0"], "steps must be greater than 0"),
+        (["--retrieval_map", "9"], "Layers [9] do not exist"),
+        (["--retrieval_map", "top"], "'top' is neither a layer"),
+        (["--segment_tokens", "65"], "Choose a smaller segment_tokens"),
+        (["--topk", "41"], "must not exceed cache_size"),
+        (["--lora_targets", "fc9"], "fc9"),
+        (["--train", "{folder}/empty"], "holds no documents"),
+        (["--train", "{folder}/short.jsonl"], "is not more than one segment of 16"),
+        (["--train", "{folder}/blank.jsonl"], "All 1 documents are empty"),
+        (["--valid", "{folder}/nowhere"], "does not exist"),
+        (["--output", "{folder}/taken"], "already holds an adapter"),
+        (["--base", "{folder}/nowhere"], "nowhere was not found: there is no folder"),
+        (["--output", "{folder}/train.jsonl/adapter"], "train.jsonl"),
+        (["--seed", "-1"], "seed"),
+        (["--lora_rate", "-1"], "lora_rate"),
+        (["--clip", "nan"], "clip"),
+        (["--lora_targets", "none", "q_proj"], "none"),
+        (["--trackers", "tensorboard"], "tensorboard"),  # not installed here
+        (["--train", "{folder}/segment.jsonl"], "nothing would ever be remembered"),
+        (["--estimate", "--lanes", "1", "--estimate_processes", "8"], "multiple of 8 process(es)"),
+        (["--warmup", "1"], "warmup must be at least 0 and below 1"),
+        (["--checkpoint_every", "-1"], "checkpoint_every must not be negative"),
+        (["--accumulation", "3"], "lanes 2 must be a multiple of 1 process(es) x accumulation 3"),
+        (["--trackers", "swanlab"], "Run: pip install swanlab"),
+        (["--trackers", "notebook"], "Unsupported logging capability: notebook"),
+    ],
+)
+def test_bad_options(folder, capsys, more, message):
+    (folder / "empty").mkdir()
+    (folder / "short.jsonl").write_text(json.dumps({"text": make_text(10)}))
+    (folder / "segment.jsonl").write_text(json.dumps({"text": make_text(17)}))
+    (folder / "blank.jsonl").write_text(json.dumps({"text": " "}))
+    (folder / "taken").mkdir()
+    (folder / "taken" / "adapter_config.json").write_text("{}")
+    with pytest.raises(SystemExit) as stop:
+        train_adapt.main(arguments(folder, *(word.format(folder=folder) for word in more)))
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (folder / "adapter" / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "message"),
+    [
+        ("a.yaml", "cachesize: 3", "unknown option 'cachesize': did you mean 'cache_size'?"),
+        ("a.yaml", "steps: many", "invalid int value: 'many'"),
+        ("a.yaml", "steps: [", "is not valid YAML"),
+        ("a.yaml", "controls: []", "controls has no values: give some, or leave the line out."),
+        ("a.yaml", "- steps", "must hold lines"),
+        ("a.json", "{}", "is no recipe"),
+        ("a.yaml", None, "does not exist"),
+    ],
+)
+def test_bad_recipes(folder, capsys, name, recipe, message):
+    if recipe is not None:
+        (folder / name).write_text(recipe)
+    with pytest.raises(SystemExit):
+        train_adapt.main([str(folder / name), *arguments(folder)])
+    assert message in capsys.readouterr().err
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit) as stop:
+        train_adapt.main(["--help"])
+    assert stop.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "RECIPE.yaml" in shown and "Entries a document may keep (m)" in shown and "None" not in shown
+    assert "--no_plots Turn --plots off." in shown and "--plots off. (default" not in shown
+
+
+def test_each_option_is_listed_once_and_both_spellings_are_understood(capsys):
+    parser = train_adapt.make_parser()
+    listed = re.findall(r"^  (-.*?)(?:  |$)", parser.format_help(), re.MULTILINE)
+    assert len(listed) == len(parser._actions) and [line for line in listed if line.count("--") != 1] == []
+    assert "-h, --help" in listed and "--lora_rate LORA_RATE" in listed
+    for spelling in ("--lora_rate", "--lora-rate"):
+        options = parser.parse(["--base=a", "--train=a", "--output=a", spelling, "0.5"])
+        assert next(given for given in options if isinstance(given, TrainOptions)).lora_rate == 0.5
+
+
+def test_what_a_resumed_run_must_share():
+    kinds = [StartOptions, DataOptions, TrainOptions, options_of("neurocache")]
+    options = train_adapt.make_parser().parse(["--base=a", "--train=a", "--output=a"])
+    chosen = [given for given in options if type(given) in kinds]
+    assert len(chosen) == 4
+    names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    here = resumed_settings(*chosen, processes=1)
+    assert here.keys() == names - {"base", "train", "output", "device", "init"} | {"processes"}
+    for name in here:
+        with pytest.raises(ValueError, match=rf"other settings: {name} \("):
+            check_resumable(here, {**here, name: "another"}, "checkpoint")
+
+
+def test_layer_maps():
+    assert layer_map(["6", "12:14"]) == {6: 6, 12: 14}
+
+
+# transformers' Trainer
+
+NOT_TRAINED = "The memory is not being trained"
+NEAR = {
+    "gated_attention": 6,
+    "cacheformer_on_base": 16,
+}  # tokens before the memory is read; for the others a segment of 16
+
+
+def rows_of(tokens: int) -> list[dict[str, Tensor]]:
+    rows = torch.randint(3, 128, (8, tokens), generator=torch.Generator().manual_seed(3))
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def trained_by_trainer(model: PeftModel, rows: list[dict[str, Tensor]], folder: Path, steps: int) -> set[str]:
+    """Train with `Trainer`; the memory's parameters that changed, by their parts' names."""
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    given = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+    )
+    Trainer(model, given, train_dataset=rows).train()
+    changed = [name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])]
+    assert any("lora_B" in name for name in changed)
+    return {name.partition("lora_mem_")[2].partition(".")[0] for name in changed if "lora_mem_" in name}
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "windowed"])
+def test_trainer_with_rows_that_never_reach_the_memory(make_base, config_factory, tmp_path, method):
+    """Every weight of the memory stays as it is, and training says so, once."""
+    model = get_peft_model(make_base("llama_gqa", torch.float32), config_factory(method))
+    with pytest.warns(UserWarning, match=NOT_TRAINED) as caught:
+        changed = trained_by_trainer(model, rows_of(NEAR.get(method, 16) + 1), tmp_path, steps=20)
+    assert changed == set()
+    (warning,) = [str(entry.message) for entry in caught if NOT_TRAINED in str(entry.message)]
+    assert "in the first 8 training forwards" in warning and "train_adapt.py" in warning
+
+
+@pytest.mark.filterwarnings(f"error:{NOT_TRAINED}")
+@pytest.mark.parametrize("method", list(METHODS))
+def test_trainer_with_rows_of_two_segments_trains_the_memory(make_base, config_factory, tmp_path, method):
+    model = get_peft_model(make_base("llama_gqa", torch.float32), config_factory(method))
+    changed = trained_by_trainer(model, rows_of(32), tmp_path, steps=10)
+    expected = {
+        "neurocache": {"down", "norm", "q", "k", "v", "o", "gate"},
+        "windowed": set(),
+        "memorizing": {"gate", "scale"},
+        "infini_attention": {"beta"},
+        "gated_attention": {"token_gate"},
+        "cacheformer_on_base": {"pool"},
+        "toy": {"gate"},
+    }
+    assert changed == expected[method]
+
+
+@pytest.mark.filterwarnings(f"error:{NOT_TRAINED}")
+def test_who_is_not_told_that_the_memory_is_not_trained(make_model, ids, documents):
+    """A loop that carries a memory, lanes, generation while training, and rows of which one is long."""
+    model = make_model("llama_gqa", torch.float32).train()
+    with torch.no_grad():
+        for _ in range(10):
+            model(ids[:, :16])
+    for _ in range(7):
+        model(ids[:, :16], use_cache=False)
+    mask = torch.ones(2, 18, dtype=torch.long)
+    mask[0, :10] = 0
+    model(ids[:, :18], attention_mask=mask)
+    for _ in range(10):
+        model(ids[:, :16])
+
+    carried = make_model("llama_gqa", torch.float32).train()
+    for _ in range(10):
+        memory = carried(ids[:, :16]).past_key_values
+        carried(ids[:, 16:32], past_key_values=memory)
+    train_adapt.main(arguments(documents, "--steps=10"))
