@@ -1,10 +1,10 @@
 """Estimated against measured memory of a training step: every setting trains in a process of its own.
 
-    python benchmarks/estimate_memory.py  # twenty minutes on two cores; writes docs/results/estimate.md
+    python benchmarks/estimate_memory.py  # half an hour on two cores; writes docs/results/estimate.md
     python benchmarks/estimate_memory.py --only 3 4 --out /tmp/estimate.md
 
-Weights are random, of SmolLM2-135M's shape; memory does not depend on their values. The child reads until the ring is
-full, then takes two optimizer steps. On the CPU the measure is the peak of resident memory over the optimizer steps,
+Weights are random, of SmolLM2-135M's shape; memory does not depend on their values. The child reads until the memory is
+full, then takes three optimizer steps. On the CPU the measure is the peak of resident memory over the last two,
 minus what was resident after the imports, with malloc told to give memory back at once; on CUDA it is
 `torch.cuda.max_memory_allocated`.
 """
@@ -29,9 +29,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import cacheformers
-from cacheformers.common.loss import token_losses
-from cacheformers.modeling.attach import architecture
-from cacheformers.training.estimate import Estimate, estimate
+from cacheformers.adapters import METHODS
+from cacheformers.modeling.attach import architecture, base_shape
+from cacheformers.train_adapt import read_segment
+from cacheformers.training.estimate import Estimate, Work, estimate, segments_before
+from cacheformers.training.lanes import Group, Step
 
 ROOT = Path(__file__).resolve().parents[1]
 # glibc then maps and unmaps every larger tensor by itself: resident memory follows live tensors.
@@ -51,6 +53,7 @@ class Setting:
     activation_checkpointing: bool = False
     accumulation: int = 1
     backprop_segments: int = 1
+    max_tokens: int | None = None
     optimizer: str = "adamw"
     vocab_size: int = 49152  # a small one shows the layers, which the loss hides otherwise
     layers: int = 30
@@ -61,52 +64,62 @@ class Setting:
 
     def adapter(self) -> LoraConfig:
         config = self.config()
-        if self.method == "neurocache":
-            return cacheformers.NeurocacheAdapterConfig(
-                segment_tokens=self.segment_tokens, cache_size=self.cache_size, task_type="CAUSAL_LM"
+        targets, upper = list(architecture(config).feed_forward), list(range(3 * self.layers // 4, self.layers))
+        if self.method == "lora":
+            return LoraConfig(
+                r=16, lora_alpha=32, target_modules=targets, layers_to_transform=upper, task_type="CAUSAL_LM"
             )
-        return LoraConfig(
-            r=16,
-            lora_alpha=32,
-            target_modules=list(architecture(config).feed_forward),
-            layers_to_transform=list(range(3 * self.layers // 4, self.layers)),
-            task_type="CAUSAL_LM",
-        )
+        kind = METHODS[self.method.upper()]
+        sizes = {"cache_size": self.cache_size} if hasattr(kind, "cache_size") else {}
+        adapter = kind(segment_tokens=self.segment_tokens, target_modules=targets, task_type="CAUSAL_LM", **sizes)
+        adapter.layers_to_transform = list(adapter.resolve(base_shape(config)).attention_layers)
+        return adapter
 
-    def estimate(self, device_type: str) -> Estimate:
-        return estimate(
-            self.config(),
-            self.adapter(),
+    def work(self, device_type: str) -> Work:
+        return Work(
             lanes=self.lanes,
-            accumulation=self.accumulation,
             segment_tokens=self.segment_tokens,
+            accumulation=self.accumulation,
             backprop_segments=self.backprop_segments,
+            max_tokens=self.max_tokens,
             dtype=getattr(torch, self.dtype),
             optimizer=self.optimizer,
             activation_checkpointing=self.activation_checkpointing,
             device_type=device_type,
         )
 
+    def estimate(self, device_type: str) -> Estimate:
+        return estimate(self.config(), self.adapter(), self.work(device_type))
 
+
+SMALL = {"segment_tokens": 512, "cache_size": 2048, "vocab_size": 2048}
 SETTINGS = [
     Setting(),
     Setting(activation_checkpointing=True),
     Setting(lanes=2),
-    Setting(lanes=2, activation_checkpointing=True),
     Setting(lanes=2, accumulation=2),
-    Setting(segment_tokens=512),
+    Setting(lanes=6, accumulation=6, segment_tokens=512, cache_size=2048, vocab_size=2048),
     Setting(segment_tokens=512, cache_size=2048),
     Setting(segment_tokens=512, cache_size=2048, backprop_segments=2),
     Setting(segment_tokens=512, cache_size=2048, dtype="float32"),
     Setting(segment_tokens=512, cache_size=2048, optimizer="adafactor"),
     Setting(method="lora"),
-    Setting(method="lora", activation_checkpointing=True),
     Setting(vocab_size=2048),
     Setting(vocab_size=2048, activation_checkpointing=True),
     Setting(vocab_size=2048, lanes=2),
     Setting(vocab_size=2048, lanes=2, activation_checkpointing=True),
-    Setting(vocab_size=2048, method="lora"),
-    Setting(base="opt-1.3b", layers=6, vocab_size=2048, segment_tokens=512, cache_size=2048),
+    Setting(method="lora", vocab_size=2048),
+    Setting(base="opt-1.3b", layers=6, **SMALL),
+    Setting(method="memorizing", **SMALL),
+    Setting(method="memorizing", activation_checkpointing=True, **SMALL),
+    Setting(method="infini_attention", backprop_segments=2, **SMALL),
+    Setting(method="infini_attention", backprop_segments=2, activation_checkpointing=True, **SMALL),
+    Setting(method="gated_attention", max_tokens=4096, **SMALL),
+    Setting(method="gated_attention", max_tokens=4096, activation_checkpointing=True, **SMALL),
+    Setting(method="windowed", **SMALL),
+    Setting(method="windowed", activation_checkpointing=True, **SMALL),
+    Setting(method="cacheformer", max_tokens=4096, **SMALL),
+    Setting(method="cacheformer", max_tokens=4096, activation_checkpointing=True, **SMALL),
 ]
 
 
@@ -139,41 +152,49 @@ def measure(setting: Setting, device: str = "cpu") -> int:
 
 
 def train(setting: Setting, device: str) -> int:
-    """Fill the memory, take two optimizer steps; returns the peak in bytes."""
+    """Fill the memory and take three optimizer steps; return the peak of the last two in bytes."""
     process = psutil.Process()
     before = process.memory_info().rss
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(setting.config(), dtype=getattr(torch, setting.dtype)).to(device)
-    model = get_peft_model(base, setting.adapter()).train()
+    adapter = setting.adapter()
+    model = get_peft_model(base, adapter).train()
     if setting.activation_checkpointing:
         base.activation_checkpointing_enable({"use_reentrant": False})
         base.disable_input_require_grads()  # or every frozen layer below the adapter would be run backwards
     kind = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}[setting.optimizer]
-    optimizer = kind([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-4)
-    rows = setting.lanes // setting.accumulation
-    memories = [
-        cacheformers.new_memory(model, rows) if setting.method == "neurocache" else None
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = kind(trained, lr=1e-4)
+    rows, place = setting.lanes // setting.accumulation, torch.device(device)
+    options = None if setting.method == "lora" else adapter.resolve(base_shape(setting.config()))
+    # With three steps to come, a document that is read whole ends with the last.
+    segments = segments_before(options, setting.work(place.type))
+    segments -= 2 * setting.backprop_segments if setting.max_tokens else 0
+    groups = [
+        Group(None, None if options is None else cacheformers.new_memory(model, rows))
         for _ in range(setting.accumulation)
     ]
 
-    def ids(segments: int) -> torch.Tensor:
-        return torch.randint(3, setting.vocab_size, (rows, segments * setting.segment_tokens), device=device)
+    def losses(group: Group, segments: int) -> torch.Tensor:
+        ids = torch.randint(3, setting.vocab_size, (rows, segments * setting.segment_tokens))
+        step = Step(ids, ids, torch.ones_like(ids), torch.zeros(rows, dtype=torch.bool), [0] * rows)
+        return read_segment(model, group, step, place)
 
-    for memory in memories:
-        for _ in range(setting.cache_size // setting.segment_tokens + 1 if memory is not None else 0):
+    for group in groups:
+        for _ in range(segments):
             with torch.no_grad():
-                model(input_ids=ids(1), past_key_values=memory, logits_to_keep=1)
-    reset_peak(device)
-    output = None
-    for _ in range(2):
-        for memory in memories:
-            inputs = ids(setting.backprop_segments)
-            output = model(input_ids=inputs, past_key_values=memory, use_cache=memory is not None)
-            loss = token_losses(output.logits, inputs).sum() / inputs.numel() / setting.accumulation
-            loss.backward()
+                losses(group, 1)
+    for number in range(3):
+        if number == 1:  # mere reading keeps more of a segment than a step does
+            reset_peak(device)
+        for group in groups:
+            loss = losses(group, setting.backprop_segments).mean() / setting.accumulation
+            (loss + group.own_loss()).backward()
+            del loss
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return peak(device) - (before if torch.device(device).type == "cpu" else 0)
+    return peak(device) - (before if place.type == "cpu" else 0)
 
 
 def reset_peak(device: str) -> None:

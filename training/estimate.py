@@ -1,92 +1,57 @@
 """How much memory a training step takes, before anything is loaded.
 
-Parameters are counted on the real model with the real adapter, on the meta device. The rest is arithmetic: the terms
-are in `training/activations.py` (what autograd keeps) and here (everything else). Not counted: what the process takes
-before it builds a model, a GPU's own context, and fragmentation. docs/results/estimate.md compares with measurements.
+The real model with the real adapter fills its memory and makes a real step, on tensors that hold no numbers
+(`training/tracker.py`). What several processes divide is arithmetic. Not counted: what the process takes before it
+builds a model, a GPU's own context, and fragmentation. docs/results/estimate.md compares with measurements.
 """
 
 from __future__ import annotations
 
+import copy
+import warnings
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from cacheformers.adapters.config import MemoryAdapterConfig
-from cacheformers.methods.neurocache import NeurocacheAdapterConfig
-from cacheformers.methods.neurocache.options import NeurocacheOptions
-from cacheformers.modeling.attach import base_shape, find_decoder
-from cacheformers.modeling.memory import BaseShape
-from cacheformers.training.activations import (
-    FLOAT32,
-    Forward,
-    LayerBytes,
-    hidden_bytes,
-    layer_bytes,
-    norm_bytes,
-    retrieved_bytes,
-    rotary_bytes,
-)
+from cacheformers.common.loss import token_losses
+from cacheformers.modeling.attach import base_shape, find_decoder, new_memory
+from cacheformers.training.lanes import Group
+from cacheformers.training.optim import Rates, freeze_idle_gates, make_optimizer, trained_parameters
+from cacheformers.training.tracker import FakeTracker, Tracker
 
-MIB = 2**20
-SEARCH_BYTES = 64 * MIB  # what the exact search may take besides (modeling/search/exact.py)
 # What resident memory grows by when a CPU trains for the first time: pages of libraries and their scratch, measured as
 # 42 to 46 MiB with a model of one MiB.
-LIBRARY_BYTES = 44 * MIB
+LIBRARY_BYTES = 44 * 2**20
 # nf4 with double quantization: half a byte, a byte for the scale of 64 weights, a float32 for 256 scales.
-NF4_BYTES = 1 / 2 + 1 / 64 + FLOAT32 / (64 * 256)
+NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
-Quantize = Literal["nf4", "int8"]
-Sharding = Literal["fsdp2", "zero2"]
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A model's parameters in numbers and bytes.
-
-    Attributes:
-        parameters: of the base.
-        trained: of the adapter.
-        frozen_bytes: of the base, quantized where it is.
-        adapter_bytes: of the adapter; its gradients take the same.
-        layer_bytes: of each decoder layer, frozen and trained.
-        layer_adapter_bytes: of each decoder layer's trained part.
-        largest_adapter_bytes: of the largest trained tensor.
-        largest_matrix: numbers in the largest quantized matrix; 0 without quantization.
-        factored_bytes: of Adafactor's row and column sums.
-    """
-
-    parameters: int
-    trained: int
-    frozen_bytes: int
-    adapter_bytes: int
-    layer_bytes: tuple[int, ...]
-    layer_adapter_bytes: tuple[int, ...]
-    largest_adapter_bytes: int
-    largest_matrix: int
-    factored_bytes: int
+# What memory holds, in the order of the table.
+PARTS = (
+    *("weights", "adapter", "gathered layers", "optimizer", "memory", "gradients"),
+    *("activations", "working copies", "libraries"),
+)
+DIVIDED = ("gradients", "optimizer", "working copies", "weights", "adapter")  # by FSDP2
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes that one process needs at each moment of a training step.
+    """Bytes that one process needs in a training step.
 
     Attributes:
         parameters, trained: numbers in the base and in the adapter.
-        moments: what is held, by moment and part: `memory` (the last segment enters the rings, or a search), `loss`
-            (its gradient), `backward` (the worst layer) and `update` (the optimizer's step).
-        activations: kept for the backward without activation checkpointing, and with it.
-        peaks: the largest total without activation checkpointing, and with it.
+        tokens: how much of its document each lane has read before the step.
+        moments: the largest total of each part of the step (`forward`, `backward`, `update`), by what it consists of.
     """
 
     parameters: int
     trained: int
+    tokens: int
     moments: dict[str, dict[str, int]]
-    activations: tuple[int, int]
-    peaks: tuple[int, int]
 
     @property
     def totals(self) -> dict[str, int]:
@@ -99,280 +64,257 @@ class Estimate:
         return max(self.totals.values())
 
     def table(self) -> str:
-        """The estimate for people, in GiB."""
-        parts = dict.fromkeys(part for held in self.moments.values() for part in held)
+        """Show the estimate in GiB."""
+        parts = [part for part in PARTS if any(held.get(part) for held in self.moments.values())]
         lines = [
             f"{self.parameters:,} parameters in the base, {self.trained:,} to train",
+            f"A step after {self.tokens:,} tokens of each document",
             f"\n{'GiB in each process':<24}" + "".join(f"{moment:>10}" for moment in self.moments),
         ]
         for part in parts:
             lines.append(f"{part:<24}" + "".join(f"{gib(held.get(part, 0)):>10}" for held in self.moments.values()))
         lines.append(f"{'total':<24}" + "".join(f"{gib(total):>10}" for total in self.totals.values()))
         worst = max(self.totals, key=self.totals.__getitem__)
-        lines.append(f"\nPeak: {gib(self.peak)} GiB ({worst}).")
-        for title, kept, peak in zip(("Without", "With"), self.activations, self.peaks, strict=True):
-            lines.append(f"{title} activation checkpointing: activations {gib(kept)}, peak {gib(peak)} GiB.")
-        return "\n".join(lines)
+        return "\n".join([*lines, f"\nPeak: {gib(self.peak)} GiB ({worst})."])
 
 
 def gib(size: int) -> str:
-    """Bytes as GiB with two decimals."""
+    """Format bytes as GiB with two decimals."""
     return f"{size / 2**30:.2f}"
 
 
-def estimate(
-    base: PretrainedConfig,
-    adapter: LoraConfig,
-    *,
-    lanes: int,
-    segment_tokens: int,
-    accumulation: int = 1,
-    backprop_segments: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-    quantize: Quantize | None = None,
-    optimizer: str = "adamw",
-    activation_checkpointing: bool = False,
-    processes: int = 1,
-    sharding: Sharding | None = None,
-    device_type: str = "cuda",
-) -> Estimate:
-    """Estimate the memory of a training step. Loads no weights; takes seconds.
+@dataclass(frozen=True)
+class Work:
+    """Say what one process does in a training step.
+
+    Attributes:
+        lanes: documents that it reads side by side.
+        accumulation: micro-batches a step; each reads `lanes / accumulation` rows.
+        backprop_segments: segments that a forward reads before the backward.
+        max_tokens: how much is read of each document; None for all.
+        dtype: of the base's weights and of activations.
+        quantize: how bitsandbytes stores the base's linear layers.
+        optimizer: "adamw" or "adafactor".
+        sharding: "fsdp2" where processes divide weights, gradients and optimizer; None where each holds all.
+
+    Raises:
+        ValueError: the lanes do not divide into the micro-batches.
+    """
+
+    lanes: int
+    segment_tokens: int
+    accumulation: int = 1
+    backprop_segments: int = 1
+    max_tokens: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    quantize: Literal["nf4", "int8"] | None = None
+    optimizer: str = "adamw"
+    activation_checkpointing: bool = False
+    processes: int = 1
+    sharding: Literal["fsdp2"] | None = None
+    device_type: str = "cuda"
+
+    def __post_init__(self) -> None:
+        if self.lanes % self.accumulation:
+            raise ValueError(
+                f"{self.lanes} lanes do not divide into {self.accumulation} micro-batches: choose lanes so that they "
+                "do."
+            )
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The part of each label's bytes that one process holds, where processes divide them."""
+        return dict.fromkeys(DIVIDED, 1 / self.processes) if self.sharding == "fsdp2" else {}
+
+
+def estimate(base: PretrainedConfig, adapter: LoraConfig, work: Work) -> Estimate:
+    """Estimate the memory of a training step. Loads no weights.
 
     Args:
         base: configuration of the base model.
         adapter: what is trained: a memory with LoRA, or LoRA alone.
-        lanes: documents that this process reads side by side.
-        accumulation: micro-batches a step; each reads `lanes / accumulation` rows.
-        backprop_segments: segments that a forward reads before the backward.
-        dtype: of the base's weights and of activations.
-        quantize: the base's linear layers as bitsandbytes stores them.
-        optimizer: "adamw" (two moments) or "adafactor" (sums of rows and columns).
-        sharding: what several processes divide: "zero2" gradients and optimizer, "fsdp2" weights too, None nothing.
 
     Raises:
-        ValueError: lanes that do not divide into the micro-batches, an adapter that does not fit the base, or another
-            memory than Neurocache's.
+        ValueError: an adapter that does not fit the base.
     """
-    if isinstance(adapter, MemoryAdapterConfig) and not isinstance(adapter, NeurocacheAdapterConfig):
-        raise ValueError(
-            f"The estimate counts Neurocache's memory and LoRA, not yet that of {adapter.kind.lower()}: leave "
-            "--estimate out, and try --steps 2."
-        )
-    if lanes % accumulation:
-        raise ValueError(
-            f"{lanes} lanes do not divide into {accumulation} micro-batches: choose lanes so that they do."
-        )
-    shape = base_shape(base)
-    options = adapter.resolve(shape) if isinstance(adapter, NeurocacheAdapterConfig) else None
-    model = meta_model(base, adapter, dtype)
-    weights = count(model, dtype, quantize)
-    step = Forward(
-        lanes // accumulation, segment_tokens, backprop_segments, dtype.itemsize, quantize == "int8", device_type
-    )
-    layers, norm = decoder_bytes(model, base, shape, options, step)
-
-    logits = step.tokens * shape.vocab_size
-    retained = {"logits": logits * step.element}  # the output lives until the next one
-    always = held_always(weights, optimizer, processes, sharding)
-    always["store"] = store_bytes(options, lanes, step) if options is not None else 0
-    if device_type == "cpu":
-        always["libraries"] = LIBRARY_BYTES
-    gradients = weights.adapter_bytes // (processes if sharding else 1)
-    buckets = weights.adapter_bytes if processes > 1 and sharding is None else 0  # DDP's, for all gradients
-    earlier = gradients if accumulation > 1 else 0  # of the micro-batches before
-
-    def moments(checkpointing: bool) -> tuple[int, dict[str, dict[str, int]]]:
-        kept = kept_bytes(layers, shape, options, step, checkpointing)
-        loss = {
-            **always,
-            "gradients": earlier + buckets,
-            "activations": sum(kept) + norm,
-            # log-softmax, its gradient and the loss's, all in float32
-            "logits": logits * (step.element + 3 * FLOAT32),
-        }
-        backward = max(
-            (
-                {
-                    **always,
-                    "gradients": max(earlier, sum(weights.layer_adapter_bytes[i:]) * gradients // weights.adapter_bytes)
-                    + buckets
-                    + (weights.layer_adapter_bytes[i] if sharding else 0),
-                    "activations": sum(kept[: i + 1]) + (layers[i].kept if checkpointing else 0) // step.segments,
-                    **retained,
-                    "working copies": work + weights.largest_matrix * step.element,
-                }
-                for i in range(len(layers))
-                for work in layer_work(layers, i, options, step)
-                if layers[i].graph
-            ),
-            key=lambda parts: sum(parts.values()),
-        )
-        update = {
-            **always,
-            "gradients": gradients + buckets,
-            **retained,
-            "working copies": update_bytes(weights, optimizer, device_type) // (processes if sharding else 1),
-        }
-        memory = {**always, "gradients": earlier + buckets, **retained}
-        if options is not None:
-            memory["working copies"] = max(ring_bytes(options, step.rows, step)[1], SEARCH_BYTES)
-        return sum(kept) + norm, {"memory": memory, "loss": loss, "backward": backward, "update": update}
-
-    kept, without = moments(False)
-    checkpointed, with_checkpointing = moments(True)
-    return Estimate(
-        weights.parameters,
-        weights.trained,
-        with_checkpointing if activation_checkpointing else without,
-        (kept, checkpointed),
-        (worst(without), worst(with_checkpointing)),
-    )
-
-
-def worst(moments: dict[str, dict[str, int]]) -> int:
-    return max(sum(parts.values()) for parts in moments.values())
-
-
-def meta_model(base: PretrainedConfig, adapter: LoraConfig, dtype: torch.dtype) -> PeftModel:
-    """The real model with the real adapter, without memory for its tensors."""
+    adapter = on_device(adapter, work.device_type)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(base, dtype=dtype)
-        return get_peft_model(model, adapter).train()
+        model = get_peft_model(AutoModelForCausalLM.from_config(base, dtype=work.dtype), adapter).train()
+    with FakeTracker(work.shares) as tracker, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        materialize(model)
+        tokens, moments = rehearse(tracker, model, adapter, work)
+    extra = beside(model, work)
+    for parts in moments.values():
+        for label, size in extra.items():
+            parts[label] = parts.get(label, 0) + size
+    trained = sum(parameter.numel() for parameter in trained_parameters(model))
+    return Estimate(sum(p.numel() for p in model.parameters() if not p.requires_grad), trained, tokens, moments)
 
 
-def count(model: PeftModel, dtype: torch.dtype, quantize: Quantize | None) -> Weights:
-    """Count a model's parameters and their bytes."""
-    layers: list[nn.Module] = list(find_decoder(model.get_base_model()).layers)  # type: ignore[arg-type]
-    matrices = {
-        id(module.weight)
-        for layer in layers
-        for module in layer.modules()
-        if isinstance(module, nn.Linear) and not module.weight.requires_grad and quantize is not None
-    }
-
-    def size(parameter: nn.Parameter) -> int:
-        if id(parameter) not in matrices:
-            return parameter.nbytes
-        if quantize == "nf4":
-            return int(parameter.numel() * NF4_BYTES)
-        return parameter.numel() + len(parameter) * FLOAT32
-
-    parameters = list(model.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    return Weights(
-        parameters=sum(parameter.numel() for parameter in frozen),
-        trained=sum(parameter.numel() for parameter in trained),
-        frozen_bytes=sum(map(size, frozen)),
-        adapter_bytes=sum(parameter.nbytes for parameter in trained),
-        layer_bytes=tuple(sum(map(size, layer.parameters())) for layer in layers),
-        layer_adapter_bytes=tuple(
-            sum(parameter.nbytes for parameter in layer.parameters() if parameter.requires_grad) for layer in layers
-        ),
-        largest_adapter_bytes=max(parameter.nbytes for parameter in trained),
-        largest_matrix=max((parameter.numel() for parameter in parameters if id(parameter) in matrices), default=0),
-        factored_bytes=sum(
-            FLOAT32 * (sum(parameter.shape) if parameter.dim() > 1 else parameter.numel()) for parameter in trained
-        ),
-    )
+def on_device(adapter: LoraConfig, device_type: str) -> LoraConfig:
+    """Return the adapter as it would be on a device: there it chooses how the memory is stored and searched."""
+    adapter = copy.deepcopy(adapter)
+    if hasattr(adapter, "search"):
+        adapter.search = "exact"
+    if getattr(adapter, "cache_dtype", "") is None and device_type != "cpu":
+        adapter.cache_dtype = "bfloat16"  # type: ignore[attr-defined]
+    return adapter
 
 
-def decoder_bytes(
-    model: PeftModel, base: PretrainedConfig, shape: BaseShape, options: NeurocacheOptions | None, step: Forward
-) -> tuple[list[LayerBytes], int]:
-    """What each layer keeps, and what is kept once: rotary positions and the last norm."""
-    layers: list[nn.Module] = list(find_decoder(model.get_base_model()).layers)  # type: ignore[arg-type]
-    width = getattr(base, "intermediate_size", None) or base.ffn_dim
-    found: list[LayerBytes] = []
-    for index, layer in enumerate(layers):
-        graph = bool(found) and found[-1].graph
-        found.append(layer_bytes(layer, index, shape, width, options, step, graph))
-    norm = norm_bytes(layers[0], shape.hidden_size, step) * step.tokens
-    return found, norm + rotary_bytes(shape, step)
+def materialize(model: nn.Module) -> None:
+    """Replace a model's tensors on the meta device by tensors of the tracker that is active."""
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and tensor not in made:
+                    new = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    made[tensor] = nn.Parameter(new, tensor.requires_grad) if held is module._parameters else new
+                held[name] = None if tensor is None else made[tensor]  # type: ignore[assignment]
 
 
-def kept_bytes(
-    layers: list[LayerBytes], shape: BaseShape, options: NeurocacheOptions | None, step: Forward, checkpointing: bool
-) -> list[int]:
-    """What is kept of each layer until its backward.
+def rehearse(
+    tracker: Tracker, model: PeftModel, adapter: LoraConfig, work: Work
+) -> tuple[int, dict[str, dict[str, int]]]:
+    """Fill the memory and make one step under a tracker.
 
-    With activation checkpointing that is its input. The call that all layers share also keeps the retrieved states
-    and, of several segments, the ring as each of them read it.
+    Returns:
+        Tokens that each row has read before the step, and by part of the step the bytes of its peak.
     """
-    if not checkpointing:
-        return [layer.kept for layer in layers]
-    kept = [hidden_bytes(shape, step) if layer.graph else 0 for layer in layers]
-    if options is not None:
-        for retrieval, _ in options.retrieval_map:
-            kept[retrieval] += retrieved_bytes(options, step)
-            kept[retrieval] += (step.segments - 1) * sum(ring_bytes(options, step.rows, step))
-    return kept
+    base: Any = model.get_base_model()
+    options: Any = None
+    if isinstance(adapter, MemoryAdapterConfig):
+        options = adapter.resolve(base_shape(base.config))  # type: ignore[attr-defined]
+    freeze_idle_gates(model, options)
+    trained = trained_parameters(model)
+    tracker.relabel((p for p in model.parameters() if not p.requires_grad), "weights")
+    tracker.relabel(trained, "adapter")
+    if work.quantize is not None:
+        quantized(tracker, base, work.quantize)
+    if work.activation_checkpointing:
+        base.activation_checkpointing_enable({"use_reentrant": False})
+        base.disable_input_require_grads()
+    optimizer = make_optimizer(model, Rates(1e-4, 1e-4, 1e-4), work.optimizer)
+    for group in optimizer.param_groups:
+        group["foreach"] = work.device_type != "cpu" and work.optimizer == "adamw"
+
+    def give_gradients() -> None:
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+            tracker.relabel([parameter.grad], "gradients")
+
+    def read(segments: int) -> Tensor:
+        ids = torch.randint(3, base.config.vocab_size, (rows, segments * work.segment_tokens))
+        output = model(input_ids=ids, past_key_values=batch.memory, use_cache=batch.memory is not None)
+        return token_losses(output.logits, ids)
+
+    give_gradients()
+    tracker.label = "optimizer"
+    optimizer.step()  # it now has its moments
+    optimizer.zero_grad()
+    tracker.label = "memory"
+    rows = work.lanes // work.accumulation
+    batch = Group(None, None if options is None else new_memory(model, rows))  # type: ignore[arg-type]
+    segments = segments_before(options, work)
+    for left in reversed(range(segments)):
+        with torch.set_grad_enabled(left == 0):
+            losses = read(1)
+    if segments:  # the last is read as a step does, which keeps less of a segment than mere reading
+        losses.sum().backward()
+        del losses
+        optimizer.zero_grad()
+    others = (work.accumulation - 1) * tracker.live["memory"]  # what the other micro-batches remember
+    if work.accumulation > 1:
+        give_gradients()
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(lambda p: tracker.relabel([p.grad], "gradients"))
+
+    moments: dict[str, dict[str, int]] = {}
+
+    def note(moment: str) -> None:
+        held = {label: int(size * work.shares.get(label, 1)) for label, size in tracker.peak.items()}
+        moments[moment] = {**held, "memory": held.get("memory", 0) + others}
+
+    tracker.restart("activations")
+    losses = read(work.backprop_segments)
+    note("forward")
+    tracker.restart("activations")
+    (losses.sum() + batch.own_loss()).backward()
+    note("backward")
+    del losses
+    tracker.rename("activations", "memory")
+    tracker.restart("working copies")
+    torch.nn.utils.clip_grad_norm_(trained, 1.0)
+    optimizer.step()
+    note("update")
+    return segments * work.segment_tokens, moments
 
 
-def layer_work(
-    layers: list[LayerBytes], index: int, options: NeurocacheOptions | None, step: Forward
-) -> tuple[int, int]:
-    """What a layer's backward needs besides, in its feed-forward block and then in attention.
+def segments_before(options: Any, work: Work) -> int:
+    """Count the segments that fill a memory; one that keeps whole documents is full when the next step ends them."""
+    if options is None:
+        return 0
+    before, most = getattr(options, "cache_size", 0) // work.segment_tokens + 1, work.max_tokens
+    if options.window.positions > options.base.max_positions:
+        most = min(most or options.base.max_positions, options.base.max_positions)
+        before = most // work.segment_tokens
+    if most is not None:
+        before = min(before, most // work.segment_tokens - work.backprop_segments)
+    return int(max(before, 0))
 
-    The gradient of the retrieved states grows from the top layer to the retrieval layer. When attention's turn comes,
-    what the feed-forward block kept is gone.
+
+def quantized(tracker: Tracker, model: nn.Module, kind: str) -> None:
+    """Make the frozen linear layers of the decoder work as bitsandbytes' do."""
+    for layer in find_decoder(model).layers:  # type: ignore[union-attr]
+        for module in list(layer.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, nn.Linear) and not child.weight.requires_grad:
+                    numbers, rows = child.weight.numel(), len(child.weight)
+                    size = int(numbers * NF4_BYTES) if kind == "nf4" else numbers + 4 * rows
+                    tracker.relabel([child.weight], "weights", size)
+                    setattr(module, name, QuantizedLinear(child, keeps_input=kind == "int8"))
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer that works on a copy of its weight in the precision of the activations."""
+
+    def __init__(self, linear: nn.Linear, keeps_input: bool) -> None:
+        super().__init__()
+        self.weight, self.bias, self.keeps_input = linear.weight, linear.bias, keeps_input
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Multiply as `nn.Linear` does."""
+        product: Tensor = Product.apply(states, self.weight, self.keeps_input)  # type: ignore[no-untyped-call]
+        return product if self.bias is None else product + self.bias
+
+
+class Product(torch.autograd.Function):
+    """Multiply by a copy of a weight that is made anew for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, keeps_input: bool) -> Tensor:
+        ctx.save_for_backward(weight, *([states] if keeps_input else []))
+        return states @ weight.clone().T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient @ ctx.saved_tensors[0].clone(), None, None
+
+
+def beside(model: PeftModel, work: Work) -> dict[str, int]:
+    """Count what the step itself does not show: libraries on a CPU, and what work in several processes adds.
+
+    DDP has a buffer for all gradients. FSDP2 gathers the layer at work and, meanwhile, the next one; parameters outside
+    of the layers stay gathered.
     """
-    layer = layers[index]
-    above = any(other.attention_work for other in layers[index + 1 :])
-    states = retrieved_bytes(options, step) // step.segments if options is not None and above else 0
-    return states + layer.feed_forward_work, layer.attention_work - layer.feed_forward // step.segments
-
-
-def held_always(weights: Weights, optimizer: str, processes: int, sharding: Sharding | None) -> dict[str, int]:
-    """Bytes of weights, adapter and optimizer in one process.
-
-    FSDP2 gathers the layer at work and, meanwhile, the next one; what is outside of the layers stays gathered.
-    """
-    moments = {"adamw": 2 * weights.adapter_bytes, "adafactor": weights.factored_bytes}[optimizer]
-    whole = weights.frozen_bytes + weights.adapter_bytes
-    if sharding == "fsdp2":
-        outside = whole - sum(weights.layer_bytes)
-        return {
-            "weights": weights.frozen_bytes // processes,
-            "adapter": weights.adapter_bytes // processes,
-            "gathered layers": 2 * max(weights.layer_bytes) + outside,
-            "optimizer": moments // processes,
-        }
-    return {
-        "weights": weights.frozen_bytes,
-        "adapter": weights.adapter_bytes,
-        "optimizer": moments // (processes if sharding == "zero2" else 1),
-    }
-
-
-def update_bytes(weights: Weights, optimizer: str, device_type: str) -> int:
-    """What the optimizer's step needs besides: AdamW on a GPU updates all tensors at once, else it is one by one."""
-    if optimizer == "adafactor":
-        return weights.largest_adapter_bytes
-    return weights.adapter_bytes if device_type == "cuda" else 2 * weights.largest_adapter_bytes
-
-
-def ring_bytes(options: NeurocacheOptions, rows: int, step: Forward) -> tuple[int, int]:
-    """Bytes of one ring's entries and of the full states that training keeps beside them."""
-    number = entry_size(options, step)
-    values = options.base.hidden_size if options.compression_factor > 1 else 0
-    return rows * options.cache_size * options.width * number, rows * options.cache_size * values * number
-
-
-def entry_size(options: NeurocacheOptions, step: Forward) -> int:
-    """Bytes of a number in the rings."""
-    dtype = torch.float32 if step.element == FLOAT32 else torch.bfloat16
-    return options.store_dtype(torch.device(step.device_type), dtype).itemsize
-
-
-def store_bytes(options: NeurocacheOptions, lanes: int, step: Forward) -> int:
-    """The rings of every lane when they are full, and what waits of open segments: entries, states, hits, queries."""
-    rings = len({storing for _, storing in options.retrieval_map})
-    values = options.base.hidden_size if options.compression_factor > 1 else 0
-    waiting = step.segment_tokens * (options.width + values) * entry_size(options, step)
-    hits = len(options.retrieval_map) * step.segment_tokens * options.topk * 8
-    if options.hit_scores:
-        hits += len(options.retrieval_map) * step.segment_tokens * options.width * FLOAT32
-    kept = options.window.positions - options.segment_tokens
-    local = 2 * options.base.layers * options.base.kv_heads * options.base.head_dim * kept * step.element
-    return rings * (sum(ring_bytes(options, lanes, step)) + lanes * waiting) + lanes * (hits + local)
+    extra = {"libraries": LIBRARY_BYTES} if work.device_type == "cpu" else {}
+    if work.processes > 1 and work.sharding is None:
+        extra["gradients"] = sum(p.nbytes for p in trained_parameters(model))
+    if work.sharding == "fsdp2":
+        layers: Any = find_decoder(model.get_base_model()).layers
+        sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
+        outside = sum(p.nbytes for p in model.parameters()) - sum(sizes)
+        extra["gathered layers"] = 2 * max(sizes) + outside
+        extra["gradients"] = max(sum(p.nbytes for p in layer.parameters() if p.requires_grad) for layer in layers)
+    return extra

@@ -20,7 +20,7 @@ from cacheformers.hub.card import is_local
 from cacheformers.hub.push import check_repo, create_repo
 from cacheformers.training.adapter import Adaptation, adapter_config
 from cacheformers.training.checkpoints import Checkpoints
-from cacheformers.training.estimate import Estimate, estimate
+from cacheformers.training.estimate import Estimate, Work, estimate
 from cacheformers.training.methods import MethodOptions, chosen_options, names, of_other_methods
 from cacheformers.training.processes import check_division, make_accelerator
 from cacheformers.training.scratch import OF_ADAPTERS, Scratch, ScratchOptions
@@ -185,13 +185,12 @@ def estimated(options: Options) -> Estimate:
     processes = options.run.estimate_processes
     check_division(processes, train, options.run.sharding, options.model.quantize)
     dtype: Any = (base.dtype or torch.float32) if options.model.dtype == "auto" else getattr(torch, options.model.dtype)
-    return estimate(
-        base,
-        adapter,
+    work = Work(
         lanes=train.lanes // processes,
         segment_tokens=memory.segment_tokens,
         accumulation=train.accumulation,
         backprop_segments=train.backprop_segments,
+        max_tokens=options.data.max_tokens,
         dtype=dtype,
         quantize=None if options.model.quantize == "none" else options.model.quantize,
         optimizer=train.optimizer,
@@ -200,3 +199,4 @@ def estimated(options: Options) -> Estimate:
         sharding=None if options.run.sharding == "none" else options.run.sharding,
         device_type="cpu" if options.model.device == "cpu" else "cuda",
     )
+    return estimate(base, adapter, work)

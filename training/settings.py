@@ -105,7 +105,9 @@ class RunOptions:
         "and optimizer are divided, and gathered a layer at a time.",
     )
     estimate: bool = option(
-        False, help="Print the number of trained parameters and the peak memory of a step, and stop. No weights needed."
+        False,
+        help="Print the number of trained parameters and the peak memory of a step, and stop. Needs no weights or "
+        "documents: the step runs on tensors without numbers.",
     )
     estimate_processes: int = option(1, help="With estimate: how many processes the run will have.")
 

@@ -6,21 +6,21 @@ import importlib.util
 import resource
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from conftest import METHODS
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import cacheformers
-from cacheformers.modeling.attach import architecture, base_shape, find_decoder
-from cacheformers.training.activations import Forward
-from cacheformers.training.estimate import Estimate, decoder_bytes, estimate, meta_model
+from cacheformers.modeling.attach import architecture, base_shape
+from cacheformers.modeling.method import METHODS
+from cacheformers.training.estimate import LIBRARY_BYTES, Estimate, Work, estimate, on_device, rehearse
+from cacheformers.training.tracker import Tracker
 
 # torch lists the factories that a device context redirects at its first use; conftest then replaces one of them.
 with torch.device("meta"):
@@ -46,11 +46,18 @@ def paper(**changes: Any) -> cacheformers.NeurocacheAdapterConfig:
 
 
 def of_7b(name: str = "llama-2-7b", **changes: Any) -> Estimate:
-    return estimate(published(name), paper(), **{"lanes": 2, "segment_tokens": 2048, **changes})
+    return estimate(published(name), paper(), Work(**{"lanes": 2, "segment_tokens": 2048, **changes}))
 
 
-def small(kind: str) -> PretrainedConfig:
-    common = {"vocab_size": 500, "hidden_size": 240, "num_hidden_layers": 4, "num_attention_heads": 12}
+def of_small(**changes: Any) -> Estimate:
+    config = small("llama", layers=8)
+    adapter = adapter_of("neurocache", config)
+    adapter.cache_size = 4 * SEGMENT  # type: ignore[attr-defined]
+    return estimate(config, adapter, Work(**{"lanes": 2, "segment_tokens": SEGMENT, **changes}))
+
+
+def small(kind: str, layers: int = 4) -> PretrainedConfig:
+    common = {"vocab_size": 500, "hidden_size": 240, "num_hidden_layers": layers, "num_attention_heads": 12}
     sizes = {"intermediate_size": 700, "max_position_embeddings": 256}
     return AutoConfig.for_model(kind, **{**common, **sizes, **SHAPES[kind]})
 
@@ -68,19 +75,19 @@ def memory_adapter(**options: Any) -> cacheformers.NeurocacheAdapterConfig:
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "mistral-7b"])
 def test_a_large_model_takes_seconds_and_little_memory(name: str) -> None:
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     found = of_7b(name)
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 * 1024  # KiB
     assert found.parameters == PUBLISHED[name]
-    assert found.moments["loss"]["weights"] == 2 * PUBLISHED[name]
-    assert found.moments["loss"]["optimizer"] == 8 * found.trained
-    assert found.peak == found.peaks[0] == max(found.totals.values())
+    assert found.moments["forward"]["weights"] == pytest.approx(2 * PUBLISHED[name], rel=1e-6)
+    assert found.moments["forward"]["optimizer"] == pytest.approx(8 * found.trained, rel=1e-4)
+    assert found.peak == max(found.totals.values())
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("opt-1.3b", 1_315_758_080), ("smollm2-135m", 134_515_008)])
 def test_base_configs_have_the_published_numbers(name: str, parameters: int) -> None:
-    found = estimate(published(name), paper(), lanes=1, segment_tokens=1024)
+    found = estimate(published(name), paper(cache_size=1024, segment_tokens=1024), Work(1, 1024))
     assert found.parameters == parameters
 
 
@@ -89,88 +96,83 @@ def test_base_configs_have_the_published_numbers(name: str, parameters: int) -> 
 def test_parameters_are_those_of_a_built_model(kind: str, method: str) -> None:
     config = small(kind)
     adapter = memory_adapter() if method == "neurocache" else lora(config)
-    found = estimate(config, adapter, lanes=1, segment_tokens=SEGMENT)
+    found = estimate(config, adapter, Work(1, SEGMENT))
     model = get_peft_model(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), adapter)
     trained, everything = model.get_nb_trainable_parameters()
     assert (found.trained, found.parameters) == (trained, everything - trained)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("kind", list(SHAPES))
-@pytest.mark.parametrize("method", ["neurocache", "hit scores", "lora"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("method", [*METHODS, "lora"])
+def test_a_step_without_numbers_holds_what_a_real_one_holds(method: str, checkpointing: bool) -> None:
+    """The same code under the same tracker, once with numbers: peaks of forward, backward and update agree."""
+    check_against_real(small("llama", layers=3), method, torch.bfloat16, activation_checkpointing=checkpointing)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SHAPES if kind != "llama"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_each_layer_keeps_what_autograd_saves(kind: str, method: str, rows: int, dtype: torch.dtype) -> None:
-    config = small(kind)
-    adapter = lora(config) if method == "lora" else memory_adapter(hit_scores=method == "hit scores")
-    model = meta_model(config, adapter, dtype)
-    options = None if method == "lora" else adapter.resolve(base_shape(config))
-    step = Forward(rows, SEGMENT, 1, dtype.itemsize, False, "cpu")
-    expected, _ = decoder_bytes(model, config, base_shape(config), options, step)
-    saved = saved_bytes(config, adapter, rows, dtype)
-    assert saved[0] == saved[1] == 0 == expected[0].kept == expected[1].kept
-    for layer in (2, 3):
-        # Retrieved entries that are the same are encoded once, and less often than at most; qwen3 has two more norms.
-        slack = 0.15 if kind == "qwen3" or layer == 2 else 0.02
-        assert expected[layer].kept == pytest.approx(saved[layer], rel=slack)
+def test_every_base_holds_what_it_holds_for_real(kind: str, dtype: torch.dtype) -> None:
+    check_against_real(small(kind, layers=3), "neurocache", dtype, backprop_segments=2)
 
 
-def saved_bytes(config: PretrainedConfig, adapter: LoraConfig, rows: int, dtype: torch.dtype) -> Counter[int]:
-    """Bytes of the storages that autograd saves in each layer of a step with a full ring."""
+@pytest.mark.parametrize("more", [{"optimizer": "adafactor"}, {"accumulation": 2}, {"quantize": "int8"}])
+def test_ways_to_train_hold_what_they_hold_for_real(more: dict[str, Any]) -> None:
+    check_against_real(small("llama", layers=3), "neurocache", torch.bfloat16, **more)
+
+
+def check_against_real(config: PretrainedConfig, method: str, dtype: torch.dtype, **more: Any) -> None:
     torch.manual_seed(0)
+    adapter = adapter_of(method, config)
+    shape = {"lanes": 4, "segment_tokens": SEGMENT, "max_tokens": 4 * SEGMENT, "dtype": dtype, "device_type": "cpu"}
+    work = Work(**{**shape, **more})
+    found = estimate(config, adapter, work)
     model = get_peft_model(AutoModelForCausalLM.from_config(config, dtype=dtype), adapter).train()
-    decoder = find_decoder(model.get_base_model())
-    held = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
-    saved: dict[int, tuple[int, Tensor]] = {}
-    current = [-1]
-    for index, layer in enumerate(decoder.layers):
-        layer.register_forward_pre_hook(lambda *_, index=index: current.__setitem__(0, index))
-        layer.register_forward_hook(lambda *_: current.__setitem__(0, -1))
+    with Tracker() as tracker:
+        tokens, moments = rehearse(tracker, model, on_device(adapter, "cpu"), work)
+    assert found.tokens == tokens > 0 or method == "lora"
+    for moment, parts in moments.items():
+        # Retrieved entries that are the same are encoded once, and searches look where numbers tell them to.
+        assert found.totals[moment] - LIBRARY_BYTES == pytest.approx(sum(parts.values()), rel=0.03), moment
+        for part in ("weights", "adapter", "optimizer", "memory"):
+            assert found.moments[moment].get(part, 0) == pytest.approx(parts.get(part, 0), rel=0.01, abs=4096)
 
-    def pack(tensor: Tensor) -> Tensor:
-        place = tensor.untyped_storage().data_ptr()
-        if place not in held:
-            saved.setdefault(place, (current[0], tensor))  # held, so that no other tensor gets its place
-        return tensor
 
-    memory = cacheformers.new_memory(model, rows) if isinstance(adapter, cacheformers.NeurocacheAdapterConfig) else None
-    ids = torch.randint(3, config.vocab_size, (4, rows, SEGMENT))
-    for segment in ids[:3]:
-        with torch.no_grad():
-            model(input_ids=segment, past_key_values=memory, use_cache=memory is not None)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(input_ids=ids[3], past_key_values=memory, use_cache=memory is not None)
-    sizes: Counter[int] = Counter()
-    for layer, tensor in saved.values():
-        sizes[layer] += tensor.untyped_storage().nbytes()
-    return sizes
+def adapter_of(method: str, config: PretrainedConfig) -> LoraConfig:
+    """An adapter with LoRA in the feed-forward blocks of the layers that the method changes."""
+    names = list(architecture(config).feed_forward)
+    if method == "lora":
+        return LoraConfig(r=8, target_modules=names, layers_to_transform=[1, 2], task_type="CAUSAL_LM")
+    kind = ADAPTERS[MemoryPeftType(method.upper())]
+    adapter = kind(segment_tokens=SEGMENT, target_modules=names, r=8, **METHODS[method])
+    adapter.layers_to_transform = list(adapter.resolve(base_shape(config)).attention_layers)
+    return adapter
 
 
 def test_more_takes_more_and_dividing_takes_less() -> None:
-    plain = of_7b()
-    assert of_7b(lanes=4).peak > plain.peak
-    assert of_7b(segment_tokens=1024).peak < plain.peak
-    assert of_7b(backprop_segments=2).peak > plain.peak
-    assert of_7b(activation_checkpointing=True).peak == plain.peaks[1] < plain.peak
-    assert of_7b(optimizer="adafactor").peak < plain.peak
-    assert of_7b(quantize="nf4").peak < of_7b(quantize="int8").peak < plain.peak
-    divided = of_7b(processes=4, sharding="zero2").peak
-    assert of_7b(processes=4, sharding="fsdp2").peak < divided < of_7b(processes=4).peak
-    assert of_7b(processes=4).peak > plain.peak  # DDP's buckets
+    plain = of_small()
+    assert of_small(lanes=4).peak > plain.peak
+    assert of_small(backprop_segments=2).peak > plain.peak
+    assert of_small(activation_checkpointing=True).peak < plain.peak
+    assert of_small(optimizer="adafactor").peak < plain.peak
+    assert of_small(quantize="nf4").peak < of_small(quantize="int8").peak < plain.peak
+    assert of_small(max_tokens=SEGMENT).moments["update"]["memory"] < plain.moments["update"]["memory"]
+    assert of_small(processes=4, sharding="fsdp2").peak < of_small(processes=4).peak
+    assert of_small(processes=4).peak > plain.peak  # DDP's buckets
 
 
-def test_accumulation_keeps_every_store_but_one_micro_batch() -> None:
-    whole, parts = of_7b(lanes=4), of_7b(lanes=4, accumulation=4)
-    assert whole.moments["loss"]["store"] == parts.moments["loss"]["store"]
-    assert whole.moments["loss"]["activations"] > 3.5 * parts.moments["loss"]["activations"]
-    assert parts.moments["loss"]["gradients"] == 4 * parts.trained
+def test_accumulation_keeps_every_memory_but_one_micro_batch() -> None:
+    whole, parts = of_small(lanes=8), of_small(lanes=8, accumulation=8)
+    assert whole.moments["update"]["memory"] == pytest.approx(parts.moments["update"]["memory"], rel=0.05)
+    assert whole.moments["backward"]["activations"] > 6 * parts.moments["backward"]["activations"]
+    assert parts.moments["forward"]["gradients"] == 4 * parts.trained
     with pytest.raises(ValueError, match="do not divide"):
-        of_7b(lanes=3, accumulation=2)
+        of_small(lanes=3, accumulation=2)
 
 
 def test_the_table_names_every_part_and_the_peak() -> None:
-    found = of_7b()
+    found = of_small()
     table = found.table()
-    parts = ("weights", "adapter", "optimizer", "store", "gradients", "activations", "logits", "total")
+    parts = ("weights", "adapter", "optimizer", "memory", "gradients", "activations", "working copies", "total")
     assert all(f"\n{part} " in table for part in parts)
     assert f"Peak: {found.peak / 2**30:.2f} GiB" in table
     assert f"{found.trained:,} to train" in table
@@ -188,10 +190,18 @@ def benchmark() -> ModuleType:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", [*METHODS, "lora"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_peak_is_within_15_percent_of_the_measured_one(checkpointing: bool) -> None:
+def test_the_peak_is_within_10_percent_of_the_measured_one(method: str, checkpointing: bool) -> None:
     measurement = benchmark()
     setting = measurement.Setting(
-        segment_tokens=512, cache_size=1024, layers=12, vocab_size=8192, activation_checkpointing=checkpointing
+        method=method,
+        segment_tokens=512,
+        cache_size=1024,
+        max_tokens=2048,
+        backprop_segments=1,
+        layers=12,
+        vocab_size=8192,
+        activation_checkpointing=checkpointing,
     )
-    assert setting.estimate("cpu").peak == pytest.approx(measurement.measure(setting), rel=0.15)
+    assert setting.estimate("cpu").peak == pytest.approx(measurement.measure(setting), rel=0.1)

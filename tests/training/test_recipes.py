@@ -40,7 +40,7 @@ ESTIMATED = {
     "qlora_7b": ("mistral-7b", 1, 24),
     "smollm2_books": ("smollm2-135m", 1, 2),
 }
-OTHER_METHODS = {"smollm2_cacheformer": "cacheformer_on_base"}  # for which there is no estimate
+OTHER_METHODS = {"smollm2_cacheformer": "cacheformer_on_base"}  # whose estimate takes minutes
 
 
 def read(recipe: Path, *more: str) -> train_adapt.Options:

@@ -212,7 +212,6 @@ def test_which_memory_is_meant(tmp_path):
         ("infini_attention", ["--rul=delta"], "did you mean 'rule'?"),
         ("infini_attention", ["--rule=gamma"], "rule must be one of"),
         ("infini_attention", ["--memory_start=states"], "memory_start 'states' is for neurocache"),
-        ("infini_attention", ["--estimate"], "not yet that of infini_attention"),
         ("infini_attention", ["--valid={folder}/valid.jsonl", "--controls=shuffled"], "this memory has none to count"),
         ("gated_attention", ["--valid={folder}/valid.jsonl", "--cache_sizes", "0", "4"], "It is evaluated off and on"),
         ("windowed", ["--valid={folder}/valid.jsonl", "--controls=shuffled"], "this model stores nothing"),
