@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import cacheformers
 from cacheformers.modeling.attach import architecture, base_shape
-from cacheformers.modeling.method import METHODS
+from cacheformers.modeling.method import method_named
 from cacheformers.training.estimate import LIBRARY_BYTES, Estimate, Work, estimate, on_device, rehearse
 from cacheformers.training.tracker import Tracker
 
@@ -142,7 +142,7 @@ def adapter_of(method: str, config: PretrainedConfig) -> LoraConfig:
     names = list(architecture(config).feed_forward)
     if method == "lora":
         return LoraConfig(r=8, target_modules=names, layers_to_transform=[1, 2], task_type="CAUSAL_LM")
-    kind = ADAPTERS[MemoryPeftType(method.upper())]
+    kind = method_named(method).adapter_config
     adapter = kind(segment_tokens=SEGMENT, target_modules=names, r=8, **METHODS[method])
     adapter.layers_to_transform = list(adapter.resolve(base_shape(config)).attention_layers)
     return adapter
