@@ -149,7 +149,7 @@ def test_changed_templates_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no template for qasper"):
         load_templates(["trec", "qasper"], str(file))
     file.write_text("{")
-    with pytest.raises(ValueError, match="no JSON file"):
+    with pytest.raises(ValueError, match="not a JSON file"):
         load_templates(["trec"], str(file))
 
 
