@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import SHARED
-from peft import LoraConfig, PeftModel, get_peft_model
+from longbench_cases import TESTED, arguments, error_of, predictions, prompt_maker, result
+from peft import LoraConfig, get_peft_model
 from recipe import Recipe, make_text, run
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
     BertModel,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
 )
 
 from cacheformers import eval_longbench
@@ -39,92 +37,7 @@ from cacheformers.evaluation.longbench.scores import paired_difference
 from cacheformers.evaluation.longbench.tasks import TASKS
 from cacheformers.evaluation.longbench.templates import load_templates
 
-TESTED = ("hotpotqa", "trec", "samsum", "passage_count")
-LENGTHS = (70, 20, 50, 130, 33)  # of contexts, in words
-POSITIONS = 1024
-
-
-def row(task: str, number: int, length: int) -> dict[str, Any]:
-    """A record in LongBench's form."""
-    return {
-        "input": make_text(4, 100 + number),
-        "context": make_text(length, number),
-        "answers": [make_text(3, number), make_text(2, number)],
-        "length": 2000 * number,
-        "dataset": task,
-        "language": "en",
-        "all_classes": ["w1", "w2 w3"] if task == "trec" else None,
-        "_id": f"{task}-{number}",
-    }
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
-
-
-@pytest.fixture
-def data(
-    tmp_path: Path,
-    make_base: Callable[..., PreTrainedModel],
-    byte_tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Path:
-    """A tiny base model with its tokenizer in `base`, and five records of each of four tasks in `data`."""
-    base = make_base("llama_gqa", torch.float32, vocab_size=259, max_position_embeddings=POSITIONS)
-    base.generation_config.eos_token_id = None  # random models end where they like
-    base.save_pretrained(tmp_path / "base")
-    byte_tokenizer.save_pretrained(tmp_path / "base")
-    for task in TESTED:
-        rows = [row(task, number, length) for number, length in enumerate(LENGTHS)]
-        write_rows(tmp_path / "data" / f"{task}.jsonl", rows)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    return tmp_path
-
-
-def arguments(folder: Path, *more: str, method: str = "truncation") -> list[str]:
-    """A tiny run; `more` goes before."""
-    given = {
-        "base": folder / "base",
-        "data": folder / "data",
-        "output": folder / "out",
-        "max_length": 200,
-        "batch": 2,
-        "device": "cpu",
-        "plots": False,
-    }
-    given = {key: value for key, value in given.items() if not any(m.startswith(f"--{key}=") for m in more)}
-    return [*(f"--{key}={value}" for key, value in given.items()), "--methods", method, *SHORT, *more]
-
-
-SHORT = ("--tasks", *TESTED)
-
-
-@pytest.fixture
-def adapter(data: Path, config_factory: Callable[..., Any], opener: Callable[..., None]) -> Path:
-    """A memory adapter with open gates."""
-    base = AutoModelForCausalLM.from_pretrained(data / "base")
-    model = get_peft_model(base, config_factory(cache_size=800, segment_tokens=128))
-    opener(model)
-    model.save_pretrained(data / "remembering")
-    return data / "remembering"
-
-
-def predictions(folder: Path, title: str = "base-truncation") -> dict[str, str]:
-    """The contents of the prediction files."""
-    return {file.name: file.read_text() for file in sorted((folder / "out" / "pred" / title).glob("*.jsonl"))}
-
-
-def result(folder: Path, title: str = "base-truncation") -> dict[str, Any]:
-    return json.loads((folder / "out" / title / "result.json").read_text())
-
-
-def error_of(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        eval_longbench.main(given)
-    said = capsys.readouterr().err
-    return said if stopped.value.code == 2 else str(stopped.value.code)
-
+pytest_plugins = ("longbench_cases",)
 
 # Results
 
@@ -319,14 +232,6 @@ def test_tasks_can_be_added_later(data):
 # Methods
 
 
-def prompt_maker(folder: Path, method: str, **more: Any) -> PromptMaker:
-    options = LongBenchOptions(data="", methods=[method], **more)
-    base = str(folder / "base")
-    config = AutoModelForCausalLM.from_pretrained(base).config
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    return PromptMaker(make_method(method, options, base, config, None), options, tokenizer, load_templates(TASKS))
-
-
 @pytest.mark.parametrize("name", ["hotpotqa", "samsum"])
 def test_full_equals_plain_generate(data, name):
     """A batch with left padding against one prompt at a time, with ends in the middle."""
@@ -464,127 +369,11 @@ def test_retrieval_asks_with_the_instruction_where_there_is_no_question(data):
         assert told in text and "Again nothing to see" not in text
 
 
-# Bad input
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--tasks", "trec", "squad"], "squad does not exist; LongBench has narrativeqa, qasper"),
-        (
-            ["--tasks", "narrativeqa"],
-            "holds no narrativeqa.jsonl, .jsonl.gz or .parquet. Choose with --tasks among what ",
-        ),
-        (["--longbench_e=true", "--tasks", "lsht"], "lsht does not exist; LongBench-E has qasper"),
-        (["--longbench_e=true", "--tasks", "trec"], "holds no trec_e.jsonl"),
-        (["--data=no/such/folder/here"], "no/such/folder/here does not exist"),
-        (["--methods", "magic"], "magic is none of truncation, full"),
-        (["--methods", "memory"], "takes a model with a memory: give an --adapter"),
-        (["--methods", "position-interpolation"], "needs --rope_factor greater than 1"),
-        (["--limit=0"], "limit must be at least 1"),
-        (["--seed=3"], "give --limit, too"),
-        (["--chat=true"], "has no chat template: leave out --chat"),
-        (["--max_length=1000"], "exceed the 1,024 positions of the model: give a smaller --max_length"),
-        (["--methods", "retrieval", "--retriever=no/such/encoder"], "no/such/encoder"),
-        (["--prompts=no_such.json"], "no_such.json"),
-    ],
-)
-def test_options_that_cannot_work(data, capsys, more, message):
-    assert message in error_of(arguments(data, *more), capsys)
-    assert not (data / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"answers": []}, "hotpotqa.jsonl, line 3 has no answers: it cannot be scored"),
-        ({"context": " \n"}, "hotpotqa.jsonl, line 3 has an empty context"),
-        ({"input": None}, "line 3 has no input of LongBench's form"),
-        ({"_id": "hotpotqa-0"}, "several records of hotpotqa have the _id 'hotpotqa-0'"),
-    ],
-)
-def test_records_that_cannot_be_used(data, capsys, change, message):
-    rows = [row("hotpotqa", number, 20) for number in range(5)]
-    rows[2] |= change
-    write_rows(data / "data" / "hotpotqa.jsonl", rows)
-    assert message in error_of(arguments(data), capsys)
-
-
-def test_a_file_that_is_cut_off(data, capsys):
-    path = data / "data" / "hotpotqa.jsonl"
-    path.write_text(path.read_text()[:-30])
-    assert "hotpotqa.jsonl, line 5 is not valid JSON" in error_of(arguments(data), capsys)
-
-
-@pytest.mark.parametrize("part", [slice(-30), slice(9, None), slice(3)])
-def test_a_damaged_archive(data, capsys, part):
-    """Cut off at its end, without its beginning, and hardly there."""
-    path = data / "data" / "hotpotqa.jsonl"
-    Path(f"{path}.gz").write_bytes(gzip.compress(path.read_bytes())[part])
-    path.unlink()
-    assert "hotpotqa.jsonl.gz cannot be read" in error_of(arguments(data), capsys)
-
-
-def test_a_file_that_is_cut_off_within_a_character(data, capsys):
-    path = data / "data" / "hotpotqa.jsonl"
-    path.write_bytes(path.read_bytes()[:-30] + "é".encode()[:1])
-    assert "hotpotqa.jsonl cannot be read ('utf-8' codec" in error_of(arguments(data), capsys)
-
-
-def test_labels_are_needed_for_classification(data, capsys):
-    rows = [{**row("trec", number, 20), "all_classes": None} for number in range(2)]
-    write_rows(data / "data" / "trec.jsonl", rows)
-    assert "line 1 has no all_classes, which trec is scored with" in error_of(arguments(data), capsys)
-
-
-def test_no_official_limit(data, capsys):
-    given = [argument for argument in arguments(data) if not argument.startswith("--max_length")]
-    assert "no official limit for a model of 1,024 positions: give --max_length" in error_of(given, capsys)
-
-
-def test_prompts_that_do_not_fit(data, adapter, capsys):
-    """Found by reading all prompts, before the model is loaded."""
-    rows = [row("hotpotqa", 0, 20), row("hotpotqa", 1, 500)]
-    write_rows(data / "data" / "hotpotqa.jsonl", rows)
-    given = [argument for argument in arguments(data) if not argument.startswith("--max_length")]
-    said = error_of([*given, "--methods", "full"], capsys)
-    assert "hotpotqa, record hotpotqa-1: prompt and answer take" in said and "the model has 1,024. Cut prompts" in said
-    memory = [*given, "--methods", "memory", f"--adapter={adapter}"]
-    said = error_of(memory, capsys)
-    assert "hotpotqa-1: " in said and "tokens stand before the question, but the memory holds 800" in said
-    assert not (data / "out").exists()
-    eval_longbench.main([*memory, "--forget=true", "--tasks", "hotpotqa"])
-    assert len(predictions(data, "remembering-memory")["hotpotqa.jsonl"].splitlines()) == 2
-
-
-def test_a_folder_of_other_settings(data, capsys):
-    eval_longbench.main(arguments(data, "--tasks", "trec"))
-    before = predictions(data)
-    said = error_of(arguments(data, "--batch=3", "--dtype=bfloat16"), capsys)
-    assert "written with other settings: batch (2 in the checkpoint, 3 here), dtype ('auto'" in said
-    write_rows(data / "data" / "trec.jsonl", [row("trec", 8, 20)])
-    assert "records of trec" in error_of(arguments(data), capsys)
-    assert predictions(data) == before
-    eval_longbench.main(arguments(data, "--tasks", "trec", "--overwrite=true"))
-    assert [json.loads(line)["_id"] for line in predictions(data)["trec.jsonl"].splitlines()] == ["trec-8"]
-    (data / "out" / "pred" / "base-truncation" / "settings.json").unlink()
-    assert "predictions of unknown settings" in error_of(arguments(data), capsys)
-
-
-def test_a_damaged_line_of_predictions(data, capsys):
-    eval_longbench.main(arguments(data, "--tasks", "trec"))
-    path = data / "out" / "pred" / "base-truncation" / "trec.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text(lines[0] + lines[1][:20] + "\n" + lines[2])
-    assert "trec.jsonl, line 2 is damaged" in error_of(arguments(data, "--tasks", "trec"), capsys)
-
-
 # Data
 
 
 def test_forms_of_data(data, tmp_path):
     """JSON lines, compressed ones and parquet hold the same records; a limit takes the first or, seeded, some."""
-    rows = [row("trec", number, 20) for number in range(5)]
     expected = load_records(str(data / "data"), "trec")
     assert [record.id for record in expected] == [f"trec-{number}" for number in range(5)]
     rows = [json.loads(line) for line in (data / "data" / "trec.jsonl").read_text().splitlines()]
@@ -626,15 +415,3 @@ def test_real_records_with_a_real_model(tmp_path):
             config = generation_config(model, tokenizer, TASKS[name])
             plain = model.generate(torch.tensor([prompt.ids]), generation_config=config)[0, len(prompt.ids) :]
             assert row == plain.tolist()
-
-
-def test_every_adapter_file_counts(data, adapter, capsys):
-    """Predictions of an adapter are not continued with another one of the same name."""
-    given = [f"--adapter={adapter}", "--tasks", "trec"]
-    eval_longbench.main(arguments(data, *given, method="memory"))
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(data / "base"), adapter)
-    for name, parameter in model.named_parameters():
-        if "lora_mem_gate" in name:
-            parameter.data.add_(0.1)
-    model.save_pretrained(adapter)
-    assert "adapter (" in error_of(arguments(data, *given, method="memory"), capsys)

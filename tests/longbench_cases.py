@@ -1,0 +1,115 @@
+"""Tiny runs of `eval_longbench.py`: a base model, records, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from peft import get_peft_model
+from recipe import make_text
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+from cacheformers import eval_longbench
+from cacheformers.evaluation.longbench.methods import PromptMaker, make_method
+from cacheformers.evaluation.longbench.options import LongBenchOptions
+from cacheformers.evaluation.longbench.tasks import TASKS
+from cacheformers.evaluation.longbench.templates import load_templates
+
+TESTED = ("hotpotqa", "trec", "samsum", "passage_count")
+LENGTHS = (70, 20, 50, 130, 33)  # of contexts, in words
+POSITIONS = 1024
+
+
+def row(task: str, number: int, length: int) -> dict[str, Any]:
+    """A record in LongBench's form."""
+    return {
+        "input": make_text(4, 100 + number),
+        "context": make_text(length, number),
+        "answers": [make_text(3, number), make_text(2, number)],
+        "length": 2000 * number,
+        "dataset": task,
+        "language": "en",
+        "all_classes": ["w1", "w2 w3"] if task == "trec" else None,
+        "_id": f"{task}-{number}",
+    }
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+
+
+@pytest.fixture
+def data(
+    tmp_path: Path,
+    make_base: Callable[..., PreTrainedModel],
+    byte_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:
+    """A tiny base model with its tokenizer in `base`, and five records of each of four tasks in `data`."""
+    base = make_base("llama_gqa", torch.float32, vocab_size=259, max_position_embeddings=POSITIONS)
+    base.generation_config.eos_token_id = None  # random models end where they like
+    base.save_pretrained(tmp_path / "base")
+    byte_tokenizer.save_pretrained(tmp_path / "base")
+    for task in TESTED:
+        rows = [row(task, number, length) for number, length in enumerate(LENGTHS)]
+        write_rows(tmp_path / "data" / f"{task}.jsonl", rows)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    return tmp_path
+
+
+def arguments(folder: Path, *more: str, method: str = "truncation") -> list[str]:
+    """A tiny run; `more` goes before."""
+    given = {
+        "base": folder / "base",
+        "data": folder / "data",
+        "output": folder / "out",
+        "max_length": 200,
+        "batch": 2,
+        "device": "cpu",
+        "plots": False,
+    }
+    given = {key: value for key, value in given.items() if not any(m.startswith(f"--{key}=") for m in more)}
+    return [*(f"--{key}={value}" for key, value in given.items()), "--methods", method, *SHORT, *more]
+
+
+SHORT = ("--tasks", *TESTED)
+
+
+@pytest.fixture
+def adapter(data: Path, config_factory: Callable[..., Any], opener: Callable[..., None]) -> Path:
+    """A memory adapter with open gates."""
+    base = AutoModelForCausalLM.from_pretrained(data / "base")
+    model = get_peft_model(base, config_factory(cache_size=800, segment_tokens=128))
+    opener(model)
+    model.save_pretrained(data / "remembering")
+    return data / "remembering"
+
+
+def predictions(folder: Path, title: str = "base-truncation") -> dict[str, str]:
+    """The contents of the prediction files."""
+    return {file.name: file.read_text() for file in sorted((folder / "out" / "pred" / title).glob("*.jsonl"))}
+
+
+def result(folder: Path, title: str = "base-truncation") -> dict[str, Any]:
+    return json.loads((folder / "out" / title / "result.json").read_text())
+
+
+def error_of(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        eval_longbench.main(given)
+    said = capsys.readouterr().err
+    return said if stopped.value.code == 2 else str(stopped.value.code)
+
+
+def prompt_maker(folder: Path, method: str, **more: Any) -> PromptMaker:
+    options = LongBenchOptions(data="", methods=[method], **more)
+    base = str(folder / "base")
+    config = AutoModelForCausalLM.from_pretrained(base).config
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    return PromptMaker(make_method(method, options, base, config, None), options, tokenizer, load_templates(TASKS))
