@@ -20,6 +20,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from cacheformers.evaluation.readers import unfinished
 from cacheformers.modeling.attach import active_options, find_decoder, new_memory, unwrap
+from cacheformers.modeling.models.modeling_cacheformer import CacheFormerForCausalLM
 from cacheformers.training.lanes import IGNORED
 from cacheformers.training.loss import token_losses
 
@@ -64,6 +65,11 @@ class MemoryLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
             pretrained, peft = PeftConfig.from_pretrained(pretrained).base_model_name_or_path or "", pretrained
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(pretrained, "causal", peft=peft, batch_size=batch_size, device=device, **options)
+        if isinstance(unwrap(self.model), CacheFormerForCausalLM):
+            raise ValueError(
+                f"{pretrained} is a CacheFormer trained from scratch, whose memory is its own attention: evaluate it "
+                "with --model hf, in this command."
+            )
         if active_options(find_decoder(unwrap(self.model))) is None:
             raise ValueError(f"{peft or pretrained} has no memory: evaluate it with --model hf.")
 

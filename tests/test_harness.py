@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from cacheformer_models import tiny_model
 from conftest import SHARED
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
@@ -93,10 +94,12 @@ def make_adapter(base: Path, out: Path, config: Any, opener: Any) -> Path:
     return out
 
 
-def evaluated(tasks: Path, batch_size: int = 1, **model_args: object) -> dict[str, list[dict[str, Any]]]:
+def evaluated(
+    tasks: Path, batch_size: int = 1, kind: str = "cacheformers", **model_args: object
+) -> dict[str, list[dict[str, Any]]]:
     """What lm-eval gives for the three tasks: the samples of each."""
     found = simple_evaluate(
-        "cacheformers",
+        kind,
         model_args={"dtype": "float32", **model_args},
         tasks=list(NAMES),
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
@@ -178,6 +181,21 @@ def test_what_cannot_work(folder, tasks, adapter, monkeypatch, changes, message)
     monkeypatch.chdir(folder)
     with pytest.raises(ValueError, match=re.escape(message)):
         evaluated(tasks, **{"pretrained": "remembering", **changes})
+
+
+def test_a_cacheformer_from_scratch_goes_with_hf(folder, tasks, tokenizer):
+    """The message says so, and it is so: with this module imported, lm-eval's own model reads it."""
+    tiny_model(torch.float32, vocab_size=128).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    with pytest.raises(ValueError, match="trained from scratch.* evaluate it with --model hf"):
+        evaluated(tasks, pretrained=str(folder / "model"))
+    found = evaluated(tasks, kind="hf", pretrained=str(folder / "model"), max_length=4096)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    for sample in found["local_choice"]:
+        for choice, ((nats, _),) in zip(sample["doc"]["choices"], sample["resps"], strict=True):
+            ids = tokenizer(f"{sample['doc']['context']} {choice}").input_ids
+            expected, _ = in_one_pass(model, ids, len(choice.split()))
+            assert float(nats) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.slow
