@@ -23,12 +23,12 @@ from cacheformers.evaluation.longbench.metrics import check_scorers
 from cacheformers.evaluation.longbench.options import CompareOptions, LongBenchOptions
 from cacheformers.evaluation.longbench.plots import save_plots
 from cacheformers.evaluation.longbench.predictions import PredictionError, Predictions
-from cacheformers.evaluation.longbench.records import Record, load_records, records_identity
+from cacheformers.evaluation.longbench.records import Record, limited, load_records, records_identity
 from cacheformers.evaluation.longbench.report import joint_table, load_result, make_result
 from cacheformers.evaluation.longbench.retrieval import make_retriever
 from cacheformers.evaluation.longbench.run import batches, check_prompts, predict
 from cacheformers.evaluation.longbench.scores import task_scores
-from cacheformers.evaluation.longbench.settings import adapter_identity, method_settings
+from cacheformers.evaluation.longbench.settings import adapter_identity, method_settings, model_settings
 from cacheformers.evaluation.longbench.tasks import chosen_tasks
 from cacheformers.evaluation.longbench.templates import load_templates
 from cacheformers.evaluation.processes import make_state
@@ -94,10 +94,8 @@ def make_plan(model: ModelOptions, options: LongBenchOptions) -> Plan:
     check_scorers()
     tasks = chosen_tasks(options.tasks, options.longbench_e)
     templates = load_templates([task.name for task in tasks], options.prompts)
-    records = {
-        task.name: load_records(options.data, task.name, options.longbench_e, options.limit, options.seed)
-        for task in tasks
-    }
+    everything = {task.name: load_records(options.data, task.name, options.longbench_e) for task in tasks}
+    records = {task: limited(own, options.limit, options.seed) for task, own in everything.items()}
     state = make_state(model.device)
     if is_gguf(model.base):
         with state.main_process_first():  # it is converted once
@@ -106,12 +104,12 @@ def make_plan(model: ModelOptions, options: LongBenchOptions) -> Plan:
     check_chat(options, tokenizer, model.base)
     adapter = None if options.adapter is None else PeftConfig.from_pretrained(options.adapter)
     methods = [make_method(name, options, model.base, config, adapter) for name in options.methods]
-    identity = adapter_identity(options.adapter)
-    data = {task: records_identity(own) for task, own in records.items()}
+    answering = model_settings(model, config, adapter_identity(options.adapter))
+    data = {task: records_identity(own) for task, own in everything.items()}
     work = []
     for method in methods:
         folder = Path(options.output) / ("pred_e" if options.longbench_e else "pred") / method.title
-        settings = method_settings(method, model, options, config, identity)
+        settings = method_settings(method, answering, options)
         predictions = Predictions(folder, settings, data)
         if not options.overwrite:
             predictions.check()
@@ -146,7 +144,7 @@ def evaluate(plan: Plan, maker: PromptMaker, predictions: Predictions, arguments
         method.title,
         predictions.settings,
         {task: task_scores(plan.records[task], found[task]) for task in plan.records},
-        predictions.times(),
+        predictions.times(plan.records),
         command=["eval_longbench.py", *arguments],
         options={**asdict(plan.model), **asdict(options)},
         environment=environment(state.device, state.num_processes),

@@ -8,6 +8,7 @@ from peft import PeftConfig
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from cacheformers.adapters import METHODS as MEMORY_TYPES
+from cacheformers.modeling.attach import base_shape
 from cacheformers.modeling.models.composite import CompositeConfig
 from cacheformers.modeling.models.configuration_cacheformer import CacheFormerConfig
 
@@ -25,6 +26,25 @@ def memory_config(base: PretrainedConfig, adapter: PeftConfig | None) -> Any:
     if adapter is not None and adapter.peft_type in MEMORY_TYPES:
         return adapter
     return base if isinstance(base, CompositeConfig) else None
+
+
+def counted_positions(base: PretrainedConfig, memory: Any) -> int | None:
+    """Return the positions of a base model that a text cannot exceed, although there is a memory.
+
+    That is so where positions are learned embeddings and the method counts on from segment to segment. Elsewhere a text
+    may have any length: None.
+
+    Args:
+        base, memory: the base model's configuration, and what `memory_config` gives for it.
+
+    Raises:
+        ValueError: the memory does not fit this base model.
+    """
+    if isinstance(base, CacheFormerConfig):
+        return None
+    options = base.options() if isinstance(base, CompositeConfig) else memory.resolve(base_shape(base))
+    shape = options.base
+    return None if shape.rotary or options.window.kept_tokens < shape.max_positions else shape.max_positions
 
 
 def own_base(adapter: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -297,6 +298,27 @@ def test_lengths_can_be_added_and_settings_must_be_the_same(data, capsys):
     assert "filler" in error_of(arguments(data, *given, "420", f"--filler={data / 'book.txt'}"), capsys)
     assert "records of 420" in error_of(arguments(data, *given, "420", "--trials=2"), capsys)
     passkey.main(arguments(data, *given, "420", "--trials=2", "--overwrite=true"))
+    assert len(result(data)["cases"]) == 2
+
+
+def test_answers_are_those_of_the_weights(data, capsys):
+    """Another model in a folder of the same name does not take them over."""
+    given = ["--depths", "50", "--lengths", "420"]
+    passkey.main(arguments(data, *given))
+    shutil.copytree(data / "base", data / "other" / "base")
+    model = AutoModelForCausalLM.from_pretrained(data / "base")
+    model.model.norm.weight.data[0] += 0.01
+    model.save_pretrained(data / "other" / "base")
+    other = error_of(arguments(data, *given, f"--base={data / 'other' / 'base'}"), capsys)
+    assert "base_weights (" in other
+
+
+def test_a_larger_limit_goes_on(data):
+    given = ["--depths", "0", "50", "--lengths", "420"]
+    passkey.main(arguments(data, *given, "--limit=1"))
+    times = (data / "out" / "answers" / "times.ndjson").read_text()
+    passkey.main(arguments(data, *given))
+    assert (data / "out" / "answers" / "times.ndjson").read_text().startswith(times) and times.count("\n") == 1
     assert len(result(data)["cases"]) == 2
 
 

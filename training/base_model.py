@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import torch
 from transformers import (
@@ -18,10 +19,19 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
+from cacheformers.modeling.origin import digest
 from cacheformers.training.documents import fingerprint
 from cacheformers.training.gguf_base import converted, is_gguf
 from cacheformers.training.options import option
+from cacheformers.training.sources import HUB_ID
+
+# Files of weights in a model folder, in the order in which transformers looks for them.
+WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+BLOCK = 4096  # bytes
+BLOCKS = 64  # of a tensor; a tensor that is not larger than this is hashed whole
+BLOCKS_OF_A_FILE = 16384  # of a file whose tensors cannot be told apart without unpacking it
 
 
 @dataclass
@@ -106,11 +116,14 @@ def base_config(base: str) -> PretrainedConfig:
     """The base model's configuration alone; nothing is converted for it.
 
     Raises:
+        FileNotFoundError: there is no such folder, and this cannot be a Hub id.
         ValueError: the folder holds an adapter.
     """
     if is_gguf(base):
         return AutoConfig.from_pretrained(Path(base).parent, gguf_file=Path(base).name)
     folder = Path(base)
+    if not folder.exists() and not HUB_ID.fullmatch(base):
+        raise FileNotFoundError(f"{base} does not exist: give a model folder, a Hub id (OWNER/NAME) or a .gguf file.")
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         raise ValueError(f"{base} is an adapter, not a base model: give it as the adapter, and its base as the base.")
     return AutoConfig.from_pretrained(base)
@@ -124,6 +137,56 @@ def base_identity(config: PretrainedConfig) -> str:
         if name not in ("_name_or_path", "transformers_version")
     }
     return fingerprint(json.loads(json.dumps(facts, default=str, sort_keys=True)))
+
+
+def weights_identity(base: str, config: PretrainedConfig) -> str:
+    """Hash a base model's weights in a moment, however large they are.
+
+    Of every tensor of a local model its name, type, shape and some blocks of bytes count, evenly spread, in whichever
+    files the tensors are. A model of the Hub counts with its id and commit.
+
+    Raises:
+        FileNotFoundError: the folder holds no weights.
+        ValueError: a file is damaged.
+    """
+    folder = Path(base_folder(base))
+    if not folder.is_dir():
+        return f"{base}@{getattr(config, '_commit_hash', None)}"
+    found = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    if found is None:
+        raise FileNotFoundError(f"{folder} holds no {SAFE_WEIGHTS_NAME}: is the model saved there completely?")
+    files = [found]
+    if found.name.endswith(".json"):
+        parts = json.loads(found.read_text(encoding="utf-8"))["weight_map"].values()
+        files = [folder / name for name in sorted(set(parts))]
+    return fingerprint(sorted(line for file in files for line in hashed_tensors(file)))
+
+
+def hashed_tensors(path: Path) -> Iterator[list[Any]]:
+    """Name, type, shape and hash of each tensor in a safetensors file; of any other file, one hash."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if path.suffix != ".safetensors":
+            yield [path.name, size, sampled(file, 0, size, BLOCKS_OF_A_FILE)]
+            return
+        start = 8 + int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(start - 8) if start < size else b"")
+        except ValueError as error:
+            raise ValueError(f"{path} is not a safetensors file: copy or download it again.") from error
+        for name, facts in header.items():
+            if name != "__metadata__":
+                first, last = (start + offset for offset in facts["data_offsets"])
+                yield [name, facts["dtype"], facts["shape"], sampled(file, first, last, BLOCKS)]
+
+
+def sampled(file: BinaryIO, start: int, end: int, blocks: int) -> str:
+    """Hash some evenly spread blocks of a part of a file, or all of a small part."""
+    parts = []
+    for place in range(start, end, max(BLOCK, (end - start) // blocks)):
+        file.seek(place)
+        parts.append(file.read(min(BLOCK, end - place)))
+    return digest(*parts)
 
 
 def base_folder(base: str) -> str:

@@ -12,11 +12,11 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cacheformers.evaluation.longbench.options import LongBenchOptions
-from cacheformers.evaluation.longbench.prompts import Encoded, after_context, cut_middle, encode, fill, in_chat
+from cacheformers.evaluation.longbench.prompts import Encoded, Prompt, after_context, cut_middle, encode, fill, in_chat
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.retrieval import Retriever, check_retriever, retrieved
 from cacheformers.evaluation.longbench.tasks import MAX_LENGTHS, TASKS, Task
-from cacheformers.evaluation.remembering import memory_config
+from cacheformers.evaluation.remembering import counted_positions, memory_config
 from cacheformers.training.base_model import ModelOptions, base_config, load_base
 
 
@@ -28,8 +28,8 @@ class Method:
         title: what folders and tables call it.
         adapter: what is put on the base model.
         max_length: prompts are cut in the middle to so many tokens; None: they are not.
-        positions: prompt and answer must fit into so many; None: they need not.
-        capacity: tokens that the memory can hold; None: any number.
+        positions: prompt and answer must fit into this many; None: they need not.
+        capacity: tokens that the memory can hold; None: any number. It goes with no `positions`.
     """
 
     name: str
@@ -46,6 +46,10 @@ class Method:
     @property
     def always_cuts(self) -> bool:
         return self.name in ("truncation", "retrieval")
+
+    def room(self, task: str) -> int | None:
+        """Return how many tokens a prompt may have (of a memory: before the question); None for any number."""
+        return self.capacity if self.positions is None else self.positions - TASKS[task].new_tokens
 
 
 def make_method(
@@ -67,7 +71,8 @@ def make_method(
             raise ValueError("The method memory takes a model with a memory: give an --adapter that has one.")
         held = None if options.forget else getattr(adapter if has_memory else config, "cache_size", None)
         title = f"{Path(options.adapter).name if options.adapter else model}-memory"
-        return Method(name, title, options.adapter, options.max_length, capacity=held)
+        positions = counted_positions(config, memory)
+        return Method(name, title, options.adapter, options.max_length, positions, held)
     if built_in:
         raise ValueError(f"{base} has a memory that cannot be taken off: only the method memory can use it.")
     used = None if has_memory else options.adapter
@@ -120,12 +125,26 @@ class PromptMaker:
         if self.retriever is not None:
             query = record.input.strip() or after_context(template, record)
             context = retrieved(record.context, query, self.retriever, self.options.chunk_words, self.options.chunks)
-        prompt = fill(template, record, context)
-        if self.method.max_length is not None:
-            prompt = cut_middle(prompt, self.tokenizer, self.method.max_length)
-        if self.options.chat and TASKS[record.task].chat:
+        prompt, limit, room = fill(template, record, context), self.method.max_length, self.method.room(record.task)
+        found = self.encoded(prompt, record.task, limit)
+        if limit is None or room is None or limit > room:
+            return found  # it has not grown too long by being cut: `check` says what else is wrong
+        while (taken := self.taken(found)) > room and limit > 2:
+            limit = max(2, min(limit - 1, limit * room // taken))
+            found = replace(self.encoded(prompt, record.task, limit), cut=limit)
+        return found
+
+    def encoded(self, prompt: Prompt, task: str, limit: int | None) -> Encoded:
+        """The prompt as the official code cuts it to a limit, in its chat template, tokenized again."""
+        if limit is not None:
+            prompt = cut_middle(prompt, self.tokenizer, limit)
+        if self.options.chat and TASKS[task].chat:
             prompt = in_chat(prompt, self.tokenizer)
         return encode(prompt, self.tokenizer, split=self.method.remembers)
+
+    def taken(self, prompt: Encoded) -> int:
+        """Return how much of the method's room a prompt takes."""
+        return len(prompt.ids) if self.method.positions is not None else prompt.question
 
     def check(self, record: Record) -> None:
         """Raise ValueError if a record's prompt does not fit."""

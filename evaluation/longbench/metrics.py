@@ -18,6 +18,8 @@ from typing import Any
 from cacheformers.evaluation.longbench.tasks import TASKS
 
 Metric = Callable[[str, str, Sequence[str]], float]
+# Where the answers of passage retrieval name the paragraph.
+PARAGRAPHS = {"passage_retrieval_en": r"Paragraph (\d+)", "passage_retrieval_zh": r"段落(\d+)"}
 ASCII_PUNCTUATION = frozenset(string.punctuation)
 CHINESE_PUNCTUATION = ASCII_PUNCTUATION | frozenset(
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
@@ -78,12 +80,12 @@ def classification_score(prediction: str, answer: str, classes: Sequence[str] = 
 
 def retrieval_score(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
     """Share of the numbers in the prediction that are the paragraph's."""
-    return share_of_numbers(prediction, re.findall(r"Paragraph (\d+)", answer)[0])
+    return share_of_numbers(prediction, re.findall(PARAGRAPHS["passage_retrieval_en"], answer)[0])
 
 
 def retrieval_zh_score(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
     """The same in Chinese."""
-    return share_of_numbers(prediction, re.findall(r"段落(\d+)", answer)[0])
+    return share_of_numbers(prediction, re.findall(PARAGRAPHS["passage_retrieval_zh"], answer)[0])
 
 
 def count_score(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:

@@ -33,7 +33,9 @@ class LongBenchOptions:
     )
     tasks: list[str] | None = option(None, help="Tasks by name. Default: all.")
     longbench_e: bool = option(False, help="LongBench-E: 13 tasks with records of all lengths, from TASK_e files.")
-    limit: int | None = option(None, help="Only so many records of each task.")
+    limit: int | None = option(
+        None, help="Only this many records of each task. A larger limit later goes on from those that are answered."
+    )
     seed: int | None = option(None, help="With limit: a random choice of records. Default: the first ones.")
     prompts: str | None = option(
         None, help="The official config/dataset2prompt.json. Default: templates of the installed lm-eval."
@@ -80,7 +82,7 @@ class CompareOptions:
     compare: list[str] = option(
         help="Nothing is run: put these result.json files side by side, each compared with the first one."
     )
-    output: str | None = option(None, help="Folder for compared.md and plots. Default: print the table only.")
+    output: str | None = option(None, help="Folder for table.md and plots. Default: print the table only.")
 
 
 LongBenchOptions._argument_group_name = "LongBench"  # type: ignore[attr-defined]

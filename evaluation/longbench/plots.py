@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cacheformers.evaluation.bootstrap import draws, middle
-from cacheformers.evaluation.longbench.scores import common_tasks
+from cacheformers.evaluation.longbench.scores import bucket_average, bucket_interval, common_tasks
+from cacheformers.evaluation.longbench.tasks import BUCKETS
 from cacheformers.evaluation.plots import COLOURS, HATCHES, MARKERS, beside, can_draw, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-# Records are put together by their length in words (Chinese: characters).
-EDGES = (0, 2000, 4000, 8000, 16000, 10**9)
-EDGE_NAMES = ("< 2K", "2K-4K", "4K-8K", "8K-16K", "> 16K")
 
 
 def save_plots(folder: Path, results: Sequence[dict[str, Any]]) -> list[Path]:
@@ -56,18 +51,15 @@ def by_task(results: Sequence[dict[str, Any]]) -> Figure:
 
 
 def by_length(results: Sequence[dict[str, Any]]) -> Figure:
-    """Mean score of the records of like length: a line a result, with 95 % intervals from resampled records."""
+    """Draw the means of the table's buckets of length: a line a result, with 95 % intervals from resampled records."""
     names = common_tasks(results)
-    figure, (axes,) = new_figure("LongBench by length of the context", ["mean score of the records"])
-    records = [record for name in names for record in results[0]["tasks"][name]["records"]]
-    lengths = np.array([record["length"] for record in records])
-    masks = [(low <= lengths) & (lengths < high) for low, high in pairwise(EDGES)]
-    shown = [place for place, mask in enumerate(masks) if mask.any()]
-    for number, result in enumerate(results):
-        scores = np.array([100 * record["score"] for name in names for record in result["tasks"][name]["records"]])
-        found = [scores[masks[place]] for place in shown]
-        means = np.array([each.mean() for each in found])
-        ends = np.array([middle(each[draws(len(each), 0)].mean(1)) for each in found]).T
+    figure, (axes,) = new_figure("LongBench by length of the context", ["mean score of the tasks"])
+    shared = [{name: result["tasks"][name] for name in names} for result in results]
+    counts = {name: sum(task["buckets"][name]["records"] for task in shared[0].values()) for name in BUCKETS}
+    shown = [name for name in BUCKETS if counts[name]]
+    for number, (result, tasks) in enumerate(zip(results, shared, strict=True)):
+        means = np.array([bucket_average(tasks, name) for name in shown])
+        ends = np.array([bucket_interval(tasks, name) for name in shown]).T
         axes.errorbar(
             np.arange(len(shown)) + beside(number, len(results), 0.2),
             means,
@@ -78,7 +70,7 @@ def by_length(results: Sequence[dict[str, Any]]) -> Figure:
             elinewidth=1,
             label=result["name"],
         )
-    axes.set_xticks(range(len(shown)), [f"{EDGE_NAMES[place]}\n({masks[place].sum()})" for place in shown])
+    axes.set_xticks(range(len(shown)), [f"{name}\n({counts[name]})" for name in shown])
     axes.set_xlabel("length in words, Chinese in characters (records); tasks differ between lengths")
     figure.legend(loc="outside upper center", frameon=False, ncols=3)
     return figure

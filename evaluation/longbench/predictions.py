@@ -23,6 +23,8 @@ from cacheformers.training.settings import check_resumable
 
 SETTINGS = "settings.json"
 TIMES = "times.ndjson"  # the official scorer takes every file whose name ends in jsonl for a task
+PREDICTED: dict[str, Any] = {"_id": str, "pred": str}
+TIMED: dict[str, Any] = {"_id": str, "task": str, "seconds": (int, float), "peak_bytes": int}
 
 
 class Identified(Protocol):
@@ -43,7 +45,7 @@ class Predictions:
     Args:
         folder: `pred/MODEL`, or `pred_e/MODEL`.
         settings: what all its predictions must have come about with (JSON).
-        data: task -> hash of its records. A later run may add tasks, but not change the records of one.
+        data: task -> hash of all its records. A later run may add tasks and choose other records, but not change one.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], data: dict[str, str]) -> None:
@@ -52,16 +54,23 @@ class Predictions:
         self.done: dict[str, set[str]] = {}
 
     def check(self) -> None:
-        """Raise ValueError if the folder holds predictions of other settings."""
+        """Raise ValueError if the folder holds predictions of other settings, or a file there is damaged."""
         file = self.folder / SETTINGS
         if not file.exists():
             if any(self.folder.glob("*.jsonl")):
                 raise ValueError(f"{self.folder} holds predictions of unknown settings: choose another --output.")
             return
-        saved = json.loads(file.read_text(encoding="utf-8"))
+        saved = read_settings(file)
+        missing = [name for name in self.settings if name not in saved["settings"]]
+        if missing:
+            raise ValueError(
+                f"{file} is of an older version, which did not record {' and '.join(missing)}: the predictions beside "
+                "it may be another model's. Choose another --output, or start anew with --overwrite."
+            )
         known = {task: value for task, value in saved["data"].items() if task in self.data}
         here = {task: self.data[task] for task in known}
         check_resumable({**saved["settings"], **prefixed(known)}, {**self.settings, **prefixed(here)}, str(self.folder))
+        self._answered()
 
     def start(self, overwrite: bool) -> None:
         """Claim the folder, remove what a killed run has cut off, and find out what is done.
@@ -90,11 +99,28 @@ class Predictions:
             for path in (*self.folder.glob("*.jsonl"), self.folder / TIMES):
                 path.unlink(missing_ok=True)
         elif (self.folder / SETTINGS).exists():
-            saved = json.loads((self.folder / SETTINGS).read_text(encoding="utf-8"))
+            saved = read_settings(self.folder / SETTINGS)
         contents = {"settings": self.settings, "data": {**saved["data"], **self.data}}
         replace(self.folder / SETTINGS, json.dumps(contents, indent=1) + "\n")
-        repair(self.folder / TIMES)
-        return {task: {line["_id"] for line in repair(self._file(task))} for task in self.data}
+        for path in (self.folder / TIMES, *map(self._file, self.data)):
+            repair(path)
+        return self._answered()
+
+    def _answered(self) -> dict[str, set[str]]:
+        """Task -> the records that need no answer any more: those with a prediction and its cost.
+
+        Raises:
+            ValueError: a line is damaged, or the costs are missing.
+        """
+        found = {task: {line["_id"] for line in read_lines(self._file(task), PREDICTED)} for task in self.data}
+        path = self.folder / TIMES
+        if any(found.values()) and not path.exists():
+            raise ValueError(
+                f"{path} is missing, which says what the predictions beside it have cost: put it back, or start anew "
+                "with --overwrite."
+            )
+        timed = {(line["task"], line["_id"]) for line in read_lines(path, TIMED)}
+        return {task: {id for id in own if (task, id) in timed} for task, own in found.items()}
 
     def append(self, task: str, lines: Sequence[dict[str, Any]], times: Sequence[dict[str, Any]]) -> None:
         """Write the lines of some records, and how long they took; they are on the disk when this returns."""
@@ -103,22 +129,26 @@ class Predictions:
             append(self._file(task), lines)
 
     def finish(self, records: Mapping[str, Sequence[Identified]]) -> dict[str, list[str]]:
-        """Put each task's lines into the order of its records, and return the predictions; the others get nothing."""
+        """Put the lines of records into the records' order, and return the predictions; other processes get nothing.
+
+        What other runs have answered, with a larger limit, stays behind them.
+        """
         self.process.wait_for_everyone()
         if not self.process.is_main_process:
             return {}
         found = {}
         for task, own in records.items():
-            lines = {line["_id"]: line for line in read_lines(self._file(task))}
-            replace(self._file(task), as_text(lines[record.id] for record in own))
-            found[task] = [lines[record.id]["pred"] for record in own]
+            lines = {line["_id"]: line for line in read_lines(self._file(task), PREDICTED)}
+            chosen = [lines.pop(record.id) for record in own]
+            replace(self._file(task), as_text([*chosen, *lines.values()]))
+            found[task] = [line["pred"] for line in chosen]
         self._claim.release()
         return found
 
-    def times(self) -> list[dict[str, Any]]:
-        """What `append` was given as times, of the tasks of this run."""
-        last = {(line["task"], line["_id"]): line for line in read_lines(self.folder / TIMES)}
-        return [line for (task, _), line in last.items() if task in self.data]
+    def times(self, records: Mapping[str, Sequence[Identified]]) -> list[dict[str, Any]]:
+        """Return what `append` was given as times for these records."""
+        last = {(line["task"], line["_id"]): line for line in read_lines(self.folder / TIMES, TIMED)}
+        return [last[task, record.id] for task, own in records.items() for record in own]
 
     def _file(self, task: str) -> Path:
         return self.folder / f"{task}.jsonl"
@@ -139,30 +169,55 @@ def prefixed(data: dict[str, str]) -> dict[str, str]:
     return {f"records of {task}": value for task, value in data.items()}
 
 
-def repair(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file, after what follows its last whole line was cut off; none if there is no file."""
-    if not path.exists():
-        return []
-    whole = path.read_bytes().rfind(b"\n") + 1
-    os.truncate(path, whole)
-    return read_lines(path)
+def read_settings(path: Path) -> dict[str, Any]:
+    """Read what `Predictions` wrote as settings.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError:
+        found = None
+    if not (isinstance(found, dict) and all(isinstance(found.get(name), dict) for name in ("settings", "data"))):
+        raise ValueError(
+            f"{path} is damaged, so nobody knows which model made the predictions beside it: choose another --output, "
+            "or start anew with --overwrite."
+        )
+    return found
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file.
+def repair(path: Path) -> None:
+    """Cut off what follows the last whole line of a file, if there is one."""
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
+def read_lines(path: Path, fields: dict[str, type | tuple[type, ...]]) -> list[dict[str, Any]]:
+    """Read the whole lines of a file; none if there is no file.
+
+    Args:
+        fields: what each line must have, and of which type.
 
     Raises:
         ValueError: one is damaged; says which.
     """
-    found = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                found.append(json.loads(line))
-            except ValueError as error:
-                raise ValueError(
-                    f"{path}, line {number} is damaged ({error}): remove the line, or start anew with --overwrite."
-                ) from error
+    found: list[dict[str, Any]] = []
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    for number, text in enumerate(lines, 1):
+        try:
+            line = json.loads(text)
+            if not isinstance(line, dict):
+                raise ValueError("it is not a JSON object")
+            wrong = [name for name, kind in fields.items() if not isinstance(line.get(name), kind)]
+            if wrong:
+                raise ValueError(f"it has no {' and no '.join(wrong)}, or not as it was written")
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number} is damaged ({error}): remove the line, so that its record is answered again, "
+                "or start anew with --overwrite."
+            ) from error
+        found.append(line)
     return found
 
 

@@ -27,10 +27,16 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Its ids, and how many of them belong to the context and what stands before it."""
+    """A prompt as token ids.
+
+    Attributes:
+        question: how many ids belong to the context and what stands before it.
+        cut: the smaller limit of a prompt that was cut again because it had not fitted.
+    """
 
     ids: list[int]
     question: int
+    cut: int | None = None
 
 
 def fill(template: str, record: Record, context: str | None = None) -> Prompt:

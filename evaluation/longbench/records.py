@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 from datasets import load_dataset
 
+from cacheformers.evaluation.longbench.metrics import PARAGRAPHS
 from cacheformers.training.documents import fingerprint
 from cacheformers.training.sources import HUB_ID, UNREADABLE
 
@@ -46,12 +48,12 @@ class Record:
 def load_records(
     data: str, task: str, e: bool = False, limit: int | None = None, seed: int | None = None
 ) -> list[Record]:
-    """The records of a task, in the order of the data.
+    """Load the records of a task, in the order of the data.
 
     Args:
         data: a folder that holds `TASK.jsonl`, `.jsonl.gz` or `.parquet` (`TASK_e` for LongBench-E), itself or in its
             subfolder `data`; or a dataset of the Hub with a configuration for each task and a split `test`.
-        limit: so many of them: the first, or with a seed a random choice.
+        limit, seed: see `limited`.
 
     Raises:
         FileNotFoundError, ValueError: there is no such data; a record is damaged or lacks something.
@@ -65,6 +67,11 @@ def load_records(
     if len(set(ids)) < len(ids):
         repeated = next(id for id in ids if ids.count(id) > 1)
         raise ValueError(f"{data}: several records of {name} have the _id {repeated!r}.")
+    return limited(records, limit, seed)
+
+
+def limited(records: list[Record], limit: int | None, seed: int | None) -> list[Record]:
+    """Take the first `limit` records, or with a seed a random choice, in the order of the data."""
     if limit is None or limit >= len(records):
         return records
     picked = range(limit) if seed is None else sorted(random.Random(seed).sample(range(len(records)), limit))
@@ -141,8 +148,37 @@ def checked(task: str, number: int, row: Any, where: str) -> Record:
     classes = row.get("all_classes")
     if task in ("trec", "lsht") and not classes:
         raise ValueError(f"{where} has no all_classes, which {task} is scored with.")
+    if classes and not (isinstance(classes, list) and all(isinstance(label, str) for label in classes)):
+        raise ValueError(f"{where} has all_classes that are not a list of texts: {task} cannot be scored.")
+    check_paragraphs(task, answers, where)
     id = str(row.get("_id", number))
+    texts = {"_id": [id], "input": [row["input"]], "context": [row["context"]], "answers": answers}
+    check_surrogates({**texts, "all_classes": classes or []}, where)
     return Record(task, id, row["input"], row["context"], answers, row["length"], classes)
+
+
+def check_paragraphs(task: str, answers: list[str], where: str) -> None:
+    """Raise ValueError for an answer of passage retrieval that names no paragraph."""
+    pattern = PARAGRAPHS.get(task, "")
+    for answer in answers:
+        if not re.search(pattern, answer):
+            word = pattern.partition("(")[0]
+            raise ValueError(
+                f"{where} has the answer {answer!r}, in which no number follows {word!r}: it cannot be scored. Correct "
+                f"the line, or leave out {task} with --tasks."
+            )
+
+
+def check_surrogates(texts: dict[str, list[str]], where: str) -> None:
+    """Raise ValueError for texts that no tokenizer takes and no file holds."""
+    for name, own in texts.items():
+        try:
+            "".join(own).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{where} has half a surrogate pair in its {name} ({error.reason}, character {error.start}): a text "
+                "cut within a character. Correct the line, or remove it."
+            ) from error
 
 
 def records_identity(records: Iterable[Record]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from cacheformers.evaluation.longbench.scores import averages, common_tasks, paired_difference
+from cacheformers.evaluation.longbench.scores import averages, bucket_average, common_tasks, paired_difference
 from cacheformers.evaluation.longbench.tasks import BUCKETS, TASKS
 from cacheformers.hub.card import cells
 
@@ -36,6 +36,7 @@ def make_result(
         "seconds_per_record": mean(line["seconds"] for line in times),
         "prompt_tokens_per_record": mean(line["prompt_tokens"] for line in times),
         "peak_bytes": max(line["peak_bytes"] for line in times),
+        "records_cut_again": sum(line["cut_again_to"] is not None for line in times),
         "tasks": tasks,
     }
 
@@ -71,16 +72,11 @@ def joint_table(results: Sequence[dict[str, Any]]) -> str:
         lines.append(cells(f"*{category}*", "", *(f"*{each[category]:.2f}*" for each in means)))
     lines.append(cells("**average of tasks**", "", *(f"**{each['average']:.2f}**" for each in means)))
     for name in BUCKETS:
-        lines.append(cells(f"length {name}", "", *(bucket_average(tasks, name) for tasks in shared)))
+        means_of_tasks = (bucket_average(tasks, name) for tasks in shared)
+        lines.append(cells(f"length {name}", "", *("-" if mean is None else f"{mean:.2f}" for mean in means_of_tasks)))
     lines.append(cells("seconds per record", "", *(f"{result['seconds_per_record']:.2f}" for result in results)))
     lines.append(cells("peak memory (GiB)", "", *(f"{result['peak_bytes'] / 2**30:.2f}" for result in results)))
     return "\n".join([*lines, *differences(titles, shared)]) + "\n"
-
-
-def bucket_average(tasks: dict[str, Any], name: str) -> str:
-    """The mean over the tasks that have records of a bucket."""
-    found = [numbers["buckets"][name]["score"] for numbers in tasks.values() if numbers["buckets"][name]["records"]]
-    return f"{mean(found):.2f}" if found else "-"
 
 
 def differences(titles: Sequence[str], shared: Sequence[dict[str, Any]]) -> list[str]:

@@ -113,6 +113,7 @@ def answered(
                     "_id": record.id,
                     "prompt_tokens": len(prompt.ids),
                     "new_tokens": len(row),
+                    "cut_again_to": prompt.cut,
                     **cost,
                 }
                 for record, prompt, row in zip(batch, prompts, rows, strict=True)

@@ -36,7 +36,7 @@ def task_scores(records: Sequence[Record], predictions: Sequence[str]) -> dict[s
 
 
 def rounded(values: Sequence[float]) -> float | None:
-    """A mean as the official code gives it; None of nothing."""
+    """A mean as the official code gives it; None of nothing, where that gives NaN, which JSON does not have."""
     return round(100 * sum(values) / len(values), 2) if values else None
 
 
@@ -51,6 +51,26 @@ def averages(tasks: dict[str, Any]) -> dict[str, float]:
         found.setdefault(TASKS[name].category, []).append(numbers["score"])
     means = {category: mean(scores) for category, scores in found.items()}
     return {**means, "average": mean(numbers["score"] for numbers in tasks.values())}
+
+
+def bucket_average(tasks: dict[str, Any], name: str) -> float | None:
+    """Return the mean score over the tasks that have records in a bucket; None if there is none.
+
+    Args:
+        tasks: task -> what `task_scores` gave.
+    """
+    found = [numbers["buckets"][name]["score"] for numbers in tasks.values() if numbers["buckets"][name]["records"]]
+    return mean(found) if found else None
+
+
+def bucket_interval(tasks: dict[str, Any], name: str) -> tuple[float, float]:
+    """Return the 95 % interval of `bucket_average`, from resampled records of each task that has some."""
+    scores = [
+        np.array([100 * record["score"] for record in numbers["records"] if bucket(record["length"]) == name])
+        for numbers in tasks.values()
+    ]
+    drawn = [each[draws(len(each), seed)].mean(1) for seed, each in enumerate(scores) if len(each)]
+    return middle(np.mean(drawn, axis=0))
 
 
 def paired_difference(tasks: dict[str, Any], others: dict[str, Any]) -> tuple[float, tuple[float, float] | None]:

@@ -18,7 +18,7 @@ from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel
 
 from cacheformers.evaluation.longbench.predictions import PredictionError, Predictions
-from cacheformers.evaluation.longbench.settings import adapter_identity
+from cacheformers.evaluation.longbench.settings import adapter_identity, model_settings
 from cacheformers.evaluation.passkey.filler import load_filler
 from cacheformers.evaluation.passkey.options import PasskeyOptions
 from cacheformers.evaluation.passkey.prompts import Case, PromptMaker, make_cases
@@ -31,7 +31,6 @@ from cacheformers.training.base_model import (
     ModelOptions,
     base_config,
     base_folder,
-    base_identity,
     load_base,
     load_tokenizer,
 )
@@ -110,20 +109,18 @@ def make_plan(model: ModelOptions, options: PasskeyOptions) -> Plan:
     filler = load_filler(options.filler, options.text_field, tokenizer, options.tokens[-1])
     wording = NEEDLES[options.needle]
     maker = PromptMaker(wording, filler, tokenizer, options.seed)
-    cases = {
-        str(length): make_cases(wording, [length], options.depths, options.trials, options.seed)[: options.limit]
+    everything = {
+        str(length): make_cases(wording, [length], options.depths, options.trials, options.seed)
         for length in options.tokens
     }
+    cases = {length: own[: options.limit] for length, own in everything.items()}
     check_cases(maker, [case for own in cases.values() for case in own], config, memory, options)
     settings = {
-        "base": Path(model.base).name,
-        "base_config": base_identity(config),
-        "adapter": adapter_identity(options.adapter),
-        **{name: getattr(model, name) for name in ("dtype", "quantize", "attn_implementation")},
+        **model_settings(model, config, adapter_identity(options.adapter)),
         **{name: getattr(options, name) for name in ("needle", "cache_size", "seed")},
         "filler": filler.identity(),
     }
-    data = {length: fingerprint([[case.id, case.key] for case in own]) for length, own in cases.items()}
+    data = {length: fingerprint([[case.id, case.key] for case in own]) for length, own in everything.items()}
     predictions = Predictions(Path(options.output) / "answers", settings, data)
     if not options.overwrite:
         predictions.check()
@@ -145,7 +142,7 @@ def evaluate(plan: Plan, arguments: list[str]) -> None:
     result: dict[str, Any] = make_result(
         cases,
         [answer for length in plan.cases for answer in answers[length]],
-        predictions.times(),
+        predictions.times(plan.cases),
         plan.maker.wording,
         name=plan.name,
         command=[COMMAND, *arguments],

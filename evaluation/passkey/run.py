@@ -18,6 +18,7 @@ from cacheformers.evaluation.longbench.tasks import SYNTHETIC, Task
 from cacheformers.evaluation.passkey.options import PasskeyOptions
 from cacheformers.evaluation.passkey.prompts import Case, PromptMaker
 from cacheformers.evaluation.processes import peak_bytes
+from cacheformers.evaluation.remembering import counted_positions
 
 
 def check_cases(
@@ -32,14 +33,19 @@ def check_cases(
     if size is None and (options.cache_size is not None or options.forget):
         raise ValueError("--cache_size and --forget are for a memory of limited size, which this model has not.")
     size = options.cache_size or size
-    positions = None if memory is not None else base.get_text_config().max_position_embeddings
+    if memory is None:
+        positions = base.get_text_config().max_position_embeddings
+        remedy = " and no memory. Give shorter --lengths, or an --adapter with a memory."
+    else:
+        positions = counted_positions(base, memory)
+        remedy = ", through which this memory counts on. Give shorter --lengths, or an --adapter of another method."
     for case in cases:
         maker.room(case)
         context, needed = case.length - len(maker.parts(case)[2]), case.length + maker.new_tokens(case)
         if positions is not None and needed > positions:
             raise ValueError(
                 f"A prompt of {case.length:,} tokens and its answer take {needed:,} positions, but the model has "
-                f"{positions:,} and no memory. Give shorter --lengths, or an --adapter with a memory."
+                f"{positions:,}{remedy}"
             )
         if size is not None and context > size and not options.forget:
             raise ValueError(

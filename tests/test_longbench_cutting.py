@@ -1,0 +1,135 @@
+"""Prompts fit the model's positions before a run, however their tokens grow when cut prompts are tokenized again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from longbench_cases import arguments, error_of, prompt_maker, result, row, write_rows
+from peft import get_peft_model
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from cacheformers import eval_longbench
+from cacheformers.evaluation.longbench.prompts import cut_middle, encode, fill
+from cacheformers.evaluation.longbench.records import Record, load_records
+from cacheformers.evaluation.longbench.tasks import TASKS
+from cacheformers.evaluation.passkey import main as passkey
+
+pytest_plugins = ("longbench_cases",)
+TASK = "multifieldqa_zh"
+POSITIONS = 512
+
+
+@pytest.fixture
+def fallback(data: Path, make_base: Any) -> Path:
+    """An OPT in `base`, whose tokenizer takes Chinese as bytes, and records in Chinese."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(33, 127)), "\n"]
+    bytes_of = models.BPE({token: place for place, token in enumerate(tokens)}, [], byte_fallback=True)
+    tokenizer = Tokenizer(bytes_of)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    base = make_base("opt", torch.float32, vocab_size=len(tokens), max_position_embeddings=POSITIONS)
+    base.generation_config.eos_token_id = None
+    base.save_pretrained(data / "base")
+    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="</s>", bos_token="<s>", eos_token="</s>")
+    whole.save_pretrained(data / "base")
+    rows = [{**row(TASK, number, 1), "context": "长文" * (90 + 50 * number), "answers": ["文"]} for number in range(3)]
+    write_rows(data / "data" / f"{TASK}.jsonl", rows)
+    return data
+
+
+def test_a_prompt_that_grows_is_cut_again(fallback):
+    maker = prompt_maker(fallback, "truncation", max_length=440)
+    record = load_records(str(fallback / "data"), TASK)[2]
+    official = cut_middle(fill(maker.templates[TASK], record), maker.tokenizer, 440)
+    assert len(encode(official, maker.tokenizer).ids) > POSITIONS
+    found = maker(record)
+    assert 200 < len(found.ids) <= POSITIONS - TASKS[TASK].new_tokens
+    assert found.cut is not None and found.cut < 440
+
+
+def test_a_prompt_that_fits_stays_as_the_official_code_cuts_it(fallback):
+    """Also where it has grown beyond max_length, but not beyond the positions."""
+    maker = prompt_maker(fallback, "truncation", max_length=200)
+    record = load_records(str(fallback / "data"), TASK)[2]
+    official = encode(cut_middle(fill(maker.templates[TASK], record), maker.tokenizer, 200), maker.tokenizer)
+    assert 200 < len(official.ids) < POSITIONS - TASKS[TASK].new_tokens
+    assert maker(record) == official and official.cut is None
+
+
+def test_a_run_says_what_was_cut_again(fallback):
+    more = ("--tasks", TASK, "--max_length=440", "--batch=1")
+    eval_longbench.main(arguments(fallback, *more))
+    found = result(fallback)
+    assert "until prompt and answer fit" in found["settings"]["cut"] and 1 <= found["records_cut_again"] <= 3
+    lines = (fallback / "out" / "pred" / "base-truncation" / "times.ndjson").read_text().splitlines()
+    cut = [json.loads(line) for line in lines]
+    assert sum(line["cut_again_to"] is not None for line in cut) == found["records_cut_again"]
+    assert all(line["prompt_tokens"] + TASKS[TASK].new_tokens <= POSITIONS for line in cut)
+
+
+def test_a_limit_that_cannot_fit_is_an_error_and_no_cut(fallback, capsys):
+    """`full` would be truncation under another name."""
+    given = arguments(fallback, "--tasks", TASK, "--max_length=5000", method="full")
+    assert "prompt and answer take" in error_of(given, capsys)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"), [("gated_attention", {}), ("cacheformer", {"window_tokens": 64, "segment_tokens": 64})]
+)
+def test_a_text_that_a_memory_on_learned_positions_cannot_read(fallback, capsys, config_factory, method, options):
+    """Its positions count on: found before the run, with the record's name."""
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(fallback / "base"), config_factory(method=method, **options)
+    )
+    model.save_pretrained(fallback / "remembering")
+    given = [f"--adapter={fallback / 'remembering'}", "--tasks", TASK]
+    plain = [one for one in arguments(fallback, *given, method="memory") if not one.startswith("--max_length")]
+    said = " ".join(error_of(plain, capsys).split())
+    assert f"{TASK}, record {TASK}-0: prompt and answer take" in said and "the model has 512" in said
+    assert not (fallback / "out").exists()
+    with pytest.raises(SystemExit):
+        passkey.main(
+            [f"--base={fallback / 'base'}", given[0], f"--output={fallback / 'out'}", "--lengths", "600"]
+            + ["--device=cpu", "--plots=false"]
+        )
+    said = " ".join(capsys.readouterr().err.split())
+    assert "A prompt of 600 tokens and its answer take" in said and "the model has 512" in said
+
+
+@pytest.mark.parametrize("method", ["neurocache", "infini_attention"])
+def test_memories_whose_positions_begin_again_read_on(fallback, config_factory, method):
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(fallback / "base"),
+        config_factory(method=method, segment_tokens=128, **({"cache_size": 4000} if method == "neurocache" else {})),
+    )
+    model.save_pretrained(fallback / "remembering")
+    given = [f"--adapter={fallback / 'remembering'}", "--tasks", TASK, "--limit=1", "--plots=false"]
+    plain = [one for one in arguments(fallback, *given, method="memory") if not one.startswith("--max_length")]
+    eval_longbench.main(plain)
+    assert result(fallback, "remembering-memory")["prompt_tokens_per_record"] > POSITIONS
+
+
+def test_a_memory_that_a_grown_prompt_overfills(fallback, config_factory):
+    """The cut is the user's: so is cutting again."""
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(fallback / "base"),
+        config_factory(cache_size=440, segment_tokens=128),
+    )
+    from cacheformers.evaluation.longbench.methods import PromptMaker, make_method
+    from cacheformers.evaluation.longbench.options import LongBenchOptions
+    from cacheformers.evaluation.longbench.templates import load_templates
+
+    options = LongBenchOptions(data="", methods=["memory"], max_length=440)
+    config = model.peft_config["default"]
+    method = make_method("memory", options, str(fallback / "base"), model.config, config)
+    tokenizer = AutoTokenizer.from_pretrained(fallback / "base")
+    maker = PromptMaker(method, options, tokenizer, load_templates([TASK]))
+    record = Record(TASK, "0", "", "长文" * 200, ["文"], 1, None)
+    assert encode(cut_middle(fill(maker.templates[TASK], record), tokenizer, 440), tokenizer, True).question > 440
+    assert maker(record).question <= 440
+    maker.check(record)

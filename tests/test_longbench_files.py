@@ -1,0 +1,232 @@
+"""Predictions of `eval_longbench.py` on disk: whose they are, what is missing or damaged, and going on with them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from longbench_cases import arguments, error_of, predictions, result, row, write_rows
+from transformers import AutoModelForCausalLM
+
+from cacheformers import eval_longbench
+from cacheformers.evaluation.longbench.settings import adapter_identity
+from cacheformers.training.base_model import base_config, weights_identity
+
+pytest_plugins = ("longbench_cases",)
+TITLE = "base-truncation"
+ONE_TASK = ("--tasks", "trec")
+
+
+def folder_of(data: Path, title: str = TITLE) -> Path:
+    return data / "out" / "pred" / title
+
+
+def times(data: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder_of(data) / "times.ndjson").read_text().splitlines()]
+
+
+def identity(folder: Path) -> str:
+    return weights_identity(str(folder), base_config(str(folder)))
+
+
+def train_further(folder: Path, **options: Any) -> None:
+    """Change one number of one matrix of the model in a folder."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] += 0.01
+    model.save_pretrained(folder, **options)
+
+
+# Whose predictions they are
+
+
+def test_predictions_are_those_of_the_weights(data, capsys):
+    """Neither another model in a folder of the same name nor the same one, trained further, takes them over."""
+    eval_longbench.main(arguments(data, *ONE_TASK))
+    shutil.copytree(data / "base", data / "other" / "base")
+    eval_longbench.main(arguments(data, *ONE_TASK, f"--base={data / 'other' / 'base'}"))  # the same model elsewhere
+    before = predictions(data)
+    train_further(data / "other" / "base")
+    assert "base_weights (" in error_of(arguments(data, *ONE_TASK, f"--base={data / 'other' / 'base'}"), capsys)
+    train_further(data / "base")
+    assert "base_weights (" in error_of(arguments(data, *ONE_TASK), capsys)
+    assert predictions(data) == before
+
+
+def test_weights_are_the_same_in_any_files(data, tmp_path):
+    whole = identity(data / "base")
+    model = AutoModelForCausalLM.from_pretrained(data / "base")
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    assert identity(tmp_path / "sharded") == whole
+    train_further(tmp_path / "sharded", max_shard_size="20KB")
+    assert identity(tmp_path / "sharded") != whole
+
+
+def test_weights_that_are_not_there_or_damaged(data, tmp_path):
+    shutil.copytree(data / "base", tmp_path / "damaged")
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"<!DOCTYPE html>")
+    with pytest.raises(ValueError, match=r"damaged/model.safetensors is not a safetensors file: .* again"):
+        identity(tmp_path / "damaged")
+    (tmp_path / "damaged" / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"damaged holds no model.safetensors"):
+        identity(tmp_path / "damaged")
+
+
+def test_settings_of_an_older_version(data, capsys):
+    """They do not say which weights answered."""
+    eval_longbench.main(arguments(data, *ONE_TASK))
+    file = folder_of(data) / "settings.json"
+    saved = json.loads(file.read_text())
+    del saved["settings"]["base_weights"]
+    file.write_text(json.dumps(saved))
+    said = error_of(arguments(data, *ONE_TASK), capsys)
+    assert "settings.json is of an older version, which did not record base_weights" in said
+    assert "--overwrite" in said
+    eval_longbench.main(arguments(data, *ONE_TASK, "--overwrite=true"))
+
+
+def test_an_adapter_of_the_hub_counts_with_its_files(adapter, monkeypatch):
+    """Not with its name, under which there may be another one tomorrow."""
+    monkeypatch.setattr(
+        "cacheformers.evaluation.longbench.settings.cached_file",
+        lambda name, file: str((adapter if name == "owner/name" else Path(name)) / file),
+    )
+    assert adapter_identity("owner/name") == adapter_identity(str(adapter)) != "owner/name"
+
+
+# Damaged files
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"pred": "x"}', "has no _id"),
+        (b'{"_id": "trec-1"}', "has no pred"),
+        (b'{"_id": "trec-1", "pred": 3}', "has no pred"),
+        (b'["trec-1"]', "not a JSON object"),
+        (b'{"_id": "trec-1", "pred": "\xff"}', "utf-8"),
+    ],
+)
+def test_a_line_that_is_no_prediction(data, capsys, line, message):
+    eval_longbench.main(arguments(data, *ONE_TASK))
+    path = folder_of(data) / "trec.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[0], line + b"\n", *lines[2:]]))
+    said = error_of(arguments(data, *ONE_TASK), capsys)
+    assert "trec.jsonl, line 2 is damaged" in said and message in said and "remove the line" in said
+
+
+@pytest.mark.parametrize("contents", [b"", b"[]", b'{"data": {}}', b'{"settings": {}, "data": []}', b"\xff"])
+def test_damaged_settings(data, capsys, contents):
+    eval_longbench.main(arguments(data, *ONE_TASK))
+    (folder_of(data) / "settings.json").write_bytes(contents)
+    said = error_of(arguments(data, *ONE_TASK), capsys)
+    assert "settings.json is damaged" in said and "--overwrite" in said
+    eval_longbench.main(arguments(data, *ONE_TASK, "--overwrite=true"))
+
+
+def test_times_that_are_missing(data, capsys):
+    """All of them: an error before anything is loaded. Those of a record: it is answered again."""
+    eval_longbench.main(arguments(data, *ONE_TASK))
+    whole, path = predictions(data), folder_of(data) / "times.ndjson"
+    lines = path.read_text().splitlines(keepends=True)
+    path.unlink()
+    said = error_of(arguments(data, *ONE_TASK), capsys)
+    assert "times.ndjson is missing" in said and "--overwrite" in said
+    path.write_text("".join(lines[:3]))
+    eval_longbench.main(arguments(data, *ONE_TASK))
+    assert predictions(data) == whole and len({line["_id"] for line in times(data)}) == 5
+    path.write_text("{}\n")
+    assert "times.ndjson, line 1 is damaged (it has no _id" in error_of(arguments(data, *ONE_TASK), capsys)
+
+
+@pytest.mark.parametrize(
+    ("task", "change", "message"),
+    [
+        ("trec", {"all_classes": ["x", 3]}, "trec.jsonl, line 3 has all_classes that are not a list of texts"),
+        ("trec", {"all_classes": "xyz"}, "trec.jsonl, line 3 has all_classes that are not a list of texts"),
+        ("passage_retrieval_en", {"answers": ["3"]}, "passage_retrieval_en.jsonl, line 3 has the answer '3', in which"),
+        ("passage_retrieval_zh", {"answers": ["Paragraph 3"]}, "in which no number follows '段落'"),
+        ("hotpotqa", {"context": "a \ud800 b"}, "hotpotqa.jsonl, line 3 has half a surrogate pair in its context"),
+        ("hotpotqa", {"answers": ["\udc00"]}, "hotpotqa.jsonl, line 3 has half a surrogate pair in its answers"),
+        ("hotpotqa", {"_id": "\udc00"}, "hotpotqa.jsonl, line 3 has half a surrogate pair in its _id"),
+    ],
+)
+def test_records_that_cannot_be_scored_or_written(data, capsys, task, change, message):
+    rows = [{**row(task, number, 20), "answers": ["Paragraph 1 段落1"]} for number in range(5)]
+    rows[2] |= change
+    write_rows(data / "data" / f"{task}.jsonl", rows)
+    said = error_of(arguments(data, "--tasks", task), capsys)
+    assert message in said and "line" in said
+
+
+@pytest.mark.parametrize("base", ["/no/such", "./no/such", "no/such/base/here"])
+def test_a_base_that_does_not_exist(data, capsys, base):
+    said = " ".join(error_of(arguments(data, f"--base={base}"), capsys).split())
+    assert f"{base} does not exist" in said and "Hub id" in said and "Repo id must" not in said
+
+
+# Going on with more records
+
+
+def test_a_larger_limit_goes_on(data):
+    more = ("--limit=2", "--batch=1", *ONE_TASK)
+    eval_longbench.main(arguments(data, *more))
+    assert len(times(data)) == 2
+    eval_longbench.main(arguments(data, *more, "--limit=4"))
+    assert [line["_id"] for line in times(data)[:2]] == ["trec-0", "trec-1"] or len(times(data)) == 4
+    eval_longbench.main(arguments(data, "--batch=1", *ONE_TASK))
+    assert len(times(data)) == 5 and len(result(data)["tasks"]["trec"]["records"]) == 5
+    eval_longbench.main(arguments(data, "--batch=1", *ONE_TASK, f"--output={data / 'at_once'}"))
+    at_once = (data / "at_once" / "pred" / TITLE / "trec.jsonl").read_text()
+    assert predictions(data) == {"trec.jsonl": at_once}
+
+
+def test_a_smaller_limit_keeps_what_was_answered(data):
+    eval_longbench.main(arguments(data, *ONE_TASK))
+    whole = predictions(data)
+    eval_longbench.main(arguments(data, *ONE_TASK, "--limit=2"))
+    assert predictions(data) == whole and len(times(data)) == 5
+    found = result(data)
+    assert [record["_id"] for record in found["tasks"]["trec"]["records"]] == ["trec-0", "trec-1"]
+    mine = [line["seconds"] for line in times(data) if line["_id"] in ("trec-0", "trec-1")]
+    assert found["seconds_per_record"] == pytest.approx(sum(mine) / 2)
+
+
+# What the table and the pictures say
+
+
+def test_lengths_are_the_same_in_table_and_picture(data, monkeypatch):
+    from cacheformers.evaluation.longbench import plots, report
+
+    shown: list[Any] = []
+    monkeypatch.setattr("matplotlib.axes.Axes.errorbar", lambda self, x, y, *rest, **more: shown.append(list(y)))
+    eval_longbench.main(arguments(data, "--tasks", "hotpotqa", "trec"))
+    found = result(data)
+    for number, score in enumerate((10.0, 60.0)):  # tasks of unlike scores and numbers of records
+        task = list(found["tasks"].values())[number]
+        records = task["records"][: 3 + 2 * number]
+        for record in records:
+            record["score"] = score / 100
+        task["records"] = records
+        lengths = [record["length"] for record in records]
+        sizes = [
+            sum(low <= length < high for length in lengths) for low, high in ((0, 4000), (4000, 8000), (8000, 99999))
+        ]
+        task["buckets"] = {
+            name: {"score": score if size else None, "records": size}
+            for name, size in zip(("0-4k", "4-8k", "8k+"), sizes, strict=True)
+        }
+    plots.by_length([found])
+    rows = [line for line in report.joint_table([found]).splitlines() if line.startswith("| length ")]
+    told = [float(line.split(" | ")[2].strip(" |")) for line in rows]
+    assert shown == [pytest.approx(told, abs=0.005)] and told[0] == 35 and told[2] == 60
+
+
+def test_help_names_the_files_that_are_written(capsys):
+    from cacheformers.evaluation.longbench.options import CompareOptions
+
+    assert "table.md" in CompareOptions.__dataclass_fields__["output"].metadata["help"]
