@@ -6,14 +6,18 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from longbench_cases import arguments, error_of, predictions, result, row, write_rows
-from transformers import AutoModelForCausalLM
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
 
 from cacheformers import eval_longbench
 from cacheformers.evaluation.longbench.settings import adapter_identity
-from cacheformers.training.base_model import base_config, weights_identity
+from cacheformers.training import base_model
+from cacheformers.training.base_model import BLOCKS, base_config, hashed_tensors, sampled, weights_identity
 
 pytest_plugins = ("longbench_cases",)
 TITLE = "base-truncation"
@@ -53,6 +57,37 @@ def test_predictions_are_those_of_the_weights(data, capsys):
     train_further(data / "base")
     assert "base_weights (" in error_of(arguments(data, *ONE_TASK), capsys)
     assert predictions(data) == before
+
+
+def test_chunks_are_those_of_the_encoders_weights(data, capsys):
+    sizes = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    encoder = BertModel(BertConfig(**sizes, intermediate_size=16, max_position_embeddings=2048))
+    encoder.save_pretrained(data / "encoder")
+    AutoTokenizer.from_pretrained(data / "base").save_pretrained(data / "encoder")
+    given = arguments(data, *ONE_TASK, f"--retriever={data / 'encoder'}", "--limit=1", method="retrieval")
+    eval_longbench.main(given)
+    encoder.embeddings.word_embeddings.weight.data[5] += 0.1
+    encoder.save_pretrained(data / "encoder")
+    assert "retriever_weights (" in error_of(given, capsys)
+
+
+def test_large_tensors_are_sampled(tmp_path):
+    """Some blocks of each, so that a model of many gigabytes takes a moment; training changes those as all others."""
+    weights, path = {"large": torch.zeros(1000, 1000), "small": torch.zeros(8)}, tmp_path / "model.safetensors"
+
+    def hashed() -> list[Any]:
+        save_file(weights, path)
+        return sorted(hashed_tensors(path))
+
+    before = hashed()
+    assert [line[:3] for line in before] == [["large", "F32", [1000, 1000]], ["small", "F32", [8]]]
+    weights["large"] += 1e-6
+    after = hashed()
+    assert after[0] != before[0] and after[1] == before[1]
+    weights["small"][3] = 1e-6
+    assert hashed()[1] != before[1]
+    with path.open("rb") as file, mock.patch.object(base_model, "digest", lambda *parts: str(sum(map(len, parts)))):
+        assert int(sampled(file, 0, 4_000_000, BLOCKS)) < 300_000
 
 
 def test_weights_are_the_same_in_any_files(data, tmp_path):

@@ -72,5 +72,5 @@ def by_length(results: Sequence[dict[str, Any]]) -> Figure:
         )
     axes.set_xticks(range(len(shown)), [f"{name}\n({counts[name]})" for name in shown])
     axes.set_xlabel("length in words, Chinese in characters (records); tasks differ between lengths")
-    figure.legend(loc="outside upper center", frameon=False, ncols=3)
+    figure.legend(loc="outside upper center", frameon=False, ncols=2)
     return figure

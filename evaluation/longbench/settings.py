@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 from transformers.utils.hub import cached_file
 
 from cacheformers.evaluation.longbench.methods import Method
@@ -56,10 +56,19 @@ def method_settings(
         "cut": None if method.max_length is None else CUT,
         "batch": options.batch,
         "longbench_e": options.longbench_e,
-        **({name: getattr(options, name) for name in RETRIEVAL} if method.name == "retrieval" else {}),
+        **(retrieval_settings(options) if method.name == "retrieval" else {}),
         **({"rope_factor": options.rope_factor} if method.name == "position-interpolation" else {}),
         **({"forget": options.forget} if method.remembers else {}),
     }
+
+
+def retrieval_settings(options: LongBenchOptions) -> dict[str, Any]:
+    """Describe what chooses chunks."""
+    given = {name: getattr(options, name) for name in RETRIEVAL}
+    if options.retriever == "bm25":
+        return given
+    encoder = AutoConfig.from_pretrained(options.retriever)
+    return {**given, "retriever_weights": weights_identity(options.retriever, encoder)}
 
 
 def adapter_identity(adapter: str | None) -> str | None:
