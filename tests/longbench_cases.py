@@ -44,8 +44,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(each) + "\n" for each in rows))
 
 
-@pytest.fixture
-def data(
+@pytest.fixture(name="data")
+def data_fixture(
     tmp_path: Path,
     make_base: Callable[..., PreTrainedModel],
     byte_tokenizer: PreTrainedTokenizerFast,
@@ -81,8 +81,8 @@ def arguments(folder: Path, *more: str, method: str = "truncation") -> list[str]
 SHORT = ("--tasks", *TESTED)
 
 
-@pytest.fixture
-def adapter(data: Path, config_factory: Callable[..., Any], opener: Callable[..., None]) -> Path:
+@pytest.fixture(name="adapter")
+def adapter_fixture(data: Path, config_factory: Callable[..., Any], opener: Callable[..., None]) -> Path:
     """A memory adapter with open gates."""
     base = AutoModelForCausalLM.from_pretrained(data / "base")
     model = get_peft_model(base, config_factory(cache_size=800, segment_tokens=128))

@@ -14,7 +14,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import SHARED
-from longbench_cases import TESTED, arguments, error_of, predictions, prompt_maker, result
+from longbench_cases import (  # noqa: F401
+    TESTED,
+    adapter_fixture,
+    arguments,
+    data_fixture,
+    error_of,
+    predictions,
+    prompt_maker,
+    result,
+)
 from peft import LoraConfig, get_peft_model
 from recipe import Recipe, make_text, run
 from transformers import (
@@ -36,8 +45,6 @@ from cacheformers.evaluation.longbench.run import batches, characters_read
 from cacheformers.evaluation.longbench.scores import paired_difference
 from cacheformers.evaluation.longbench.tasks import TASKS
 from cacheformers.evaluation.longbench.templates import load_templates
-
-pytest_plugins = ("longbench_cases",)
 
 # Results
 

@@ -8,18 +8,28 @@ from typing import Any
 
 import pytest
 import torch
-from longbench_cases import arguments, error_of, prompt_maker, result, row, write_rows
+from longbench_cases import (
+    arguments,
+    data_fixture,  # noqa: F401
+    error_of,
+    prompt_maker,
+    result,
+    row,
+    write_rows,
+)
 from peft import get_peft_model
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from cacheformers import eval_longbench
+from cacheformers.evaluation.longbench.methods import PromptMaker, make_method
+from cacheformers.evaluation.longbench.options import LongBenchOptions
 from cacheformers.evaluation.longbench.prompts import cut_middle, encode, fill
 from cacheformers.evaluation.longbench.records import Record, load_records
 from cacheformers.evaluation.longbench.tasks import TASKS
+from cacheformers.evaluation.longbench.templates import load_templates
 from cacheformers.evaluation.passkey import main as passkey
 
-pytest_plugins = ("longbench_cases",)
 TASK = "multifieldqa_zh"
 POSITIONS = 512
 
@@ -120,10 +130,6 @@ def test_a_memory_that_a_grown_prompt_overfills(fallback, config_factory):
         AutoModelForCausalLM.from_pretrained(fallback / "base"),
         config_factory(cache_size=440, segment_tokens=128),
     )
-    from cacheformers.evaluation.longbench.methods import PromptMaker, make_method
-    from cacheformers.evaluation.longbench.options import LongBenchOptions
-    from cacheformers.evaluation.longbench.templates import load_templates
-
     options = LongBenchOptions(data="", methods=["memory"], max_length=440)
     config = model.peft_config["default"]
     method = make_method("memory", options, str(fallback / "base"), model.config, config)

@@ -7,13 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-from longbench_cases import arguments, error_of, predictions, row, write_rows
+from longbench_cases import adapter_fixture, arguments, data_fixture, error_of, predictions, row, write_rows  # noqa: F401
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from cacheformers import eval_longbench
-
-pytest_plugins = ("longbench_cases",)
 
 
 @pytest.mark.parametrize(
