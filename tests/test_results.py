@@ -71,7 +71,7 @@ def longbench(path: Path, method: str = "memory", right: int = 1) -> Path:
         "lcc": task_scores([Record("lcc", "l", "", "-", ["ab"], 100, None)], ["cb"]),
     }
     settings = {"longbench_e": False, "method": method, "max_length": 3500}
-    times = [{"seconds": 1.0, "prompt_tokens": 10, "peak_bytes": 100}]
+    times = [{"seconds": 1.0, "prompt_tokens": 10, "cut_again_to": None, "peak_bytes": 100}]
     path.write_text(json.dumps(make_result("remembering", settings, tasks, times)))
     return path
 
