@@ -39,7 +39,13 @@ from cacheformers.training.groups import make_groups
 from cacheformers.training.history import History
 from cacheformers.training.loop import ProcessLost, Stopped, TrainingRun, train
 from cacheformers.training.methods import MethodOptions, chosen_options, names, of_other_methods
-from cacheformers.training.optim import freeze_idle_gates, make_optimizer, make_schedule, trained_parameters
+from cacheformers.training.optim import (
+    freeze_idle_gates,
+    make_optimizer,
+    make_schedule,
+    parameter_groups,
+    trained_parameters,
+)
 from cacheformers.training.options import RecipeParser
 from cacheformers.training.processes import check_division, check_processes, make_accelerator, prepare, uses_deepspeed
 from cacheformers.training.publishing import HubOptions, check_hub, publish
@@ -289,6 +295,7 @@ def finish(plan: Plan, run: TrainingRun, arguments: list[str]) -> None:
         "options": asdict(options),
         "environment": environment(accelerator.device, accelerator.num_processes),
         "trained_parameters": sum(tensor.numel() for tensor in weights.values()),
+        "rates": {group["name"]: group["lr"] for group in parameter_groups(run.trained, plan.subject.rates)},
         **history.as_dict(),
         "scores": scores(runs) if runs else {},
     }
