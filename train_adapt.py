@@ -194,7 +194,7 @@ def valid_documents(options: Options, tokenizer: PreTrainedTokenizerBase) -> lis
         return []
     least = options.data.min_tokens if wanted.valid_min_tokens is None else wanted.valid_min_tokens
     data = replace(options.data, stream=False, label_field=None, min_tokens=least)
-    documents = open_documents(wanted.valid, tokenizer, data)
+    documents = open_documents(wanted.valid, tokenizer, data, split="validation")
     assert isinstance(documents, Documents)
     return held_out(documents, wanted.valid_documents, wanted.valid_tokens)
 
