@@ -177,7 +177,7 @@ def test_of_a_folder_with_splits_only_the_wanted_one_is_read(tmp_path, tokenizer
 @pytest.mark.parametrize(
     ("names", "split", "message"),
     [
-        (["train-0.jsonl", "valid-0.jsonl", "more.jsonl"], "train", r"more.jsonl: belongs to none of .*train, validation"),
+        (["train-0.jsonl", "valid-0.jsonl", "more.jsonl"], "train", r"more.jsonl: belongs to none .*train, validation"),
         (["valid.jsonl", "test.jsonl"], "train", r"has no split 'train', only test, validation"),
         (["train.jsonl", "test.jsonl"], "validation", r"has no split 'validation', only test, train"),
         (["train.jsonl", "test.jsonl"], None, r"has several splits \(test, train\)"),
