@@ -149,7 +149,7 @@ def evaluate(plan: Plan, maker: PromptMaker, predictions: Predictions, arguments
         predictions.times(),
         command=["eval_longbench.py", *arguments],
         options={**asdict(plan.model), **asdict(options)},
-        environment=environment(state.device, state.num_processes),
+        environment=environment(state.device, state.num_processes, plan.model.base),
     )
     folder = Path(options.output) / (f"{method.title}_e" if options.longbench_e else method.title)
     folder.mkdir(parents=True, exist_ok=True)

@@ -293,7 +293,7 @@ def finish(plan: Plan, run: TrainingRun, arguments: list[str]) -> None:
     result = {
         "command": ["train_adapt.py", *arguments],
         "options": asdict(options),
-        "environment": environment(accelerator.device, accelerator.num_processes),
+        "environment": environment(accelerator.device, accelerator.num_processes, plan.subject.base),
         "trained_parameters": sum(tensor.numel() for tensor in weights.values()),
         "rates": {group["name"]: group["lr"] for group in parameter_groups(run.trained, plan.subject.rates)},
         **history.as_dict(),

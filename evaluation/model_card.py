@@ -8,6 +8,7 @@ from typing import Any
 
 from cacheformers.evaluation.tables import between
 from cacheformers.hub.card import Card, cells, method_of, saved_card
+from cacheformers.training.environment import origin_lines
 from cacheformers.training.scratch import OF_ADAPTERS
 
 ELSEWHERE = ("output", "method")  # the card tells the method in other places; a folder's name tells nobody anything
@@ -99,6 +100,7 @@ def trained(result: dict[str, Any]) -> str:
     sources = ", ".join(
         f"`{Path(source).name if Path(source).exists() else source}`" for source in options["data"]["train"]
     )
+    origin = "".join(f"\n\n{line}" for line in origin_lines([result]))
     versions = ", ".join(f"{name} {environment[name]}" for name in ("cacheformers", "torch", "transformers", "peft"))
     return "\n".join(
         [
@@ -109,7 +111,7 @@ def trained(result: dict[str, Any]) -> str:
             f"python {' '.join(result['command'])}",
             "```\n",
             f"{environment['date']}, commit {environment['commit']}, {environment['device']}, "
-            f"{environment['processes']} process(es), {result['seconds']:,.0f} s; {versions}.",
+            f"{environment['processes']} process(es), {result['seconds']:,.0f} s; {versions}.{origin}",
         ]
     )
 

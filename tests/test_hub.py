@@ -398,6 +398,34 @@ def test_a_recipe_pushes_what_it_trained(hub, fresh, folder, tokenizer):
     assert "| `steps` | `5` |" in card.text and 'from_pretrained("me/books")' in snippet(card.text)
 
 
+@pytest.mark.slow
+def test_smollm2_is_fetched_from_the_hub_where_it_can_be_reached(hub, fresh, folder):
+    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    hub.users["hf_me"] = "HuggingFaceTB"
+    code = f"""
+cacheformers.push_to_hub(AutoModelForCausalLM.from_pretrained(f"{{folder}}/base"), {name!r})
+AutoTokenizer.from_pretrained(f"{{folder}}/base").push_to_hub({name!r})
+print("{{}}")
+"""
+    fresh(code, folder)
+    hub.repos[name].commit({**hub.repos[name].files, "onnx/config.json": File(b"{}")})
+    script = Path(__file__).resolve().parents[1] / "recipes" / "fetch_smollm2.py"
+    code = f"""
+import runpy
+sys.argv = ["fetch_smollm2.py", "--out", f"{{folder}}/fetched"]
+runpy.run_path({str(script)!r}, run_name="__main__")
+with torch.no_grad():
+    logits = [AutoModelForCausalLM.from_pretrained(f"{{folder}}/{{name}}")(ids).logits for name in ("base", "fetched")]
+files = sorted(os.listdir(f"{{folder}}/fetched"))
+origin = json.load(open(f"{{folder}}/fetched/origin.json"))
+print(json.dumps({{"files": files, "same": torch.equal(*logits), **origin}}))
+"""
+    found = fresh(code, folder, token=None)
+    assert found["same"] and found["origin"] == f"{name} from the Hub, revision {hub.repos[name].sha}"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} < {*found["files"]}
+    assert not {".cache", "onnx", "README.md"} & {*found["files"]}
+
+
 # Cards
 
 

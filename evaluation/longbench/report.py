@@ -13,6 +13,7 @@ from typing import Any
 from cacheformers.evaluation.longbench.scores import averages, common_tasks, paired_difference
 from cacheformers.evaluation.longbench.tasks import BUCKETS, TASKS
 from cacheformers.hub.card import cells
+from cacheformers.training.environment import origin_lines
 
 SCORERS = ("rouge", "jieba")
 
@@ -74,7 +75,8 @@ def joint_table(results: Sequence[dict[str, Any]]) -> str:
         lines.append(cells(f"length {name}", "", *(bucket_average(tasks, name) for tasks in shared)))
     lines.append(cells("seconds per record", "", *(f"{result['seconds_per_record']:.2f}" for result in results)))
     lines.append(cells("peak memory (GiB)", "", *(f"{result['peak_bytes'] / 2**30:.2f}" for result in results)))
-    return "\n".join([*lines, *differences(titles, shared)]) + "\n"
+    origins = origin_lines(results)
+    return "\n".join([*lines, *(["", *origins] if origins else []), *differences(titles, shared)]) + "\n"
 
 
 def bucket_average(tasks: dict[str, Any], name: str) -> str:
