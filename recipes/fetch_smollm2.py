@@ -83,7 +83,7 @@ def fetch(source: str, out: Path) -> None:
     from huggingface_hub.errors import HfHubHTTPError
 
     # What a failed connection raises belongs to the HTTP client that huggingface_hub uses.
-    client_error = next(kind for kind in HfHubHTTPError.__bases__ if kind is not OSError)
+    client_error: type[Exception] = next(kind for kind in HfHubHTTPError.__bases__ if kind is not OSError)
     try:
         from_hub(out)
     except (OSError, RuntimeError, client_error) as error:

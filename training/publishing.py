@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cacheformers.hub.card import is_local
 from cacheformers.hub.push import HubError, check_repo, create_repo, push_to_hub
@@ -59,7 +60,7 @@ def publish(folder: Path, options: HubOptions) -> str:
     """
     assert options.push_to_hub is not None
     named = {"base_model": options.hub_base_model, "allow_mixed": options.hub_allow_mixed or None}
-    given = {name: value for name, value in named.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     try:
         return push_to_hub(folder, options.push_to_hub, private=options.hub_private, **given)
     except HubError as error:
