@@ -12,8 +12,10 @@ WHEEL_PY := $(WHEEL_VENV)/bin/python
 
 # Python files that the package consists of. A strict editable install links each by itself, so a new one needs a reinstall.
 SOURCES := $(sort $(shell find . \( -name '.?*' -o -name build -o -name data -o -name dist -o -name runs -o -name tests \
-	-o -name recipes \) -prune -o -name '*.py' -print))
+	-o -name recipes -o -name benchmarks \) -prune -o -name '*.py' -print))
+# Scripts beside the package, which mypy checks by name.
 RECIPES := $(basename $(notdir $(wildcard recipes/*.py)))
+BENCHMARKS := $(basename $(notdir $(wildcard benchmarks/*.py)))
 
 .PHONY: help install lint test smoke wheel demo clean FORCE
 
@@ -26,6 +28,7 @@ lint: install ## Check style (ruff) and types (mypy)
 	$(PY) -m ruff check .
 	$(PY) -m mypy -p cacheformers
 	cd recipes && ../$(PY) -m mypy --config-file ../setup.cfg --cache-dir ../.mypy_cache $(addprefix -m ,$(RECIPES))
+	cd benchmarks && ../$(PY) -m mypy --config-file ../setup.cfg --cache-dir ../.mypy_cache $(addprefix -m ,$(BENCHMARKS))
 
 test smoke: export HF_HUB_OFFLINE := 1
 test smoke: export TOKENIZERS_PARALLELISM := false

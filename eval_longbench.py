@@ -147,7 +147,7 @@ def evaluate(plan: Plan, maker: PromptMaker, predictions: Predictions, arguments
         predictions.times(plan.records),
         command=["eval_longbench.py", *arguments],
         options={**asdict(plan.model), **asdict(options)},
-        environment=environment(state.device, state.num_processes),
+        environment=environment(state.device, state.num_processes, plan.model.base),
     )
     folder = Path(options.output) / (f"{method.title}_e" if options.longbench_e else method.title)
     folder.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,13 @@ from cacheformers.training.groups import make_groups
 from cacheformers.training.history import History
 from cacheformers.training.loop import ProcessLost, Stopped, TrainingRun, train
 from cacheformers.training.methods import MethodOptions, chosen_options, names, of_other_methods
-from cacheformers.training.optim import freeze_idle_gates, make_optimizer, make_schedule, trained_parameters
+from cacheformers.training.optim import (
+    freeze_idle_gates,
+    make_optimizer,
+    make_schedule,
+    parameter_groups,
+    trained_parameters,
+)
 from cacheformers.training.options import RecipeParser
 from cacheformers.training.processes import check_division, check_processes, make_accelerator, prepare, uses_deepspeed
 from cacheformers.training.publishing import HubOptions, check_hub, publish
@@ -188,7 +194,7 @@ def valid_documents(options: Options, tokenizer: PreTrainedTokenizerBase) -> lis
         return []
     least = options.data.min_tokens if wanted.valid_min_tokens is None else wanted.valid_min_tokens
     data = replace(options.data, stream=False, label_field=None, min_tokens=least)
-    documents = open_documents(wanted.valid, tokenizer, data)
+    documents = open_documents(wanted.valid, tokenizer, data, split="validation")
     assert isinstance(documents, Documents)
     return held_out(documents, wanted.valid_documents, wanted.valid_tokens)
 
@@ -287,8 +293,9 @@ def finish(plan: Plan, run: TrainingRun, arguments: list[str]) -> None:
     result = {
         "command": ["train_adapt.py", *arguments],
         "options": asdict(options),
-        "environment": environment(accelerator.device, accelerator.num_processes),
+        "environment": environment(accelerator.device, accelerator.num_processes, plan.subject.base),
         "trained_parameters": sum(tensor.numel() for tensor in weights.values()),
+        "rates": {group["name"]: group["lr"] for group in parameter_groups(run.trained, plan.subject.rates)},
         **history.as_dict(),
         "scores": scores(runs) if runs else {},
     }

@@ -21,9 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from cacheformers.benchmarks.measuring import (
+from measuring import (
     RESULTS,
     about,
     draw_lines,
@@ -33,6 +31,8 @@ from cacheformers.benchmarks.measuring import (
     shown,
     write_json,
 )
+from torch import Tensor
+
 from cacheformers.modeling.memories.cacheformer import CacheFormerOptions, CacheFormerParts, Projected, make_parts
 from cacheformers.modeling.memories.cacheformer_attention import attend
 from cacheformers.modeling.memories.cacheformer_state import CacheFormerState

@@ -18,9 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from cacheformers.benchmarks.measuring import (
+from measuring import (
     RESULTS,
     about,
     draw_lines,
@@ -30,6 +28,8 @@ from cacheformers.benchmarks.measuring import (
     shown,
     write_json,
 )
+from torch import Tensor
+
 from cacheformers.modeling.memories.base import BaseShape
 from cacheformers.modeling.memories.infini_attention import (
     InfiniAttentionOptions,

@@ -1,8 +1,8 @@
 """Measure which exact back end is fastest on this machine, and write the table that `search="auto"` reads.
 
-    python -m cacheformers.benchmarks.calibrate                   # minutes; into the cache folder, used from then on
-    python -m cacheformers.benchmarks.calibrate --device cuda
-    python -m cacheformers.benchmarks.calibrate --out modeling/search/fastest.json   # the table that is shipped
+    python benchmarks/calibrate.py                                # minutes; into the cache folder, used from then on
+    python benchmarks/calibrate.py --device cuda
+    python benchmarks/calibrate.py --out modeling/search/fastest.json   # the table that is shipped
 
 A table holds one device's rows; those of other devices in the same file are kept. The package's own search is taken
 unless another needs at most nine tenths of its time: no search changes, and with it its rounding, for nothing.
@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from measuring import about, interleaved
+from search import DTYPES, back_ends, made
 
-from cacheformers.benchmarks.measuring import about, interleaved
-from cacheformers.benchmarks.search import DTYPES, back_ends, made
 from cacheformers.modeling.search.choice import OWN_TABLE, table
 
 WORTHWHILE = 0.9

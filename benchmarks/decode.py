@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache
-
-from cacheformers.benchmarks.measuring import (
+from measuring import (
     RESULTS,
     about,
     draw_lines,
@@ -28,7 +26,8 @@ from cacheformers.benchmarks.measuring import (
     shown,
     write_json,
 )
-from cacheformers.benchmarks.models import base_model, full_memory, memory_model, shapes
+from models import base_model, full_memory, memory_model, shapes
+from transformers import DynamicCache
 
 OPEN = 256
 

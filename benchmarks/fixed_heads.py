@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import RESULTS, about, draw_lines, held, write_json
+from models import Shape, base_model
 from peft import get_peft_model
 from torch import nn
 from transformers import LlamaConfig
 
 import cacheformers
-from cacheformers.benchmarks.measuring import RESULTS, about, draw_lines, held, write_json
-from cacheformers.benchmarks.models import Shape, base_model
 from cacheformers.modeling.memories.gated_state import GatedState
 
 LAYERS, KV_HEADS, VOCABULARY = 4, 12, 512

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from cacheformers.benchmarks.measuring import (
+from measuring import (
     RESULTS,
     about,
     draw_bars,
@@ -25,7 +24,7 @@ from cacheformers.benchmarks.measuring import (
     shown,
     write_json,
 )
-from cacheformers.benchmarks.models import Shape, base_model, full_memory, lora_model, memory_model, shapes
+from models import Shape, base_model, full_memory, lora_model, memory_model, shapes
 
 TOKENS = 1024
 # The most that the ratios should be (the bfloat16 one where a processor has such products).

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from forward import TOKENS
+from measuring import RESULTS, about, interleaved, peak_extra, ratio, shown, write_json
+from models import full_memory, memory_model, shapes
 
-from cacheformers.benchmarks.forward import TOKENS
-from cacheformers.benchmarks.measuring import RESULTS, about, interleaved, peak_extra, ratio, shown, write_json
-from cacheformers.benchmarks.models import full_memory, memory_model, shapes
 from cacheformers.modeling.search import get_search, recall
 from cacheformers.modeling.search.store import Entries
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import RESULTS, about, write_json
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cacheformers.benchmarks.measuring import RESULTS, about, write_json
 from cacheformers.evaluation.longbench.answers import answer, generation_config
 from cacheformers.evaluation.longbench.methods import PromptMaker, make_method
 from cacheformers.evaluation.longbench.options import LongBenchOptions

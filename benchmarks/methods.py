@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import RESULTS, about, held, write_json
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from cacheformers.benchmarks.measuring import RESULTS, about, held, write_json
 from cacheformers.evaluation.remembering import own_tokenizer
 from cacheformers.evaluation.run import Run, compare
 from cacheformers.evaluation.tables import between

@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import RESULTS, about, interleaved, multiplies_bfloat16, peak_extra
 from safetensors import safe_open
 from torch import Tensor
 
-from cacheformers.benchmarks.measuring import RESULTS, about, interleaved, multiplies_bfloat16, peak_extra
 from cacheformers.modeling.search import Search, get_search, recall
 from cacheformers.modeling.search.base import between
 from cacheformers.modeling.search.store import Entries, Ring

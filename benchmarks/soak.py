@@ -235,6 +235,18 @@ def circumstances(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def write_json(report: dict[str, Any], path: Path) -> None:
+    """Write everything but the samples of process memory, which the plot shows."""
+    results = {
+        dtype: {
+            key: {name: value for name, value in part.items() if name != "memory"} if isinstance(part, dict) else part
+            for key, part in result.items()
+        }
+        for dtype, result in report["results"].items()
+    }
+    path.write_text(json.dumps({**report, "results": results}) + "\n", encoding="utf-8")
+
+
 def write_markdown(report: dict[str, Any], path: Path) -> None:
     about = report["circumstances"]
     size = f"m = {about['cache_size']:,}, " if "cache_size" in about else ""
@@ -312,7 +324,7 @@ def main() -> None:
         else:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 report["results"][dtype] = pool.apply(soak, (arguments, dtype))
-        out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(report, out.with_suffix(".json"))
         write_markdown(report, out.with_suffix(".md"))
         plot(report, out.with_suffix(".png"))
     print(out.with_suffix(".md").read_text(encoding="utf-8"))

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from cacheformers.benchmarks.measuring import (
+from measuring import (
     RESULTS,
     about,
     draw_bars,
@@ -30,7 +29,8 @@ from cacheformers.benchmarks.measuring import (
     shown,
     write_json,
 )
-from cacheformers.benchmarks.models import full_memory, lora_model, memory_model, shapes
+from models import full_memory, lora_model, memory_model, shapes
+
 from cacheformers.training.loss import token_losses
 
 TOKENS = 1024

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from cacheformers.evaluation.tables import between
-from cacheformers.hub.card import Card, cells, saved_card
-from cacheformers.training.optim import Rates
+from cacheformers.hub.card import Card, cells, method_of, saved_card
+from cacheformers.training.environment import origin_lines
 from cacheformers.training.scratch import OF_ADAPTERS
 
 ELSEWHERE = ("output", "method")  # the card tells the method in other places; a folder's name tells nobody anything
 WITHOUT_MEMORY = ("r", "lora_alpha", "segment_tokens")
+# What the optimizer's groups hold (training/optim.py).
+TRAINED = {"memory": "memory", "gate": "gates", "beta": "the memory's shares"}
 
 
 def adapter_card(result: dict[str, Any]) -> str:
@@ -27,11 +29,11 @@ def adapter_card(result: dict[str, Any]) -> str:
     purpose = "" if remembers else "It was trained to compare a memory with. "
     card = Card(
         kind="adapter",
-        method=options["train"]["method"] if remembers else None,
+        method=method_of(options["train"]["method"].upper()) if remembers else None,
         base=options["hub"]["hub_base_model"] or options["model"]["base"],
         settings={**memory, **train},
         has_tokenizer=True,
-        trained=trained(result, rates(options["train"])),
+        trained=trained(result),
         measured=measured(result),
         summary=f"{purpose}{result['trained_parameters']:,} trained parameters.",
         limits=tuple(limits(result, remembers and "cache_size" in memory)),
@@ -47,29 +49,22 @@ def scratch_card(result: dict[str, Any], folder: Path) -> str:
     """
     card, train, scratch = saved_card(folder), result["options"]["train"], result["options"]["scratch"]
     used = [name for name in train if name not in (*ELSEWHERE, *OF_ADAPTERS)]
-    gates = f", gates {scratch['rate'] * train['gate_factor']:g}" if "cache_size" in card.settings else ""
-    rate = f"{scratch['rate']:g}{gates}"
     return replace(
         card,
         settings={**card.settings, **{name: train[name] for name in used}, "precision": scratch["precision"]},
         has_tokenizer=True,
-        trained=trained(result, rate),
+        trained=trained(result),
         measured=measured(result),
         summary=f"Trained from scratch: {result['trained_parameters']:,} parameters. {card.summary}",
         limits=tuple(limits(result, "cache_size" in card.settings)),
     ).text()
 
 
-def rates(train: dict[str, Any]) -> str:
-    """The learning rates of what an adapter's method trains."""
-    found = [f"{train['lora_rate']:g} (LoRA)"]
-    if train["method"] in ("neurocache", "memorizing", "gated_attention"):
-        found.append(f"{train['memory_rate']:g} (memory)")
-    if train["method"] in ("neurocache", "memorizing"):
-        found.append(f"{train['memory_rate'] * train['gate_factor']:g} (gates)")
-    if train["method"] == "infini_attention":
-        found.append(f"{Rates.beta:g} (the memory's shares)")
-    return ", ".join(found)
+def rates(result: dict[str, Any]) -> str:
+    """List the learning rates of what was trained."""
+    titles = {"weights": "LoRA" if result["options"]["model"]["init"] == "pretrained" else "weights", **TRAINED}
+    found = result["rates"]
+    return ", ".join(f"{found[kind]:g} ({title})" for kind, title in titles.items() if kind in found)
 
 
 def measured(result: dict[str, Any]) -> str:
@@ -98,24 +93,25 @@ def measured(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def trained(result: dict[str, Any], rates: str) -> str:
+def trained(result: dict[str, Any]) -> str:
     """Data, settings and the command."""
     options, environment = result["options"], result["environment"]
     train = options["train"]
     sources = ", ".join(
         f"`{Path(source).name if Path(source).exists() else source}`" for source in options["data"]["train"]
     )
+    origin = "".join(f"\n\n{line}" for line in origin_lines([result]))
     versions = ", ".join(f"{name} {environment[name]}" for name in ("cacheformers", "torch", "transformers", "peft"))
     return "\n".join(
         [
             f"{len(result['losses']):,} steps over {result['tokens']:,} tokens of {sources}, "
-            f"{train['lanes']} lane(s), {train['optimizer']}, rates {rates}. Every option and every loss is in "
+            f"{train['lanes']} lane(s), {train['optimizer']}, rates {rates(result)}. Every option and every loss is in "
             "`train_result.json`.\n",
             "```bash",
             f"python {' '.join(result['command'])}",
             "```\n",
             f"{environment['date']}, commit {environment['commit']}, {environment['device']}, "
-            f"{environment['processes']} process(es), {result['seconds']:,.0f} s; {versions}.",
+            f"{environment['processes']} process(es), {result['seconds']:,.0f} s; {versions}.{origin}",
         ]
     )
 

@@ -37,7 +37,7 @@ from cacheformers.modeling.attach import active_options, find_decoder, unwrap
 from cacheformers.modeling.models.configuration_cacheformer import CacheFormerConfig
 from cacheformers.training.base_model import ModelOptions, base_config, base_folder, load_base, load_tokenizer
 from cacheformers.training.checkpoints import write_text
-from cacheformers.training.environment import environment
+from cacheformers.training.environment import environment, origin_lines
 from cacheformers.training.gguf_base import is_gguf
 from cacheformers.training.options import RecipeParser, option
 
@@ -219,7 +219,7 @@ def make_result(
         "by_place_in_window": as_dicts(places_in_window(losses, windows)),
         "options": {**asdict(model), **asdict(options)},
         "command": ["python", "-m", "cacheformers.evaluation.perplexity", *arguments],
-        "environment": environment(state.device, state.num_processes),
+        "environment": environment(state.device, state.num_processes, model.base),
     }
 
 
@@ -296,4 +296,4 @@ def report(result: dict[str, Any], options: PerplexityOptions) -> None:
         measures = {name: Measure.from_dict(part) for name, part in parts.items()}
         run = Run(result["texts"]["documents"], result["texts"]["characters"], Measure.from_dict(result), measures, {})
         by_position({result["name"]: run}).savefig(folder / "position.png")
-    print(f"\n{folder / 'result.json'} has all numbers.")
+    print("\n".join(["", *origin_lines([result]), f"{folder / 'result.json'} has all numbers."]))

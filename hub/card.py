@@ -20,6 +20,7 @@ from transformers import AutoConfig, PretrainedConfig
 import cacheformers
 from cacheformers.hub.methods import METHODS
 from cacheformers.hub.model_index import joined
+from cacheformers.training.gguf_base import base_origin
 
 CARD, ADAPTER, MODEL, TOKENIZER = "README.md", "adapter_config.json", "config.json", "tokenizer_config.json"
 TEMPLATE = Template((files("cacheformers") / "model_cards" / "template.md").read_text(encoding="utf-8"))
@@ -152,6 +153,8 @@ def saved_card(folder: Path, base_model: str | None = None) -> Card:
         config = PeftConfig.from_pretrained(str(folder))
         base = base_model or config.base_model_name_or_path
         method = method_of(str(config.peft_type))
+        origin = base_origin(config.base_model_name_or_path) if config.base_model_name_or_path else None
+        trained += f"\n\nBase: {origin}." if origin else ""
         return Card("adapter", method, base, settings_of(config), has_tokenizer, trained)
     if (folder / MODEL).exists():
         model: PretrainedConfig = AutoConfig.from_pretrained(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from cacheformers.hub.card import (
     ADAPTER,
     CARD,
     EMPTY,
+    MODEL,
     NAME,
     NAME_THE_BASE,
     UNRECORDED,
@@ -28,7 +30,12 @@ from cacheformers.hub.card import (
     saved_card,
 )
 
-WEIGHTS = (".safetensors", ".safetensors.index.json")
+# The names under which transformers and PEFT look for weights; those of variants and in sub-folders are not among them.
+WEIGHTS = {
+    kind: re.compile(rf"{stem}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+    for kind, stem in {"adapter": "adapter_model", "model": "model"}.items()
+}
+CONFIGS = {"adapter": ADAPTER, "model": MODEL}
 # What a failed connection raises belongs to the HTTP client that huggingface_hub happens to use.
 CLIENT_ERROR: type[Exception] = next(kind for kind in HfHubHTTPError.__bases__ if kind is not OSError)
 
@@ -71,11 +78,13 @@ def push_to_hub(
     private: bool | None = None,
     token: str | None = None,
     commit_message: str = "Upload with cacheformers",
+    allow_mixed: bool = False,
 ) -> str:
     """Push an adapter, a model or the folder of either, with a model card, in one commit.
 
     A card that a person wrote stays: one in the folder is pushed as it is, one on the Hub is not replaced by a
-    generated one. Weights on the Hub that are not part of the push are deleted: they could be loaded in its place.
+    generated one. Older weights of the same kind at the top of the repository, which could be loaded in place of the
+    new ones, are deleted and named in what is printed; everything else stays.
 
     Args:
         model: a folder, or anything with `save_pretrained`.
@@ -84,23 +93,28 @@ def push_to_hub(
         licence: the Hub's name of a licence, for the metadata of a generated card.
         private: of a new repository; None for the owner's default.
         token: with write access; None for that of `hf auth login` or HF_TOKEN.
+        allow_mixed: push an adapter into a repository that holds a model, or a model into one that holds an adapter.
 
     Returns:
         The commit's address.
 
     Raises:
-        HubError: the Hub refused, or the connection was lost.
+        HubError: the Hub refused, the connection was lost, or the repository holds the other kind.
         ValueError: the folder holds neither an adapter nor a model; a name that no repository can have.
     """
     if not isinstance(model, (str, Path)):
         with TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             options: dict[str, Any] = {"base_model": base_model, "licence": licence, "private": private, "token": token}
-            return push_to_hub(folder, repo_id, **options, commit_message=commit_message)
+            options |= {"commit_message": commit_message, "allow_mixed": allow_mixed}
+            return push_to_hub(folder, repo_id, **options)
     card = folder_card(Path(model), base_model)
     contents = pushed_files(Path(model), base_model)
+    kind = "adapter" if ADAPTER in contents else "model"
     repo_id = create_repo(repo_id, private, token)
     api = HfApi(token=token)
+    if not allow_mixed:
+        check_repo(kind, repo_id, token)
     with explained(repo_id):
         there = api.list_repo_files(repo_id)
         old = ModelCard.load(api.hf_hub_download(repo_id, CARD)) if CARD in there else None
@@ -108,13 +122,43 @@ def push_to_hub(
         card = merged(card, old, base_model, licence).replace(NAME, repo_id)
     if old is None or is_generated(old.content) or not is_generated(card):
         contents[CARD] = card.encode()
-    stale = [path for path in there if path.endswith(WEIGHTS) and path not in contents]
+    stale = sorted(path for path in there if WEIGHTS[kind].fullmatch(path) and path not in contents)
     operations: list[CommitOperationAdd | CommitOperationDelete] = [
         *(CommitOperationAdd(path, content) for path, content in contents.items()),
         *map(CommitOperationDelete, stale),
     ]
+    # Not `upload_folder(delete_patterns=...)`: with hf_xet it makes several commits of a large push, between which the
+    # repository would hold some of the new weights and some of the old.
     with explained(repo_id):
-        return api.create_commit(repo_id, operations, commit_message=commit_message).commit_url
+        url = api.create_commit(repo_id, operations, commit_message=commit_message).commit_url
+    if stale:
+        print(f"Deleted from {repo_id}: {', '.join(stale)}")
+    return url
+
+
+def check_repo(kind: str, repo_id: str, token: str | None = None) -> None:
+    """Refuse to push an adapter over a model, or a model over an adapter.
+
+    Args:
+        kind: "adapter" or "model": what is pushed.
+
+    Raises:
+        HubError: the repository holds the other kind, and not this one; or it cannot be read.
+    """
+    with explained(repo_id):
+        files = HfApi(token=token).list_repo_files(repo_id)
+    held = {
+        name
+        for name, config in CONFIGS.items()
+        if any(path == config or WEIGHTS[name].fullmatch(path) for path in files)
+    }
+    if held and kind not in held:
+        pushed, other = ("an adapter", "a model") if kind == "adapter" else ("a model", "an adapter")
+        raise HubError(
+            f"The repository {repo_id} holds {other}, and you push {pushed}. Of a repository that holds both, "
+            "transformers loads the adapter. Push to another repository, or allow both: `allow_mixed=True`, or "
+            "`--hub_allow_mixed` for `train_adapt.py`."
+        )
 
 
 def create_repo(repo_id: str, private: bool | None = None, token: str | None = None) -> str:

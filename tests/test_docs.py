@@ -30,6 +30,37 @@ ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"```(bash|python)\n(.*?)```", re.DOTALL)
 
 
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+PAGES = [path for name in ("*.md", "docs/**/*.md") for path in sorted(ROOT.glob(name)) if path.name != "model_card.md"]
+
+
+def test_pages_link_to_files_that_exist():
+    missing = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in PAGES
+        for target in LINK.findall(page.read_text(encoding="utf-8"))
+        if not (page.parent / target).exists()
+    ]
+    assert not missing
+
+
+def test_results_are_pages_plots_and_small_json():
+    """Under a megabyte together; every plot is shown, and no run keeps lists of its steps, records or cases."""
+    files = [path for path in (ROOT / "docs" / "results").rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".md", ".png", ".json"}
+    assert sum(path.stat().st_size for path in files) < 1_000_000
+    shown = {(page.parent / target).resolve() for page in PAGES for target in LINK.findall(page.read_text())}
+    assert {path for path in files if path.suffix == ".png"} <= shown
+    lists = re.compile(r'"(losses|log|cases|records)": \[')
+    assert not [path.name for path in files if path.suffix == ".json" and lists.search(path.read_text())]
+
+
+def test_pages_with_numbers_of_smollm2_say_where_its_weights_come_from():
+    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+    named = {name for name, text in texts.items() if "SmolLM2" in text} - {"CHANGELOG.md", "train.md"}
+    assert named == {name for name, text in texts.items() if re.search(r"4-bit (\(Q4_1\) )?GGUF", text)}
+
+
 def test_models_page(make_base, config_factory, tokenizer, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     base = make_base("llama_gqa", torch.float32, max_position_embeddings=2048)

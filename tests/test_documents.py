@@ -151,6 +151,45 @@ def test_names_of_nothing(dataset_folder, name, message, stream):
         (stream_texts if stream else load_texts)([name.format(folder=dataset_folder)])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_of_a_folder_with_splits_only_the_wanted_one_is_read(tmp_path, tokenizer, stream):
+    def texts(folder: str, split: str = "train") -> set[str | None]:
+        documents = open_documents([str(tmp_path / folder)], tokenizer, DataOptions(train=[], stream=stream), split)
+        return {documents.text(index) for index in range(2 if stream else len(documents))}
+
+    for split, number in (("train", 1), ("validation", 2), ("test", 3)):
+        write_parquet(tmp_path / "files" / f"{split}-00000-of-00001.parquet", [words(number), words(number, 4)])
+        write_jsonl(tmp_path / "folders" / split / "books.jsonl", [words(number), words(number, 4)])
+        write_jsonl(tmp_path / "deep" / "en" / f"{split}.jsonl", [words(number), words(number, 4)])
+    (tmp_path / "files" / "README.md").write_text("A card is not a document.")
+    for folder in ("files", "folders", "deep"):
+        assert texts(folder) == {words(1), words(1, 4)}
+        assert texts(folder, "validation") == {words(2), words(2, 4)}
+    assert texts("folders/validation") == {words(2), words(2, 4)}  # named, so wanted
+
+    write_jsonl(tmp_path / "one" / "train-0.jsonl", [words(1)])
+    write_jsonl(tmp_path / "one" / "more.jsonl", [words(2)])
+    assert texts("one") == {words(1), words(2)}  # nothing here is held out
+    write_jsonl(tmp_path / "test" / "dev.jsonl", [words(2), words(3)])
+    assert texts("test") == {words(2), words(3)}  # the only one, and named
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "message"),
+    [
+        (["train-0.jsonl", "valid-0.jsonl", "more.jsonl"], "train", r"more.jsonl: belongs to none .*train, validation"),
+        (["valid.jsonl", "test.jsonl"], "train", r"has no split 'train', only test, validation"),
+        (["train.jsonl", "test.jsonl"], "validation", r"has no split 'validation', only test, train"),
+        (["train.jsonl", "test.jsonl"], None, r"has several splits \(test, train\)"),
+    ],
+)
+def test_splits_that_do_not_say_what_to_read(tmp_path, names, split, message):
+    for name in names:
+        write_jsonl(tmp_path / "data" / name, ["x"])
+    with pytest.raises(ValueError, match=f"{message}.*such as .*jsonl"):
+        load_texts([str(tmp_path / "data")], split=split)
+
+
 WHOLE = gzip.compress(b'{"text": "x"}\n' * 5000, mtime=0)
 
 

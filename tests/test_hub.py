@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_server import File, Hub, running_hub
+from hub_server import File, Hub, Repo, running_hub
 from huggingface_hub import ModelCard
 from recipe import arguments, make_text
 from safetensors.torch import load_file, save
@@ -222,6 +222,52 @@ print("{}")
 
 
 @pytest.mark.slow
+def test_a_push_deletes_only_the_weights_that_it_replaces_and_names_them(hub, fresh, folder):
+    """Adapters in sub-folders, other variants and a repository of the other kind stay whole."""
+    code = """
+base = AutoModelForCausalLM.from_pretrained(f"{folder}/base")
+base.save_pretrained(f"{folder}/shards", max_shard_size="20KB")
+cacheformers.push_to_hub(f"{folder}/shards", "me/model")
+adapted = get_peft_model(base, cacheformers.NeurocacheAdapterConfig(segment_tokens=16, cache_size=40, topk=4))
+adapted.save_pretrained(f"{folder}/saved")
+cacheformers.push_to_hub(f"{folder}/saved", "me/adapter", base_model="me/model")
+print("{}")
+"""
+    fresh(code, folder)
+    names = ("a/adapter_model.safetensors", "b/model.safetensors", "model.fp16.safetensors", "extra.safetensors")
+    others = {name: File(b"other") for name in names}
+    for repo in hub.repos.values():
+        repo.commit({**repo.files, **others})
+    shards = {path for path in hub.repos["me/model"].files if path.startswith("model-") or path.endswith("index.json")}
+    assert len(shards) > 2
+    code = """
+def told(*arguments, **options):
+    try:
+        cacheformers.push_to_hub(*arguments, base_model="me/model", **options)
+    except cacheformers.hub.HubError as error:
+        return str(error)
+from contextlib import redirect_stdout
+from io import StringIO
+refused = [told(f"{folder}/saved", "me/model"), told(f"{folder}/shards", "me/adapter")]
+with redirect_stdout(StringIO()) as printed:
+    cacheformers.push_to_hub(AutoModelForCausalLM.from_pretrained(f"{folder}/base"), "me/model")
+    cacheformers.push_to_hub(f"{folder}/saved", "me/adapter", base_model="me/model")
+    told(f"{folder}/saved", "me/model", allow_mixed=True)
+print(json.dumps({"refused": refused, "printed": printed.getvalue()}))
+"""
+    commits = len(hub.repos["me/model"].commits)
+    found = fresh(code, folder)
+    adapter_over_model, model_over_adapter = found["refused"]
+    assert "me/model holds a model" in adapter_over_model and "allow_mixed=True" in adapter_over_model
+    assert "me/adapter holds an adapter" in model_over_adapter and "allow_mixed=True" in model_over_adapter
+    assert found["printed"].splitlines() == [f"Deleted from me/model: {', '.join(sorted(shards))}"]
+    assert len(hub.repos["me/model"].commits) == commits + 2
+    weights = {name: {path for path in repo.files if "safetensors" in path} for name, repo in hub.repos.items()}
+    assert weights["me/model"] == {*others, "model.safetensors", "adapter_model.safetensors"}
+    assert weights["me/adapter"] == {*others, "adapter_model.safetensors"}
+
+
+@pytest.mark.slow
 def test_a_push_that_the_network_breaks_leaves_nothing_and_the_next_one_completes(hub, fresh, folder):
     """In the middle of a large file (after huggingface_hub's own five retries), before and after the commit is made."""
     hub.cuts.update({"upload": 6})
@@ -328,6 +374,11 @@ def test_a_recipe_pushes_what_it_trained(hub, fresh, folder, tokenizer):
     refused = run("--hub_base_model", "me/base", token="hf_wrong")
     assert refused["code"] == 2 and "hf auth login" in refused["stderr"]
     assert not hub.repos and not (folder / "adapter" / "adapter_config.json").exists()
+    hub.repos["me/books"] = Repo(private=False)
+    hub.repos["me/books"].commit({"config.json": File(b"{}"), "model.safetensors": File(b"a model")})
+    refused = run("--hub_base_model", "me/base")
+    assert refused["code"] == 2 and "--hub_allow_mixed" in refused["stderr"]
+    del hub.repos["me/books"]
 
     hub.cuts.update({"commit": 1})
     named = ("--hub_base_model", "me/base", "--checkpoint_every", "2", "--valid", str(folder / "valid.jsonl"))
@@ -345,6 +396,34 @@ def test_a_recipe_pushes_what_it_trained(hub, fresh, folder, tokenizer):
     assert all(f"| {name} | {run['perplexity']:.3f} |" in card.text for name, run in result["scores"].items())
     assert "python train_adapt.py" in card.text and f"commit {result['environment']['commit']}" in card.text
     assert "| `steps` | `5` |" in card.text and 'from_pretrained("me/books")' in snippet(card.text)
+
+
+@pytest.mark.slow
+def test_smollm2_is_fetched_from_the_hub_where_it_can_be_reached(hub, fresh, folder):
+    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    hub.users["hf_me"] = "HuggingFaceTB"
+    code = f"""
+cacheformers.push_to_hub(AutoModelForCausalLM.from_pretrained(f"{{folder}}/base"), {name!r})
+AutoTokenizer.from_pretrained(f"{{folder}}/base").push_to_hub({name!r})
+print("{{}}")
+"""
+    fresh(code, folder)
+    hub.repos[name].commit({**hub.repos[name].files, "onnx/config.json": File(b"{}")})
+    script = Path(__file__).resolve().parents[1] / "recipes" / "fetch_smollm2.py"
+    code = f"""
+import runpy
+sys.argv = ["fetch_smollm2.py", "--out", f"{{folder}}/fetched"]
+runpy.run_path({str(script)!r}, run_name="__main__")
+with torch.no_grad():
+    logits = [AutoModelForCausalLM.from_pretrained(f"{{folder}}/{{name}}")(ids).logits for name in ("base", "fetched")]
+files = sorted(os.listdir(f"{{folder}}/fetched"))
+origin = json.load(open(f"{{folder}}/fetched/origin.json"))
+print(json.dumps({{"files": files, "same": torch.equal(*logits), **origin}}))
+"""
+    found = fresh(code, folder, token=None)
+    assert found["same"] and found["origin"] == f"{name} from the Hub, revision {hub.repos[name].sha}"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} < {*found["files"]}
+    assert not {".cache", "onnx", "README.md"} & {*found["files"]}
 
 
 # Cards

@@ -29,6 +29,14 @@ METHODS: dict[str, tuple[str, ...]] = {
     "cacheformer": ("--layers", "1", "2", "--window_tokens=8", "--pool_tokens=4", "--topk=2", "--max_tokens=64"),
     "windowed": ("--local_window=sliding", "--window_tokens=10", "--sink_tokens=2"),
 }
+# What a card says of the rates; token gates and the scale of similarities have the memory's.
+RATES = {
+    "memorizing": "0.01 (LoRA), 0.01 (memory), 0.3 (gates)",
+    "infini_attention": "0.01 (LoRA), 0.01 (the memory's shares)",
+    "gated_attention": "0.01 (LoRA), 0.01 (memory)",
+    "cacheformer": "0.01 (LoRA), 0.01 (memory)",
+    "windowed": "0.01 (LoRA)",
+}
 READERS = {
     "memorizing": {"cache off": Remembering(0), "cache 40": Remembering(40)},
     "infini_attention": {"off": Remembering(0), "memory": Remembering()},
@@ -79,6 +87,8 @@ def test_a_run(folder, method):
     card = (folder / "adapter" / "README.md").read_text()
     assert f"- {method}" in card and f"| {list(READERS[method])[-1]} |" in card
     assert ("other_document" in card) == (method == "memorizing")
+    assert f", rates {RATES[method]}. Every" in card and "cacheformers.read(" in card
+    assert {f"rate_{name}" for name in result["rates"]} == {name for name in result["log"][0] if "rate_" in name}
 
     model = AutoModelForCausalLM.from_pretrained(folder / "adapter").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "adapter")

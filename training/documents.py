@@ -62,9 +62,12 @@ DataOptions._argument_group_name = "documents"  # type: ignore[attr-defined]
 
 
 def open_documents(
-    paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: DataOptions
+    paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: DataOptions, split: str = "train"
 ) -> Documents | StreamedDocuments:
     """The documents of files, folders and Hub datasets (not those of `options.train` but of `paths`).
+
+    Args:
+        split: which files of a folder are read whose names say that they belong to several splits.
 
     Raises:
         FileNotFoundError, ValueError: something is not there, cannot be read or has no such field; see `find_sources`.
@@ -76,12 +79,12 @@ def open_documents(
     if options.label_field is not None and (options.stream or not tokenizer.is_fast):
         raise ValueError("label_field takes a fast tokenizer, and documents that are loaded: leave out --stream.")
     if options.stream:
-        stream = stream_texts(paths, options.text_field)
+        stream = stream_texts(paths, options.text_field, split)
         return StreamedDocuments(
             stream, tokenizer, options.min_tokens, options.shuffle_block, paths, options.max_tokens
         )
-    places = None if options.label_field is None else load_places(paths, options.label_field)
-    texts = load_texts(paths, options.text_field)
+    places = None if options.label_field is None else load_places(paths, options.label_field, split)
+    texts = load_texts(paths, options.text_field, split)
     return Documents(texts, tokenizer, options.min_tokens, paths, places, options.max_tokens)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ import torch
 import transformers
 
 import cacheformers
+from cacheformers.training.gguf_base import base_origin
 
 
-def environment(device: torch.device, processes: int = 1) -> dict[str, Any]:
-    """Date, commit, versions and machine."""
+def environment(device: torch.device, processes: int = 1, base: str | None = None) -> dict[str, Any]:
+    """Date, commit, versions, machine, and where the weights of a base come from if its folder says so."""
     libraries = (cacheformers, torch, transformers, peft, accelerate, datasets)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -28,7 +30,14 @@ def environment(device: torch.device, processes: int = 1) -> dict[str, Any]:
         "machine": f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "processes": processes,
+        "base_origin": base_origin(base) if base else None,
     }
+
+
+def origin_lines(results: Iterable[dict[str, Any]]) -> list[str]:
+    """Return a line for each base of some results whose origin is known."""
+    found = (result.get("environment", {}).get("base_origin") for result in results)
+    return [f"Base: {origin}." for origin in dict.fromkeys(found) if origin]
 
 
 def git_commit(folder: Path) -> str | None:

@@ -16,6 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 # What must be there for a folder to count as finished (a large model has an index of several safetensors files).
 FINISHED = ("config.json", "tokenizer.json", "model.safetensors*")
+ORIGIN = "origin.json"  # in a model folder: where its weights come from
+# Types that are kept; all others become bfloat16.
+LOSSLESS = {"F32": torch.float32, "F16": torch.float16}
 EDGE = 1 << 20  # bytes at a file's beginning and end that tell it from others
 
 
@@ -46,10 +49,13 @@ def converted(gguf: Path) -> Path:
     return out
 
 
-def convert(gguf: Path, out: Path) -> None:
+def convert(gguf: Path, out: Path, package: str | None = None) -> None:
     """Unpack a GGUF file's model and tokenizer into a new folder, which appears whole or not at all.
 
-    Quantised weights become bfloat16; float16 and float32 stay what they are.
+    Quantised weights become bfloat16; float16 and float32 stay what they are. `origin.json` says what they were.
+
+    Args:
+        package: where the file comes from, if anybody knows.
 
     Raises:
         ImportError: the package gguf is missing.
@@ -63,10 +69,12 @@ def convert(gguf: Path, out: Path) -> None:
         folder = Path(scratch) / "model"
         try:
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+            kind = weight_kind(gguf)
+            dtype = LOSSLESS.get(kind, torch.bfloat16)
             model = AutoModelForCausalLM.from_pretrained(
                 gguf.parent,
                 gguf_file=gguf.name,
-                dtype=weight_type(gguf),
+                dtype=dtype,
                 quantization_config=GgufConfig(dequantize=True),
             )
         except Exception as error:  # a broken file fails in many ways
@@ -74,6 +82,9 @@ def convert(gguf: Path, out: Path) -> None:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         drop_unknown_tokens(folder, model.config.vocab_size)
+        source = f"the {kind} weights of {gguf.name}" + (f" from {package}" if package else "")
+        stored = str(dtype).removeprefix("torch.")
+        write_origin(folder, source if kind in LOSSLESS else f"{source}, dequantized to {stored}")
         try:
             folder.rename(out)
         except OSError:
@@ -98,12 +109,23 @@ def is_finished(folder: Path) -> bool:
     return all(any(folder.glob(name)) for name in FINISHED)
 
 
-def weight_type(gguf: Path) -> torch.dtype:
-    """What holds most of a file's matrices without loss."""
+def weight_kind(gguf: Path) -> str:
+    """Return the name of the type that most of a file's matrices have, such as Q4_1."""
     from gguf import GGUFReader
 
     kinds = Counter(tensor.tensor_type.name for tensor in GGUFReader(gguf).tensors if len(tensor.shape) > 1)
-    return {"F32": torch.float32, "F16": torch.float16}.get(kinds.most_common(1)[0][0], torch.bfloat16)
+    return kinds.most_common(1)[0][0]
+
+
+def write_origin(folder: Path, origin: str) -> None:
+    """Record in a model folder where its weights come from."""
+    (folder / ORIGIN).write_text(json.dumps({"origin": origin}) + "\n", encoding="utf-8")
+
+
+def base_origin(base: str) -> str | None:
+    """Return what a base's folder says of where its weights come from; None for a Hub id and where nothing is known."""
+    file = Path(converted(Path(base)) if is_gguf(base) else base) / ORIGIN
+    return json.loads(file.read_text(encoding="utf-8"))["origin"] if file.exists() else None
 
 
 def file_hash(file: Path) -> str:

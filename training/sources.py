@@ -16,6 +16,13 @@ from datasets.exceptions import DatasetGenerationError
 FORMATS = {".jsonl": "json", ".jsonl.gz": "json", ".parquet": "parquet", ".txt": "text", ".md": "text"}
 # NAME[@REVISION][:CONFIG[:SPLIT]]; a split may be a slice, such as train[:1%].
 DATASET = re.compile(r"(?P<name>[^:@]+)(@(?P<revision>[^:]+))?(:(?P<config>[^:]*))?(:(?P<split>.+))?")
+# The words for splits in names of files and folders, as `datasets` knows them.
+SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+SPLIT = re.compile(rf"(?:^|[-._])({'|'.join(SPLITS)})(?=[-._\d]|$)")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PLACES = List(List(Value("int64")))  # pairs of a start and an end, in characters
 # What `datasets` raises for data that it cannot read or reach (ConnectionError: OSError; ArrowInvalid: ValueError).
@@ -102,38 +109,41 @@ class Source:
         return f"{self.title}: cannot be read as {self.name}: {error.__cause__ or error}"
 
 
-def load_texts(paths: Sequence[str], text_field: str = "text") -> Sequence[str | None]:
+def load_texts(paths: Sequence[str], text_field: str = "text", split: str | None = None) -> Sequence[str | None]:
     """The texts of all documents, in the order of the paths; a text is read when it is asked for.
 
     Args:
-        paths: see `find_sources`.
+        paths, split: see `find_sources`.
 
     Raises:
         FileNotFoundError, ValueError: see `find_sources` and `Source.load`.
     """
-    return joined([source.load(text_field) for source in find_sources(paths)], text_field)[text_field]
+    return joined([source.load(text_field) for source in find_sources(paths, split)], text_field)[text_field]
 
 
-def load_places(paths: Sequence[str], field: str) -> Sequence[list[list[int]] | None]:
+def load_places(paths: Sequence[str], field: str, split: str | None = None) -> Sequence[list[list[int]] | None]:
     """The places `[start, end]` that a field names in each document's text, in the order of the paths.
+
+    Args:
+        paths, split: see `find_sources`.
 
     Raises:
         FileNotFoundError, ValueError: see `find_sources` and `Source.load_places`.
     """
-    return joined([source.load_places(field) for source in find_sources(paths)], field)[field]
+    return joined([source.load_places(field) for source in find_sources(paths, split)], field)[field]
 
 
-def stream_texts(paths: Sequence[str], text_field: str = "text") -> IterableDataset:
+def stream_texts(paths: Sequence[str], text_field: str = "text", split: str | None = None) -> IterableDataset:
     """The texts of all documents, in the order of the paths, as rows with one column.
 
     Args:
-        paths: see `find_sources`.
+        paths, split: see `find_sources`.
 
     Raises:
         FileNotFoundError, ValueError: see `find_sources` and `Source.load`. What is broken further on shows only when
             it is read.
     """
-    return joined([source.load(text_field, streaming=True) for source in find_sources(paths)], text_field)
+    return joined([source.load(text_field, streaming=True) for source in find_sources(paths, split)], text_field)
 
 
 def joined(parts: list[Any], text_field: str) -> Any:
@@ -150,7 +160,7 @@ def joined(parts: list[Any], text_field: str) -> Any:
     )
 
 
-def find_sources(paths: Sequence[str]) -> list[Source]:
+def find_sources(paths: Sequence[str], split: str | None = None) -> list[Source]:
     """What there is to read, in the order of the paths; neighbouring files of one format are read together.
 
     Args:
@@ -158,15 +168,17 @@ def find_sources(paths: Sequence[str]) -> list[Source]:
             dataset of the Hub: `owner/name`, `owner/name:config` or `owner/name:config:split`, the name with
             `@revision` if need be. The default is the split `train`. A local folder laid out like such a dataset can
             stand for the name: `folder::split`.
+        split: which files of a folder are read whose names say that they belong to several splits.
 
     Raises:
         FileNotFoundError: a path that does not exist, or a folder without a file of these formats.
-        ValueError: another kind of file, or nothing but empty files.
+        ValueError: another kind of file, nothing but empty files, or a folder that does not say which file belongs to
+            the split.
     """
     found: list[Source] = []
     for path in paths:
         if Path(path).exists():
-            kinds = [(file_format(file), file) for file in find_files(Path(path))]
+            kinds = [(file_format(file), file) for file in find_files(Path(path), split)]
             found += [Source(kind, (str(file),)) for kind, file in kinds if file.stat().st_size > 0]
         else:
             found.append(dataset_source(path))
@@ -190,14 +202,44 @@ def dataset_source(text: str) -> Source:
     return Source(match["name"], (), match["config"] or None, match["split"] or "train", match["revision"])
 
 
-def find_files(path: Path) -> list[Path]:
+def find_files(path: Path, split: str | None = None) -> list[Path]:
     """The path itself, or a folder's files of a known format, sorted by name."""
     if path.is_file():
         return [path]
     files = sorted(file for file in path.rglob("*") if file.is_file() and file.name.endswith(tuple(FORMATS)))
     if not files:
         raise FileNotFoundError(f"The folder {path} holds no documents ({', '.join(FORMATS)}).")
-    return files
+    return files_of_split(path, files, split)
+
+
+def files_of_split(folder: Path, files: list[Path], split: str | None) -> list[Path]:
+    """The files of one split, where names of files or sub-folders tell several splits apart; otherwise all.
+
+    Raises:
+        ValueError: it is not clear which files are wanted.
+    """
+    found = {file: split_of(file.relative_to(folder)) for file in files}
+    there = sorted({name for name in found.values() if name is not None})
+    if len(there) < 2:
+        return files
+    example = next(file for file, name in found.items() if name is not None)
+    remedy = f"Give the files or the sub-folder to read instead of the folder, such as {example}."
+    if split is None:
+        raise ValueError(f"The folder {folder} has several splits ({', '.join(there)}). {remedy}")
+    if split not in there:
+        raise ValueError(f"The folder {folder} has no split {split!r}, only {', '.join(there)}. {remedy}")
+    unclear = [str(file) for file, name in found.items() if name is None and file.name != "README.md"]
+    if unclear:
+        raise ValueError(
+            f"{shortened(unclear)}: belongs to none of the splits of the folder {folder} ({', '.join(there)}). {remedy}"
+        )
+    return [file for file, name in found.items() if name == split]
+
+
+def split_of(path: Path) -> str | None:
+    """The split that a relative path names, its outermost folder first."""
+    matches = map(SPLIT.search, path.parts)
+    return next((SPLITS[match[1]] for match in matches if match), None)
 
 
 def file_format(file: Path) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from cacheformers.evaluation.longbench.scores import averages, bucket_average, common_tasks, paired_difference
 from cacheformers.evaluation.longbench.tasks import BUCKETS, TASKS
 from cacheformers.hub.card import cells
+from cacheformers.training.environment import origin_lines
 
 SCORERS = ("rouge", "jieba")
 
@@ -76,7 +77,8 @@ def joint_table(results: Sequence[dict[str, Any]]) -> str:
         lines.append(cells(f"length {name}", "", *("-" if mean is None else f"{mean:.2f}" for mean in means_of_tasks)))
     lines.append(cells("seconds per record", "", *(f"{result['seconds_per_record']:.2f}" for result in results)))
     lines.append(cells("peak memory (GiB)", "", *(f"{result['peak_bytes'] / 2**30:.2f}" for result in results)))
-    return "\n".join([*lines, *differences(titles, shared)]) + "\n"
+    origins = origin_lines(results)
+    return "\n".join([*lines, *(["", *origins] if origins else []), *differences(titles, shared)]) + "\n"
 
 
 def differences(titles: Sequence[str], shared: Sequence[dict[str, Any]]) -> list[str]:

@@ -148,7 +148,7 @@ def evaluate(plan: Plan, arguments: list[str]) -> None:
         command=[COMMAND, *arguments],
         settings=predictions.settings,
         options={**asdict(plan.model), **asdict(options)},
-        environment=environment(plan.state.device, plan.state.num_processes),
+        environment=environment(plan.state.device, plan.state.num_processes, plan.model.base),
     )
     folder, text = Path(options.output), table(result)
     write_text(folder / "result.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")

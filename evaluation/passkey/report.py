@@ -14,6 +14,7 @@ from cacheformers.evaluation.passkey.wordings import Wording
 from cacheformers.evaluation.plots import can_draw, new_figure
 from cacheformers.evaluation.tokens import short
 from cacheformers.hub.card import cells
+from cacheformers.training.environment import origin_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,7 +79,8 @@ def table(result: dict[str, Any]) -> str:
     lines.append(cells("seconds a case", *(f"{seconds:.1f}" for seconds in result["seconds_per_case"])))
     lines.append(cells("peak memory (GiB)", *(f"{size / 2**30:.2f}" for size in result["peak_bytes"])))
     found = sum(case["score"] for case in result["cases"])
-    return "\n".join([*lines, "", f"{result['name']}: {found:.0f} of {len(result['cases'])} found"]) + "\n"
+    total = f"{result['name']}: {found:.0f} of {len(result['cases'])} found"
+    return "\n".join([*lines, "", total, *origin_lines([result])]) + "\n"
 
 
 def shown(score: float | None) -> str:

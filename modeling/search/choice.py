@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cacheformers.modeling.search.store import Entries
 
 SHIPPED_TABLE = Path(__file__).with_name("fastest.json")
-# What `python -m cacheformers.benchmarks.calibrate` writes; where it exists, the shipped table is not read.
+# What `python benchmarks/calibrate.py` writes; where it exists, the shipped table is not read.
 OWN_TABLE = Path(HF_HOME) / "cacheformers" / "fastest_search.json"
 
 
