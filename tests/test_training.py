@@ -369,7 +369,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(folder, monkeypatch):
         (["--train", "{folder}/blank.jsonl"], "All 1 documents are empty"),
         (["--valid", "{folder}/nowhere"], "does not exist"),
         (["--output", "{folder}/taken"], "already holds an adapter"),
-        (["--base", "{folder}/nowhere"], "nowhere"),
+        (["--base", "{folder}/nowhere"], "nowhere was not found: there is no folder"),
         (["--output", "{folder}/train.jsonl/adapter"], "train.jsonl"),
         (["--seed", "-1"], "seed"),
         (["--lora_rate", "-1"], "lora_rate"),

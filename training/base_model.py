@@ -19,8 +19,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from cacheformers.adapters.folders import check_base_folder
 from cacheformers.training.documents import fingerprint
-from cacheformers.training.gguf_base import converted, is_gguf
+from cacheformers.training.gguf_base import check_file, converted, is_gguf
 from cacheformers.training.options import option
 
 
@@ -82,8 +83,8 @@ def load_base(
         ValueError: model and tokenizer do not belong together; a GGUF file that cannot be converted.
     """
     check_quantization(options.quantize)
-    tokenizer = load_tokenizer(options.base)
     config = base_config(options.base)
+    tokenizer = load_tokenizer(options.base)
     check_vocabulary(config, tokenizer)
     arguments: dict[str, Any] = {"dtype": options.dtype, **changes}
     if options.attn_implementation is not None:
@@ -106,10 +107,13 @@ def base_config(base: str) -> PretrainedConfig:
     """The base model's configuration alone; nothing is converted for it.
 
     Raises:
+        FileNotFoundError: there is no such base.
         ValueError: the folder holds an adapter.
     """
     if is_gguf(base):
+        check_file(Path(base))
         return AutoConfig.from_pretrained(Path(base).parent, gguf_file=Path(base).name)
+    check_base_folder(base)
     folder = Path(base)
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         raise ValueError(f"{base} is an adapter, not a base model: give it as the adapter, and its base as the base.")
