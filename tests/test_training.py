@@ -425,7 +425,17 @@ def test_help_teaches(capsys):
     assert stop.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "RECIPE.yaml" in shown and "Entries a document may keep (m)" in shown and "None" not in shown
-    assert "--no-plots Turn --plots off." in shown and "--plots off. (default" not in shown
+    assert "--no_plots Turn --plots off." in shown and "--plots off. (default" not in shown
+
+
+def test_each_option_is_listed_once_and_both_spellings_are_understood(capsys):
+    parser = train_adapt.make_parser()
+    listed = re.findall(r"^  (-.*?)(?:  |$)", parser.format_help(), re.MULTILINE)
+    assert len(listed) > 90 and [line for line in listed if line.count("--") != 1] == []
+    assert "-h, --help" in listed and "--lora_rate LORA_RATE" in listed
+    for spelling in ("--lora_rate", "--lora-rate"):
+        options = parser.parse(["--base=a", "--train=a", "--output=a", spelling, "0.5"])
+        assert next(given for given in options if isinstance(given, TrainOptions)).lora_rate == 0.5
 
 
 def test_what_a_resumed_run_must_share():
