@@ -432,7 +432,7 @@ def test_help_teaches(capsys):
 def test_each_option_is_listed_once_and_both_spellings_are_understood(capsys):
     parser = train_adapt.make_parser()
     listed = re.findall(r"^  (-.*?)(?:  |$)", parser.format_help(), re.MULTILINE)
-    assert len(listed) > 90 and [line for line in listed if line.count("--") != 1] == []
+    assert len(listed) == len(parser._actions) and [line for line in listed if line.count("--") != 1] == []
     assert "-h, --help" in listed and "--lora_rate LORA_RATE" in listed
     for spelling in ("--lora_rate", "--lora-rate"):
         options = parser.parse(["--base=a", "--train=a", "--output=a", spelling, "0.5"])
