@@ -53,7 +53,7 @@ demo: install ## Adapt a small pretrained model to plays, with and without a mem
 	HF_HUB_OFFLINE=1 $(PY) train_adapt.py recipes/demo.yaml --method lora --output runs/demo_lora --skip_base
 	$(PY) recipes/compare_runs.py runs/demo_lora runs/demo --plots runs/demo/compared
 	HF_HUB_OFFLINE=1 $(PY) -m cacheformers read data/plays/valid/hamlet.md -o runs/demo/hamlet.memory --adapter runs/demo \
-		--overwrite
+		--overwrite --cache-size 65536
 	HF_HUB_OFFLINE=1 $(PY) -m cacheformers ask runs/demo/hamlet.memory "Who killed Hamlet's father?"
 
 clean: ## Remove build products and caches; keep .venv, data and runs

@@ -19,7 +19,7 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
-from cacheformers.adapters.folders import new_folder
+from cacheformers.adapters.folders import check_adapter_folder, check_base_folder, new_folder
 from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
 from cacheformers.modeling.models import METHODS
 from cacheformers.modeling.models.composite import CompositeConfig, CompositeForCausalLM
@@ -47,14 +47,16 @@ def export(
 
     Raises:
         ValueError: no adapter of this package, or one that does not fit its base. Nothing has been written then.
-        OSError: files are missing or cannot be written.
+        OSError: the adapter, its base or files of them are missing, or cannot be written.
     """
+    check_adapter_folder(adapter)
     config = PeftConfig.from_pretrained(str(adapter))
     if config.peft_type.lower() not in MODELS:
         raise ValueError(f"{adapter} is an adapter of type {config.peft_type}: only memories can be exported.")
     source = base or config.base_model_name_or_path
     if source is None:
         raise ValueError(f"{adapter} does not name its base model: pass base (--base).")
+    check_base_folder(source, "" if base else adapter)
     with new_folder(out) as folder:
         saved = AutoConfig.from_pretrained(source).dtype or torch.float32
         target = saved if dtype == "auto" else getattr(torch, dtype)

@@ -1,4 +1,4 @@
-"""Folders that are written whole or not at all."""
+"""Folders of models: a base model's must be there, and a new one is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,66 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from transformers.utils.hub import cached_file
+
+
+def check_base_folder(base: str | Path, adapter: str | Path = "", option: str = "--base") -> None:
+    """Raise an error that says where a base model was looked for if it is neither a folder nor on the Hub.
+
+    transformers reports a folder that does not exist as a network problem or as a wrong Hub id.
+
+    Args:
+        base: folder or Hub id. A Hub id is looked up on the Hub, or offline in its cache.
+        adapter: the adapter that names this base, if one does.
+        option: with which the command takes a base.
+
+    Raises:
+        FileNotFoundError: names the folder, what the Hub answered, and what to do.
+    """
+    missing = not_found(base, "config.json")
+    if not missing:
+        return
+    remedy = "Check the path; a relative one starts at the current folder."
+    if adapter:
+        remedy = f"The adapter {adapter} names this base: give the folder where it is now with {option}."
+    raise FileNotFoundError(f"The base model {base} was not found: {missing}. {remedy}")
+
+
+def check_adapter_folder(adapter: str | Path) -> None:
+    """Raise an error that says where an adapter was looked for if it is neither a folder nor on the Hub.
+
+    Raises:
+        FileNotFoundError: names the folder, what the Hub answered, and what to do.
+        ValueError: the folder holds a model.
+    """
+    folder = Path(adapter)
+    if (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
+        raise ValueError(f"{adapter} is a model, not an adapter: give it as the model.")
+    missing = not_found(adapter, "adapter_config.json")
+    if missing:
+        raise FileNotFoundError(
+            f"The adapter {adapter} was not found: {missing}. Check the path; a relative one starts at the current "
+            "folder."
+        )
+
+
+def not_found(place: str | Path, file: str) -> str:
+    """Where a folder or Hub id was looked for, and the answers; empty if it is there.
+
+    Args:
+        file: one that the repository must hold.
+    """
+    if Path(place).is_dir():
+        return ""
+    missing, name = f"there is no folder {Path(place).absolute()}", str(place)
+    if not name.startswith(("/", ".", "~")) and name.count("/") < 2:  # it may be a Hub id
+        try:
+            cached_file(name, file)
+            return ""
+        except OSError as error:
+            missing += f", and the Hugging Face Hub gave no such model ({' '.join(str(error).split())})"
+    return missing
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerBase, TextStrea
 
 import cacheformers
 from cacheformers.cli.explain import heat_map, print_tokens
+from cacheformers.cli.kept import kept
 from cacheformers.cli.model import load_model
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import read_index
@@ -36,10 +37,7 @@ def ask(options: argparse.Namespace) -> None:
         raise ValueError(
             f"{options.memory} holds {memory.batch_size} documents: ask it in Python, with memory.select()."
         )
-    print(
-        f"{memory.tokens_read[0]:,} tokens, remembered in {time.perf_counter() - loaded:.2f} s (the model took "
-        f"{loaded - start:.1f} s)."
-    )
+    print(f"{kept(memory)} Loaded in {time.perf_counter() - loaded:.2f} s (the model took {loaded - start:.1f} s).")
     for number, question in enumerate(options.questions):
         picture = options.heat_map or Path(f"{options.memory.resolve().with_suffix('')}.png")
         if number:

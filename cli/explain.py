@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 PASSAGE, SHOWN = 16, 2  # tokens of a passage, and how many are shown for a token
 BINS = 120  # stretches of the document in the picture
+FORGOTTEN = "0.8"  # gray
 
 
 def print_tokens(trace: Trace, tokens: list[str]) -> None:
@@ -42,25 +43,45 @@ def counts(retrieved: list[Tensor], length: int) -> Tensor:
     return torch.stack([torch.bincount(place, minlength=bins) for place in places])
 
 
+def gone_bins(table: Tensor, length: int, forgotten: int) -> Tensor:
+    """Which cells of `counts` show nothing but forgotten tokens, `[tokens, BINS]`.
+
+    What was retrieved just before it was forgotten stays visible.
+    """
+    bins = table.shape[1]
+    ends = torch.arange(1, bins + 1) * length // bins
+    return (ends <= forgotten) & (table == 0)
+
+
 def heat_map(trace: Trace, tokens: list[str], path: Path, title: str) -> None:
-    """Draw which parts of the document each token of the answer retrieved.
+    """Draw which parts of the document each token of the answer retrieved; what the memory has forgotten is gray.
 
     Raises:
         ModuleNotFoundError: matplotlib is missing; says how to install it.
     """
     try:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError('The heat map needs matplotlib: pip install "cacheformers[eval]"') from error
+    from numpy.ma import masked_where
+
     length = trace.memory.tokens_read[0]
+    forgotten = length - trace.memory.tokens_kept[0]
     table = counts(trace.chosen, length)
+    gone = gone_bins(table, length, forgotten)
     figure: Figure = Figure(figsize=(9, 1.5 + 0.16 * len(tokens)), dpi=120, layout="constrained")
     axes = figure.add_subplot()
-    image = axes.imshow(table.numpy(), aspect="auto", cmap="magma_r", extent=(0, length, len(tokens), 0))
+    image = axes.imshow(
+        masked_where(gone.numpy(), table.numpy()),
+        aspect="auto",
+        cmap=colormaps["magma_r"].with_extremes(bad=FORGOTTEN),
+        extent=(0, length, len(tokens), 0),
+    )
     axes.set_yticks([number + 0.5 for number in range(len(tokens))], [quoted(token) for token in tokens], fontsize=7)
     for label in axes.get_yticklabels():
         label.set_parse_math(False)
-    axes.set_xlabel("token of the document")
+    axes.set_xlabel("token of the document" + (f" (gray: the first {forgotten:,}, forgotten)" if forgotten else ""))
     axes.set_title(title, parse_math=False, fontsize=9)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     figure.colorbar(image, label="times retrieved")

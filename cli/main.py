@@ -1,15 +1,17 @@
-"""The command line: one function a command, and help that teaches."""
+"""The command line: one function a command, and help that teaches.
+
+This file imports nothing heavy before a command runs, so that help appears at once. The console script takes it from a
+package of its own, `cacheformers_cli` (setup.cfg): to import `cacheformers` is to import torch, transformers and PEFT.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
-
-from cacheformers.cli.ask import ask
-from cacheformers.cli.inspection import inspect
-from cacheformers.cli.read import read
+from typing import Any
 
 DESCRIPTION = """Read a book once into a memory file, then ask it as often as you like.
 
@@ -24,11 +26,13 @@ is a folder. It belongs to the adapter and the base model that read it, remember
 READ = """Read a text of any length and save what the model remembers of it.
 
 The text goes by in segments: time grows with it, the working memory does not. Every --checkpoint segments what is new
-is saved: if the command is stopped, give it again, and it goes on from there.
+is saved: if the command is stopped, give it again, and it goes on from there. A memory of entries keeps the newest
+--cache-size tokens and forgets those before them; the command says so, and which --cache-size keeps all.
 
   cacheformers read BOOK.txt -o book.memory --adapter ADAPTER                   # the adapter names its base model
   cacheformers read BOOK.txt -o book.memory --model BASE --adapter ADAPTER      # another copy of the base model
   cacheformers read BOOKS.jsonl.gz --document 7 -o book.memory --adapter ADAPTER --cache-size 131072
+  cacheformers read BOOK.txt --encoding latin-1 -o book.memory --adapter ADAPTER
 """
 ASK = """Answer questions from a memory file.
 
@@ -41,7 +45,8 @@ memory as it was saved. With Neurocache, after the answer come the passages that
   cacheformers ask book.memory "Who?" --adapter ADAPTER                         # if the adapter's folder has moved
 
 With --explain (Neurocache) every token of the answer is listed with the passages that were retrieved when it was
-chosen, and a picture shows all of it: tokens from top to bottom, the book from left to right, the colour how often.
+chosen, and a picture shows all of it: tokens from top to bottom, the book from left to right, the color how often.
+What the memory has forgotten of the book is gray.
 """
 INSPECT = """Say what a memory file holds.
 
@@ -53,35 +58,75 @@ loaded.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command; what a user can put right ends with one line on stderr and status 1."""
+    """Run one command; what a user can put right ends with one line on stderr and status 1, Ctrl-C with status 130."""
     options = make_parser().parse_args(arguments)
     try:
         options.run(options)
+    except KeyboardInterrupt:
+        print(f"\ncacheformers {options.command}: stopped.", options.when_stopped, file=sys.stderr)
+        sys.exit(130)
     except (OSError, ValueError, ModuleNotFoundError) as error:
         sys.exit(f"cacheformers {options.command}: {error}")
 
 
+def read(options: argparse.Namespace) -> None:
+    from cacheformers.cli.read import read
+
+    read(options)
+
+
+def ask(options: argparse.Namespace) -> None:
+    from cacheformers.cli.ask import ask
+
+    ask(options)
+
+
+def inspect(options: argparse.Namespace) -> None:
+    from cacheformers.cli.inspection import inspect
+
+    inspect(options)
+
+
+class ShowVersion(argparse.Action):
+    """Print the version of the installed package, and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(f"cacheformers {version('cacheformers')}")
+        parser.exit()
+
+
 def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; `run` of what it returns is the command's function."""
     parser = argparse.ArgumentParser(
         prog="cacheformers", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--version", action=ShowVersion, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, title="commands", metavar="{read,ask,inspect}")
 
-    def add(name: str, run: object, description: str) -> argparse.ArgumentParser:
+    def add(name: str, run: object, description: str, when_stopped: str = "") -> argparse.ArgumentParser:
         command = commands.add_parser(
             name,
             help=description.partition("\n")[0],
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, when_stopped=when_stopped)
         return command
 
-    command = add("read", read, READ)
-    command.add_argument("book", help=".txt or .md file, or JSON lines or parquet with a field 'text'")
+    command = add("read", read, READ, "What was saved stays; give the same command again to go on from there.")
+    command.add_argument("book", help=".txt or .md file, or JSON lines or parquet")
     command.add_argument("-o", "--output", type=Path, required=True, metavar="MEMORY", help="folder to write")
     add_model(command, "the adapter's own")
     command.add_argument("--document", type=int, help="which document of the file, from 0 (default: the longest)")
+    command.add_argument(
+        "--text-field",
+        default="text",
+        metavar="NAME",
+        help="field of JSON lines or parquet that holds the text (default: text)",
+    )
+    # As train_adapt.py and errors about fields spell it.
+    command.add_argument("--text_field", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    command.add_argument("--encoding", metavar="NAME", help="of a .txt or .md file (default: utf-8)")
     command.add_argument(
         "--cache-size", type=int, metavar="N", help="most entries a layer keeps (default: the adapter's)"
     )
@@ -117,7 +162,10 @@ def add_model(command: argparse.ArgumentParser, default: str) -> None:
     group.add_argument("--model", metavar="BASE", help=f"folder or Hub id of the base model (default: {default})")
     group.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
     group.add_argument(
-        "--dtype", default="auto", help="of the base model: bfloat16, float32 (default: as it is stored)"
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16", "float64"),
+        help="of the base model (default: as it is stored)",
     )
 
 

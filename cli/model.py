@@ -9,7 +9,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from cacheformers.evaluation.remembering import own_tokenizer
+from cacheformers.adapters.folders import check_adapter_folder, check_base_folder
+from cacheformers.evaluation.remembering import own_base, own_tokenizer
 
 
 def load_model(base: str, adapter: str, device: str | None, dtype: str) -> tuple[Any, PreTrainedTokenizerBase]:
@@ -20,16 +21,35 @@ def load_model(base: str, adapter: str, device: str | None, dtype: str) -> tuple
         adapter: folder or Hub id; empty for a base with a memory of its own.
 
     Raises:
-        ValueError: neither is given.
+        ValueError: neither is given, or the device cannot be used.
         OSError: not found.
     """
     if not (base or adapter):
         raise ValueError("Which model? Give --adapter ADAPTER (a memory adapter's folder or Hub id).")
+    check_device(device)
+    if adapter:
+        check_adapter_folder(adapter)
+    named = base or own_base(adapter)
+    if not named:
+        raise ValueError(f"The adapter {adapter} does not name its base model: give it with --model.")
+    check_base_folder(named, "" if base else adapter, option="--model")
     model: Any = AutoModelForCausalLM.from_pretrained(base or adapter, dtype=dtype)
     if base and adapter:
         model = PeftModel.from_pretrained(model, adapter)
     model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return model.eval(), load_tokenizer(base, adapter)
+
+
+def check_device(device: str | None) -> None:
+    """Raise ValueError if tensors cannot be put on a device."""
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # PyTorch asserts that it was built for a device
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"--device {device} cannot be used here ({reason}). Leave it out to take a GPU if there is one, and the "
+            "CPU if not."
+        ) from error
 
 
 def load_tokenizer(base: str, adapter: str) -> PreTrainedTokenizerBase:

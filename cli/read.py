@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 
 from torch import Tensor
 from tqdm.auto import tqdm
 
 import cacheformers
+from cacheformers.cli.kept import kept, remedy
 from cacheformers.cli.model import lasting_name, load_model
 from cacheformers.evaluation.remembering import own_base
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import INDEX
-from cacheformers.modeling.files.save import prepare
+from cacheformers.modeling.files.save import check_place
 from cacheformers.modeling.origin import Source, tokenised, tokenizer_hash
 
 
 def read(options: argparse.Namespace) -> None:
     """Read what has not been read yet."""
-    prepare(options.output)
+    check_place(options.output)
     model, tokenizer = load_model(options.model or "", options.adapter or "", options.device, options.dtype)
-    name, text = load_text(options.book, options.document)
+    name, text = load_text(options.book, options.document, options.text_field, options.encoding)
     ids, source = tokenised(tokenizer, text, name)
     if (options.output / INDEX).exists() and not options.overwrite:
         memory = cacheformers.load_memory(options.output, model, tokenizer=tokenizer)
@@ -33,17 +35,25 @@ def read(options: argparse.Namespace) -> None:
         memory.origin.adapter = lasting_name(options.adapter)
     before, start = memory.tokens_read[0], time.perf_counter()
     if before == len(ids):
-        print(f"{options.output} holds all {before:,} tokens of {name} already.")
+        print(f"{options.output} holds all of {name} already: {kept(memory)}")
         return
     if before:
         print(f"{options.output} holds the first {before:,} tokens of {name}: going on.")
+    foretell(memory, len(ids), name)
     read_on(model, memory, ids, options)
     memory.save(options.output)
     seconds, size = time.perf_counter() - start, sum(path.stat().st_size for path in options.output.iterdir())
     print(
         f"Read {len(ids) - before:,} tokens in {seconds:,.0f} s. {options.output}: {size / 2**20:.1f} MiB, "
-        f"{size / len(ids):,.0f} bytes a token read."
+        f"{size / len(ids):,.0f} bytes a token read.\n{kept(memory)}"
     )
+
+
+def foretell(memory: MemoryCache, tokens: int, name: str) -> None:
+    """Say before reading that a memory of entries is too small for a text of that many tokens."""
+    size = min((ring.capacity for ring in memory.state.rings.values()), default=tokens)
+    if size < tokens:
+        print(f"{name} has {tokens:,} tokens; the memory will keep the newest {size:,}{remedy(memory, tokens)}.")
 
 
 def read_on(model: object, memory: MemoryCache, ids: Tensor, options: argparse.Namespace) -> None:
@@ -63,8 +73,14 @@ def check_same(memory: MemoryCache, source: Source, options: argparse.Namespace)
     """Refuse to go on with the memory of another text.
 
     Raises:
-        ValueError: it is one.
+        ValueError: it is one, or a memory of another size than is asked for.
     """
+    sizes = {ring.capacity for ring in memory.state.rings.values()} - {options.cache_size}
+    if options.cache_size is not None and sizes:
+        raise ValueError(
+            f"{options.output} keeps {max(sizes):,} entries. Leave --cache-size out to go on with it, or add "
+            "--overwrite to read from the start."
+        )
     there = memory.origin.sources[0]
     if memory.batch_size != 1 or there is None or there.text != source.text:
         raise ValueError(
@@ -73,17 +89,39 @@ def check_same(memory: MemoryCache, source: Source, options: argparse.Namespace)
         )
 
 
-def load_text(path: str, document: int | None) -> tuple[str, str]:
+def load_text(path: str, document: int | None, text_field: str, encoding: str | None) -> tuple[str, str]:
     """A file's name and its longest document, or the one asked for.
 
     Raises:
-        FileNotFoundError, ValueError: no such file or document.
+        FileNotFoundError, ValueError: no such file, field or document, or text in another encoding.
     """
-    from cacheformers.training.sources import load_texts  # imports datasets, which takes a second
+    if path.endswith((".txt", ".md")) and Path(path).is_file():
+        texts: list[str | None] = [decoded(path, encoding or "utf-8")]
+    elif encoding is not None:
+        raise ValueError(f"--encoding is for .txt and .md files, and {path} is not one: leave it out.")
+    else:
+        from cacheformers.training.sources import load_texts  # imports datasets, which takes a second
 
-    texts = list(load_texts([path]))
+        texts = list(load_texts([path], text_field))
     if document is None:
         document = max(range(len(texts)), key=lambda number: len(texts[number] or ""))
     if not 0 <= document < len(texts):
         raise ValueError(f"{path} has {len(texts)} documents; --document counts from 0.")
     return path if len(texts) == 1 else f"{path}, document {document}", texts[document] or ""
+
+
+def decoded(path: str, encoding: str) -> str:
+    """The text of a file.
+
+    Raises:
+        ValueError: it is in another encoding, or there is no such encoding.
+    """
+    try:
+        return Path(path).read_text(encoding)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not {encoding} text (byte {error.start}: {error.reason}). Name its encoding, for example "
+            "--encoding latin-1."
+        ) from error
+    except LookupError as error:
+        raise ValueError(f"Python knows no encoding {encoding!r}. Try utf-8, latin-1 or utf-16.") from error

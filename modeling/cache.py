@@ -101,8 +101,8 @@ class MemoryCache(Cache):
         return len(self.local)
 
     def __repr__(self) -> str:
-        read = ", ".join(f"{tokens:,}" for tokens in self.tokens_read)
-        return f"MemoryCache(tokens_read=[{read}], nbytes={self.nbytes:,})"
+        read, kept = (", ".join(f"{tokens:,}" for tokens in count) for count in (self.tokens_read, self.tokens_kept))
+        return f"MemoryCache(tokens_read=[{read}], tokens_kept=[{kept}], nbytes={self.nbytes:,})"
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the id stream seen since the last `read()` (what `generate` may not feed again)."""
@@ -165,6 +165,20 @@ class MemoryCache(Cache):
     def tokens_read(self) -> list[int]:
         """Tokens that each row has read."""
         return self.timeline.tokens_read
+
+    @property
+    def tokens_kept(self) -> list[int]:
+        """Newest tokens of each row that what follows can still read; `tokens_read` less these are forgotten.
+
+        A method with entries keeps at most `cache_size` of them and the open segment, a local window what it shows
+        (sink tokens apart). Infini-attention drops none, but all of them share matrices of one size.
+        """
+        timeline, kept = self.timeline, []
+        for row, read in enumerate(self.tokens_read):
+            waiting = int(timeline.open[row].sum())
+            in_window = int((timeline.kept[row] & ~timeline.sink[row]).sum())
+            kept.append(min(read, waiting + max(self.state.kept(row, read - waiting), in_window)))
+        return kept
 
     def select(self, rows: Sequence[int]) -> None:
         """Make row i what row `rows[i]` was. Rows may be left out, and taken several times (they share the memory)."""

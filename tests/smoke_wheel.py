@@ -39,6 +39,8 @@ with tempfile.TemporaryDirectory() as folder:
     memory = cacheformers.load_memory(f"{folder}/memory", loaded)
     command = [Path(sys.executable).with_name("cacheformers"), "inspect", f"{folder}/memory"]
     assert "150 tokens" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    version = subprocess.run([command[0], "--version"], check=True, capture_output=True, text=True).stdout
+    assert version == f"cacheformers {cacheformers.__version__}\n"
     answer = loaded.generate(ids[:, :5], past_key_values=memory, max_new_tokens=5, do_sample=False)
     assert torch.allclose(loaded(ids).logits, model.eval()(ids).logits, atol=1e-5)
     exported = AutoModelForCausalLM.from_pretrained(export(f"{folder}/adapter", f"{folder}/model"))

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 import cacheformers
+from cacheformers.adapters.folders import check_base_folder
 from cacheformers.training import gguf_base
 from cacheformers.training.base_model import ModelOptions, base_config, check_vocabulary, load_base, load_tokenizer
 from cacheformers.training.environment import environment, origin_lines
@@ -239,11 +240,28 @@ def test_a_quantised_base_is_trained_on(folder, model, config_factory, quantize)
     assert torch.equal(logits(adapted.eval()), before)
 
 
+def test_a_base_that_is_not_there(folder, tmp_path, monkeypatch):
+    """Neither a wrong folder nor a path from another directory reads as a network problem or a wrong Hub id."""
+    nowhere = tmp_path / "nowhere"
+    for open_base in (base_config, lambda base: load_base(ModelOptions(base), "cpu")):
+        with pytest.raises(FileNotFoundError, match=rf"there is no folder {nowhere}\. Check the path"):
+            open_base(str(nowhere))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    shutil.move(folder, tmp_path / "data" / "base")
+    assert base_config("data/base").hidden_size == 64
+    monkeypatch.chdir(tmp_path / "data")
+    expected = rf"data/base was not found: there is no folder {tmp_path}/data/data/base, and the Hugging Face Hub gave no"
+    with pytest.raises(FileNotFoundError, match=rf"{expected} such model.*starts at the current folder"):
+        base_config("data/base")
+    with pytest.raises(FileNotFoundError, match="adapter runs/a names this base: give .* with --base"):
+        check_base_folder("data/base", adapter="runs/a")
+
+
 def test_what_is_refused(folder, tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match=r"a\.gguf does not exist. Download it first"):
-        load_base(ModelOptions(str(tmp_path / "a.gguf")), "cpu")
-    with pytest.raises(OSError, match="nowhere"):
-        load_base(ModelOptions(str(tmp_path / "nowhere")), "cpu")
+    for open_base in (base_config, load_tokenizer, lambda base: load_base(ModelOptions(base), "cpu")):
+        with pytest.raises(FileNotFoundError, match=r"a\.gguf does not exist. Download it first"):
+            open_base(str(tmp_path / "a.gguf"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["<more>"])
     (tmp_path / "adapter_config.json").write_text("{}")

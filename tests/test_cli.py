@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -18,11 +19,13 @@ from test_memory_files import assert_equal
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
 import cacheformers
+from cacheformers.cli.explain import counts, gone_bins, heat_map
 from cacheformers.cli.main import main
 from cacheformers.modeling.files.index import read_index
 from cacheformers.modeling.tracing import Trace
 
 WORDS = 120
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -84,15 +87,7 @@ def test_from_book_to_answer(folder: Path, model: PeftModel, tokenizer: PreTrain
 def test_killed_reading_goes_on(folder: Path, model: PeftModel, tokenizer: PreTrainedTokenizerFast) -> None:
     (folder / "long.txt").write_text(make_text(6000))
     arguments = ["read", "long.txt", "-o", "long.memory", "--adapter", "adapter", "--checkpoint", "4"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cacheformers", *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    index = folder / "long.memory" / "index.json"
-    while process.poll() is None and not index.exists():
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+    assert stopped_while_reading(folder, arguments, signal.SIGKILL)[0] == -signal.SIGKILL
     before = read_index(folder / "long.memory").rows[0].tokens_read
     assert 0 < before < 6000 and before % 64 == 0
     done = command(*arguments, cwd=folder)
@@ -102,6 +97,33 @@ def test_killed_reading_goes_on(folder: Path, model: PeftModel, tokenizer: PreTr
     assert_equal(cacheformers.load_memory(folder / "long.memory", model), expected)
     assert len(list((folder / "long.memory").glob("*.safetensors"))) == 2
 
+
+@pytest.mark.slow
+def test_control_c(folder: Path, model: PeftModel) -> None:
+    (folder / "long.txt").write_text(make_text(6000))
+    arguments = ["read", "long.txt", "-o", "long.memory", "--adapter", "adapter", "--checkpoint", "4"]
+    status, errors = stopped_while_reading(folder, arguments, signal.SIGINT)
+    assert status == 130 and "Traceback" not in errors
+    remedy = "What was saved stays; give the same command again to go on from there."
+    assert errors.endswith(f"\ncacheformers read: stopped. {remedy}\n")
+    assert cacheformers.load_memory(folder / "long.memory").tokens_read[0] % 64 == 0
+
+
+def stopped_while_reading(folder: Path, arguments: list[str], stop: signal.Signals) -> tuple[int, str]:
+    """Exit status and stderr of the command, which is sent a signal as soon as it has saved something."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cacheformers", *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    index = folder / "long.memory" / "index.json"
+    while process.poll() is None and not index.exists():
+        time.sleep(0.01)
+    process.send_signal(stop)
+    errors = process.communicate()[1]
+    return process.returncode, errors
 
 def test_refusals(
     folder: Path, model: PeftModel, make_model: Callable[..., PeftModel], monkeypatch: pytest.MonkeyPatch
@@ -117,6 +139,7 @@ def test_refusals(
     windowed.peft_config["default"].base_model_name_or_path = "base"
     windowed.save_pretrained(folder / "windowed_adapter")
     main(["read", "book.txt", "-o", "windowed.memory", "--adapter", "windowed_adapter"])
+    (folder / "latin.txt").write_bytes("w1 é w2".encode("latin-1"))
     with pytest.raises(SystemExit, match="empty question"):
         main(["ask", "book.memory", "why", " "])
     for arguments, message in {
@@ -124,6 +147,18 @@ def test_refusals(
         "read book.txt -o book.memory --adapter other_adapter": "another adapter",
         "read book.txt -o base --adapter adapter": "something else",
         "read book.txt -o new.memory": "--adapter",
+        "read book.txt -o new.memory --adapter adapter --device cuda:99": "--device cuda:99 cannot be used here",
+        "read book.txt -o new.memory --adapter adapter --device abacus": "--device abacus cannot be used here",
+        "read book.txt -o new.memory --adapter adapter --model /no/such": "there is no folder /no/such. Check the path",
+        "read book.txt -o new.memory --adapter adapter --model no/such": f"there is no folder {folder}/no/such, and",
+        "read book.txt -o new.memory --adapter nowhere": f"adapter nowhere was not found: there is no folder {folder}",
+        "read book.txt -o new.memory --adapter base": "base is a model, not an adapter",
+        "read book.txt -o book.txt --adapter adapter": "book.txt is a file",
+        "read book.txt -o book.memory --adapter adapter --cache-size 50": "keeps 40 entries.*--overwrite",
+        "read latin.txt -o new.memory --adapter adapter": "latin.txt is not utf-8 text .byte 3.*--encoding latin-1",
+        "read latin.txt -o new.memory --adapter adapter --encoding klingon": "no encoding 'klingon'",
+        "read train.jsonl -o new.memory --adapter adapter --encoding latin-1": "--encoding is for .txt and .md files",
+        "read train.jsonl -o new.memory --adapter adapter --text-field body": "no field 'body', only title, text",
         "read nothing.txt -o new.memory --adapter adapter": "nothing.txt does not exist",
         "read train.jsonl -o new.memory --adapter adapter --document 3": "3 documents",
         "ask book.memory why --adapter other_adapter": "another adapter",
@@ -134,6 +169,13 @@ def test_refusals(
         with pytest.raises(SystemExit, match=message) as stopped:
             main(arguments.split())
         assert str(stopped.value).startswith(f"cacheformers {arguments.split()[0]}: ")
+    assert not (folder / "new.memory").exists()
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    with pytest.raises(SystemExit, match=rf"no folder {elsewhere}/base, .*names this base: give .* with --model"):
+        main(["read", "../book.txt", "-o", "new.memory", "--adapter", "../adapter"])
+    assert not list(elsewhere.iterdir())
 
 
 def test_read_again_and_overwrite(
@@ -145,13 +187,74 @@ def test_read_again_and_overwrite(
     first = read_index(folder / "book.memory")
     assert first.reader.base == str(folder / "base") and first.reader.adapter == str(folder / "adapter")
     main(arguments)
-    assert "already" in capsys.readouterr().out and read_index(folder / "book.memory").save == first.save
+    output = capsys.readouterr().out
+    size = f"--cache-size 120: {120 * 8 * 4 / 2**20:.1f} MiB"
+    assert (
+        f"book.txt has 120 tokens; the memory will keep the newest 40 (to keep all, read with --overwrite {size}"
+        in output
+    )
+    assert output.count("120 tokens read, of which the memory keeps the newest 40 (to keep all, read with --over") == 2
+    assert "already" in output and read_index(folder / "book.memory").save == first.save
     (folder / "book.memory" / "index.json").write_text('{"format": "cacheformers memory", ')
     main([*arguments, "--overwrite", "--cache-size", "12"])
     assert cacheformers.load_memory(folder / "book.memory").state.rings[1].capacity == 12
     main(["ask", "book.memory", "w1", "w2", "--max-new-tokens", "2", "--no-verify"])
     output = capsys.readouterr().out
     assert output.count("Q: ") == 2 and output.count("What question and answer retrieved most") == 2
+    assert output.count("120 tokens read, of which the memory keeps the newest 12 (to keep all") == 2  # read and ask
+    main([*arguments, "--overwrite", "--cache-size", "120"])
+    output = capsys.readouterr().out
+    assert "120 tokens read, and the memory keeps all of them." in output and "to keep all" not in output
+
+
+def test_other_encodings_and_fields(
+    folder: Path, model: PeftModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "wide.txt").write_text(make_text(30), encoding="utf-16")
+    main(["read", "wide.txt", "--encoding", "utf-16", "-o", "wide.memory", "--adapter", "adapter"])
+    (source,) = cacheformers.load_memory("wide.memory").origin.sources
+    assert source is not None and source.text == make_text(30)
+    (folder / "bodies.jsonl").write_text(json.dumps({"body": make_text(20)}) + "\n")
+    for spelling in ("--text-field", "--text_field"):
+        main(f"read bodies.jsonl {spelling} body -o body.memory --adapter adapter --overwrite".split())
+        assert cacheformers.load_memory("body.memory").tokens_read == [20]
+
+
+def test_help_needs_no_torch_and_teaches_at_once() -> None:
+    """The parser is what the console script imports, without the package."""
+    code = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("cacheformers_cli.main", {str(ROOT / "cli" / "main.py")!r})
+main = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(main)
+for arguments in (["--help"], ["--version"], ["read", "--help"], ["ask", "--help"], ["inspect", "--help"], ["ask"]):
+    try:
+        main.main(arguments)
+    except SystemExit:
+        pass
+loaded = {{"torch", "transformers", "peft", "datasets", "cacheformers"}} & set(sys.modules)
+assert not loaded, loaded
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"\ncacheformers {cacheformers.__version__}\n" in done.stdout and done.stdout.count("usage: ") == 4
+    assert "--text_field" not in done.stdout
+
+
+def test_what_is_forgotten_is_gray(make_model: Callable[..., PeftModel], ids: torch.Tensor, tmp_path: Path) -> None:
+    """Of 75 tokens 40 are kept, in 75 stretches of the picture; what was retrieved is never gray."""
+    memory = cacheformers.read(make_model("llama_gqa"), ids[:1], progress=False)
+    trace = Trace(memory)
+    trace.chosen = [torch.tensor([20, 50]), torch.tensor([], dtype=torch.long)]
+    table = counts(trace.chosen, 75)
+    gray = gone_bins(table, 75, 75 - memory.tokens_kept[0])
+    assert gray[0].nonzero()[:, 0].tolist() == [place for place in range(35) if place != 20]
+    assert gray[1].nonzero()[:, 0].tolist() == list(range(35))
+    image = pytest.importorskip("matplotlib.image")
+    heat_map(trace, ["a", "b"], tmp_path / "map.png", "?")
+    shades = image.imread(tmp_path / "map.png")[..., :3]
+    assert ((shades - 0.8).__abs__().max(-1) < 0.01).mean() > 0.1
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,5 +309,6 @@ def test_trace_of_several_rows(make_model: Callable[..., PeftModel], ids: torch.
 
 def test_module_and_console_script_are_the_same_door() -> None:
     setup = (Path(__file__).resolve().parents[1] / "setup.cfg").read_text()
-    assert "cacheformers = cacheformers.cli.main:main" in setup
+    assert "cacheformers = cacheformers_cli.main:main" in setup
+    assert "cacheformers_cli = cli" in setup and "py_modules = cacheformers_cli.main" in setup
     assert os.path.exists(Path(cacheformers.__file__).with_name("__main__.py"))

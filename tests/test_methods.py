@@ -148,3 +148,31 @@ def test_fixed_heads_of_a_saved_adapter(make_base, config_factory, ids, tmp_path
     assert memories[0].options.far_heads == memories[1].options.far_heads == ((1, (0,)), (2, ()))
     assert {key for key in memories[1].state.held} == {("far", 0), ("far", 1), ("near", 1), ("near", 2)}
     assert memories[1].state.held["near", 2].length < 30
+
+
+@pytest.mark.parametrize(
+    ("options", "closed", "open_left"),
+    [
+        ({}, 40, 51),
+        ({"cache_size": 200}, 75, 75),
+        ({"compatibility": "reference"}, 40, 40),
+        ({"local_window": "sliding", "window_tokens": 43, "cache_size": 40}, 43, 54),
+        ({"method": "memorizing"}, 40, 51),
+        ({"method": "windowed"}, 0, 11),
+        ({"method": "windowed", "local_window": "sliding", "window_tokens": 5, "sink_tokens": 2}, 5, 16),
+        ({"method": "infini_attention"}, 75, 75),
+        ({"method": "gated_attention"}, 75, 75),
+        ({"method": "cacheformer"}, 75, 75),
+    ],
+)
+def test_a_memory_tells_how_many_tokens_it_keeps(make_model, ids, options, closed, open_left):
+    """Of 75 tokens in segments of 16, with the last one closed and with its 11 tokens left open."""
+    model = make_model("llama_gqa", **options)
+    for flush, kept in ((True, closed), (False, open_left)):
+        memory = cacheformers.read(model, ids, flush=flush, progress=False)
+        assert memory.tokens_read == [75, 75] and memory.tokens_kept == [kept, kept]
+        assert f"tokens_kept=[{kept}, {kept}]" in repr(memory)
+        memory.reset([0])
+        assert memory.tokens_kept == [0, kept]
+    short = cacheformers.read(model, ids[:1, :9], progress=False)
+    assert short.tokens_kept == [0 if options == {"method": "windowed"} else min(9, closed)]

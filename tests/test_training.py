@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -369,7 +370,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(folder, monkeypatch):
         (["--train", "{folder}/blank.jsonl"], "All 1 documents are empty"),
         (["--valid", "{folder}/nowhere"], "does not exist"),
         (["--output", "{folder}/taken"], "already holds an adapter"),
-        (["--base", "{folder}/nowhere"], "nowhere"),
+        (["--base", "{folder}/nowhere"], "nowhere was not found: there is no folder"),
         (["--output", "{folder}/train.jsonl/adapter"], "train.jsonl"),
         (["--seed", "-1"], "seed"),
         (["--lora_rate", "-1"], "lora_rate"),
@@ -425,7 +426,17 @@ def test_help_teaches(capsys):
     assert stop.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "RECIPE.yaml" in shown and "Entries a document may keep (m)" in shown and "None" not in shown
-    assert "--no-plots Turn --plots off." in shown and "--plots off. (default" not in shown
+    assert "--no_plots Turn --plots off." in shown and "--plots off. (default" not in shown
+
+
+def test_each_option_is_listed_once_and_both_spellings_are_understood(capsys):
+    parser = train_adapt.make_parser()
+    listed = re.findall(r"^  (-.*?)(?:  |$)", parser.format_help(), re.MULTILINE)
+    assert len(listed) == len(parser._actions) and [line for line in listed if line.count("--") != 1] == []
+    assert "-h, --help" in listed and "--lora_rate LORA_RATE" in listed
+    for spelling in ("--lora_rate", "--lora-rate"):
+        options = parser.parse(["--base=a", "--train=a", "--output=a", spelling, "0.5"])
+        assert next(given for given in options if isinstance(given, TrainOptions)).lora_rate == 0.5
 
 
 def test_what_a_resumed_run_must_share():

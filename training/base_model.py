@@ -22,10 +22,10 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from cacheformers.modeling.origin import digest
+from cacheformers.adapters.folders import check_base_folder
 from cacheformers.training.documents import fingerprint
-from cacheformers.training.gguf_base import converted, is_gguf
+from cacheformers.training.gguf_base import check_file, converted, is_gguf
 from cacheformers.training.options import option
-from cacheformers.training.sources import HUB_ID
 
 # Files of weights in a model folder, in the order in which transformers looks for them.
 WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
@@ -92,8 +92,8 @@ def load_base(
         ValueError: model and tokenizer do not belong together; a GGUF file that cannot be converted.
     """
     check_quantization(options.quantize)
-    tokenizer = load_tokenizer(options.base)
     config = base_config(options.base)
+    tokenizer = load_tokenizer(options.base)
     check_vocabulary(config, tokenizer)
     arguments: dict[str, Any] = {"dtype": options.dtype, **changes}
     if options.attn_implementation is not None:
@@ -116,14 +116,14 @@ def base_config(base: str) -> PretrainedConfig:
     """The base model's configuration alone; nothing is converted for it.
 
     Raises:
-        FileNotFoundError: there is no such folder, and this cannot be a Hub id.
+        FileNotFoundError: there is no such base.
         ValueError: the folder holds an adapter.
     """
     if is_gguf(base):
+        check_file(Path(base))
         return AutoConfig.from_pretrained(Path(base).parent, gguf_file=Path(base).name)
+    check_base_folder(base)
     folder = Path(base)
-    if not folder.exists() and not HUB_ID.fullmatch(base):
-        raise FileNotFoundError(f"{base} does not exist: give a model folder, a Hub id (OWNER/NAME) or a .gguf file.")
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         raise ValueError(f"{base} is an adapter, not a base model: give it as the adapter, and its base as the base.")
     return AutoConfig.from_pretrained(base)

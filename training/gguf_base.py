@@ -26,6 +26,12 @@ def is_gguf(base: str) -> bool:
     return base.endswith(".gguf")
 
 
+def check_file(gguf: Path) -> None:
+    """Raise FileNotFoundError if there is no such file."""
+    if not gguf.is_file():
+        raise FileNotFoundError(f"{gguf} does not exist. Download it first: hf download OWNER/NAME FILE.gguf")
+
+
 def converted(gguf: Path) -> Path:
     """The safetensors folder of a GGUF file, written now if it is not there yet.
 
@@ -36,8 +42,7 @@ def converted(gguf: Path) -> Path:
         FileNotFoundError: no such file.
         ImportError, ValueError: see `convert`.
     """
-    if not gguf.is_file():
-        raise FileNotFoundError(f"{gguf} does not exist. Download it first: hf download OWNER/NAME FILE.gguf")
+    check_file(gguf)
     name = f"{gguf.stem}-{file_hash(gguf)}"
     beside, cached = gguf.parent / name, Path(HF_HOME) / "cacheformers" / name
     for folder in (beside, cached):

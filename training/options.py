@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 from argparse import Action, ArgumentDefaultsHelpFormatter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,16 @@ def given_options(arguments: Sequence[str]) -> list[tuple[str, str]]:
 
 
 class Formatter(ArgumentDefaultsHelpFormatter):
-    """Shows defaults, except None, whose meaning the help texts give."""
+    """Shows defaults, except None, whose meaning the help texts give, and one spelling of each option.
+
+    HfArgumentParser takes `--max-length` for `--max_length`, too; recipe files know the latter alone.
+    """
+
+    def _format_action_invocation(self, action: Action) -> str:
+        """An option and its values as the help lists them."""
+        shown = copy(action)
+        shown.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+        return super()._format_action_invocation(shown if shown.option_strings else action)
 
     def _get_help_string(self, action: Action) -> str | None:
         name = next(iter(action.option_strings), "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -63,12 +64,30 @@ def save_memory(memory: MemoryCache, folder: Path, append: bool) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Make a folder for a memory, or see to it that the one there holds a memory, damaged or not, or nothing.
+    """Make a folder for a memory, or check the one that is there.
 
     Raises:
         MemoryFileError: it holds something else.
+        OSError: it cannot be made.
     """
+    check_place(folder)
     folder.mkdir(parents=True, exist_ok=True)
+
+
+def check_place(folder: Path) -> None:
+    """Check that a memory can be saved in a folder that is not there, is empty, or holds a memory, damaged or not.
+
+    Raises:
+        MemoryFileError: it holds something else, or is a file.
+        PermissionError: nothing can be written there.
+    """
+    if not folder.exists():
+        parent = next(parent for parent in folder.absolute().parents if parent.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise PermissionError(f"{folder} cannot be made: {parent} is not a folder that can be written to.")
+        return
+    if not folder.is_dir():
+        raise MemoryFileError(f"{folder} is a file, and a memory is a folder: choose another name.")
     if (folder / INDEX).exists():
         foreign = [] if FORMAT.encode() in (folder / INDEX).read_bytes()[:100] else [INDEX]
     else:

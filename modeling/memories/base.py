@@ -137,6 +137,10 @@ class MemoryState(ABC):
     def detach(self) -> None:  # noqa: B027  # most states hold no graph
         """Cut the autograd graph of what is held (done at the end of every top-level forward)."""
 
+    def kept(self, row: int, closed: int) -> int:
+        """Count the newest of a row's `closed` tokens of closed segments that can still be read; by default all."""
+        return closed
+
     @abstractmethod
     def keep(self, columns: Tensor) -> None:
         """Keep only the columns `[rows, kept]` (each row its own)."""

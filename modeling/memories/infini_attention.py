@@ -421,6 +421,9 @@ class InfiniState(MemoryState):
         for waiting in (self.keys, self.values):
             waiting.update({layer: tensor.detach() for layer, tensor in waiting.items()})
 
+    def kept(self, row: int, closed: int) -> int:
+        return 0 if self.stays_empty else closed
+
     def keep(self, columns: Tensor) -> None:
         for held in (self.keys, self.values):
             held.update({layer: keep_columns(tensor, columns, 2) for layer, tensor in held.items()})

@@ -95,6 +95,10 @@ class ReferenceState(MemoryState):
     def commit(self, row: int, columns: Tensor) -> None:
         """Nothing to do: every forward was stored when it ended."""
 
+    def kept(self, row: int, closed: int) -> int:
+        written, size = int(self.written[row]), next(iter(self.keys.values())).shape[1]
+        return max(min(written, size) - (written - closed), 0)  # what is still visible has been written, too
+
     def keep(self, columns: Tensor) -> None:
         if columns.shape[1] == 0:
             self.context = {}

@@ -69,6 +69,9 @@ class RingState(MemoryState):
             values = self.open["values"].get(layer)
             ring.append(row, self.open["keys"][layer][row, chosen], None if values is None else values[row, chosen])
 
+    def kept(self, row: int, closed: int) -> int:
+        return min(ring.count(row) for ring in self.rings.values())
+
     def keep(self, columns: Tensor) -> None:
         for held in self.open.values():
             for layer, tensor in held.items():

@@ -106,6 +106,9 @@ class WindowedState(MemoryState):
     def commit(self, row: int, columns: Tensor) -> None:
         """Nothing is stored."""
 
+    def kept(self, row: int, closed: int) -> int:
+        return 0
+
     def keep(self, columns: Tensor) -> None:
         """There are no columns."""
 
