@@ -214,8 +214,8 @@ def test_a_base_that_is_not_there(folder, tmp_path, monkeypatch):
     shutil.move(folder, tmp_path / "data" / "base")
     assert base_config("data/base").hidden_size == 64
     monkeypatch.chdir(tmp_path / "data")
-    expected = rf"data/base was not found: there is no folder {tmp_path}/data/data/base, and the Hugging Face Hub gave no"
-    with pytest.raises(FileNotFoundError, match=rf"{expected} such model.*starts at the current folder"):
+    expected = rf"data/base was not found: there is no folder {tmp_path}/data/data/base, and the Hugging Face Hub gave"
+    with pytest.raises(FileNotFoundError, match=rf"{expected} no such model.*starts at the current folder"):
         base_config("data/base")
     with pytest.raises(FileNotFoundError, match="adapter runs/a names this base: give .* with --base"):
         check_base_folder("data/base", adapter="runs/a")
