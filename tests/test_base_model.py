@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -187,7 +186,6 @@ def test_a_conversion_that_was_slower_than_another(tmp_path, model, tokens):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([file.name, out.name])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 def test_a_quantised_base_is_trained_on(folder, model, config_factory, quantize):
     loaded, _ = load_base(ModelOptions(folder, dtype="bfloat16", quantize=quantize), "cpu")
