@@ -42,12 +42,17 @@ def first_numbers(*parameters: Tensor) -> tuple[float, ...]:
 
 
 class MethodOnLayer:
-    """What sits on an attention module: a method, and the options and parts that are active there."""
+    """What sits on an attention module: a method, and the options and parts that are active there.
+
+    Attributes:
+        unread_forwards: training forwards so far that could not read the memory (see `inputs.watch_training`).
+    """
 
     method: Method
     layer: int
     training: bool
     handles: list[Any]
+    unread_forwards = 0
 
     @property
     def options(self) -> Any:
