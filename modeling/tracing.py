@@ -37,7 +37,7 @@ class Trace(LogitsProcessor):
     def __init__(self, memory: MemoryCache) -> None:
         if memory.batch_size != 1 or not memory.state.retrieves:
             raise ValueError(
-                "A trace needs a memory of one row, and of a method that retrieves (Neurocache, Memorizing Transformer)."
+                "A trace needs a memory of one row, of a method that retrieves (Neurocache, Memorizing Transformer)."
             )
         self.memory = memory
         self.asked: list[Tensor] = []
