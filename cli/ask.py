@@ -17,7 +17,6 @@ from cacheformers.cli.kept import kept
 from cacheformers.cli.model import load_model
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import read_index
-from cacheformers.modeling.memories.neurocache import NeurocacheState
 from cacheformers.modeling.tracing import Trace
 
 PASSAGE, SHOWN = 40, 3  # tokens of a passage, and how many are shown
@@ -54,10 +53,11 @@ def answer(
     picture: Path,
 ) -> None:
     """Print a question, its answer, and what was retrieved for them."""
-    trace = Trace(memory) if isinstance(memory.state, NeurocacheState) else None
+    trace = Trace(memory) if memory.state.retrieves else None
     if trace is None and options.explain:
         raise ValueError(
-            "--explain is for Neurocache; this memory's method does not say what it retrieved: leave it out."
+            "--explain shows what was retrieved, and this memory's method retrieves nothing: leave it out. It is for "
+            "Neurocache and the Memorizing Transformer."
         )
     ids = prompt(tokenizer, question).to(model.device)
     print(f"\nQ: {question}\nA: ", end="", flush=True)

@@ -37,14 +37,15 @@ is saved: if the command is stopped, give it again, and it goes on from there. A
 ASK = """Answer questions from a memory file.
 
 The text is not read again. The model that read it is loaded by the name it had then. Every question starts from the
-memory as it was saved. With Neurocache, after the answer come the passages that it and the question retrieved most.
+memory as it was saved. After the answer come the passages that it and the question retrieved most, if the method
+retrieves (Neurocache, Memorizing Transformer).
 
   cacheformers ask book.memory "Who tells this story?"
   cacheformers ask book.memory "Who?" "When?" "Where?"                          # the memory is loaded once
   cacheformers ask book.memory "Who tells this story?" --explain                # every token of the answer
   cacheformers ask book.memory "Who?" --adapter ADAPTER                         # if the adapter's folder has moved
 
-With --explain (Neurocache) every token of the answer is listed with the passages that were retrieved when it was
+With --explain every token of the answer is listed with the passages that were retrieved when it was
 chosen, and a picture shows all of it: tokens from top to bottom, the book from left to right, the color how often.
 What the memory has forgotten of the book is gray.
 """

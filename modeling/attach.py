@@ -26,6 +26,7 @@ from cacheformers.modeling.inputs import (
     check_checkpointing,
     check_positions,
     real_tokens,
+    watch_training,
 )
 from cacheformers.modeling.memories.base import BaseShape, SegmentCall
 from cacheformers.modeling.memories.method import MethodOnLayer
@@ -98,6 +99,10 @@ class MemoryOptions(Protocol):
     def attention_layers(self) -> tuple[int, ...]:
         """Layers whose output the method changes: LoRA's, unless others are named."""
 
+    @property
+    def near_tokens(self) -> int | None:
+        """How many tokens a text may have before the memory is read; None if there is nothing to train for that."""
+
     def new_state(
         self, rows: int, devices: dict[int, torch.device], dtype: torch.dtype, keep_values: bool, cache_size: int | None
     ) -> Any: ...
@@ -105,6 +110,8 @@ class MemoryOptions(Protocol):
 
 class LayerMemory(Protocol):
     """What sits on an attention module under the name `memory`."""
+
+    unread_forwards: int
 
     @property
     def options(self) -> MemoryOptions | None:
@@ -343,6 +350,8 @@ def before_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
                 "use_cache out."
             )
 
+    if decoder.training and torch.is_grad_enabled():
+        watch_training(active_memories(decoder)[0], options, real, carried=memory is passed)
     pieces = memory.timeline.pieces(real)
     if len(pieces) > 1 and any(wanted(decoder, kwargs, name) for name in ("output_hidden_states", "output_attentions")):
         raise ValueError(

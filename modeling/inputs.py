@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from cacheformers.modeling.attach import MemoryOptions
+    from cacheformers.modeling.attach import LayerMemory, MemoryOptions
+
+UNREAD_FORWARDS = 8  # of training, after which a memory that was never read is reported
 
 
 def check_positions(position_ids: Tensor | None, real: Tensor) -> None:
@@ -29,6 +32,32 @@ def check_checkpointing(decoder: Any) -> None:
     function = getattr(decoder.layers[0], "_gradient_checkpointing_func", None)
     if getattr(function, "keywords", {}).get("use_reentrant"):
         raise ValueError('Activation checkpointing needs use_reentrant=False: enable it with {"use_reentrant": False}.')
+
+
+def watch_training(memory: LayerMemory, options: MemoryOptions, real: Tensor, carried: bool) -> None:
+    """Warn once if training forwards never read the memory, because every row is short and starts without one.
+
+    Args:
+        memory: of the lowest layer, which counts the forwards; its count ends with the first one that may read.
+        real: which columns are tokens, `[rows, time]`.
+        carried: the caller passed in a memory, which earlier segments may have filled.
+    """
+    near = options.near_tokens
+    if near is None or memory.unread_forwards == UNREAD_FORWARDS:
+        return
+    # The last token of a row predicts nothing, so one token more than `near` trains no memory either.
+    if carried or int(real.sum(1).max()) > near + 1:
+        memory.unread_forwards = UNREAD_FORWARDS
+        return
+    memory.unread_forwards += 1
+    if memory.unread_forwards == UNREAD_FORWARDS:
+        warnings.warn(
+            f"The memory is not being trained: in the first {UNREAD_FORWARDS} training forwards every row had at most "
+            f"{near + 1:,} tokens and started without a memory, and {near:,} tokens are read before the memory is. Its "
+            "weights get no gradient. Train on longer rows (at least two segments), choose a smaller segment_tokens "
+            "or window_tokens, or carry the memory from row to row as train_adapt.py does.",
+            stacklevel=2,
+        )
 
 
 def check_arguments(kwargs: dict[str, Any]) -> None:

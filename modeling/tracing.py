@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from cacheformers.modeling.cache import MemoryCache
-from cacheformers.modeling.memories.neurocache import NeurocacheState
 
 
 @dataclass(frozen=True)
@@ -36,30 +35,25 @@ class Trace(LogitsProcessor):
     """
 
     def __init__(self, memory: MemoryCache) -> None:
-        if memory.batch_size != 1 or not isinstance(memory.state, NeurocacheState):
-            raise ValueError("What was retrieved can be told of one row, and of a memory that retrieves (Neurocache).")
-        self.memory, self.state = memory, memory.state
+        if memory.batch_size != 1 or not memory.state.retrieves:
+            raise ValueError(
+                "A trace needs a memory of one row, of a method that retrieves (Neurocache, Memorizing Transformer)."
+            )
+        self.memory = memory
         self.asked: list[Tensor] = []
         self.chosen: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        retrieved = list(self.memory.state.retrieved().values())
         if not self.chosen:
-            self.asked = [self._retrieved(column) for column in range(-self._columns(), -1)]
-        self.chosen.append(self._retrieved(-1))
+            columns = min(self._columns(), retrieved[0].shape[1])
+            self.asked = [numbers(retrieved, column) for column in range(-columns, -1)]
+        self.chosen.append(numbers(retrieved, -1))
         return scores
 
     def _columns(self) -> int:
         """How many columns the open segment holds of the question (the rest of it was closed on the way)."""
         return min(int(self.memory.timeline.open.sum()), self.memory.visible)
-
-    def _retrieved(self, column: int) -> Tensor:
-        """Numbers of the document's tokens that one token's searches hit, in all retrieval layers."""
-        stores = dict(self.memory.options.retrieval_map)
-        found = []
-        for layer, hits in self.state.hits.items():
-            here = hits[0, column].cpu()
-            found.append(here[here >= 0] + self.state.rings[stores[layer]].entries(0).first)
-        return torch.cat(found)
 
     def passages(self, retrieved: list[Tensor], tokens: int, most: int) -> list[Passage]:
         """The stretches of `tokens` tokens that were retrieved most often, at most `most` of them."""
@@ -78,3 +72,9 @@ class Trace(LogitsProcessor):
             if times:
                 passages.append(Passage(first, times, text))
         return passages
+
+
+def numbers(retrieved: list[Tensor], column: int) -> Tensor:
+    """Numbers of the document's tokens that one column's token retrieved, in all layers."""
+    here = torch.cat([layer[0, column].cpu() for layer in retrieved])
+    return here[here >= 0]

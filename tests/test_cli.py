@@ -125,6 +125,7 @@ def stopped_while_reading(folder: Path, arguments: list[str], stop: signal.Signa
     errors = process.communicate()[1]
     return process.returncode, errors
 
+
 def test_refusals(
     folder: Path, model: PeftModel, make_model: Callable[..., PeftModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +165,7 @@ def test_refusals(
         "ask book.memory why --adapter other_adapter": "another adapter",
         "ask base why": "no memory",
         "inspect nowhere": "no memory",
-        "ask windowed.memory why --explain": "explain is for Neurocache",
+        "ask windowed.memory why --explain": "this memory's method retrieves nothing",
     }.items():
         with pytest.raises(SystemExit, match=message) as stopped:
             main(arguments.split())
@@ -300,6 +301,51 @@ def hits_of(memory: cacheformers.MemoryCache, column: int) -> list[int]:
         for hit in hits[0, column].tolist()
         if hit >= 0
     ]
+
+
+def test_trace_of_a_memorizing_transformer(make_model: Callable[..., PeftModel], ids: torch.Tensor) -> None:
+    """Token by token, against the keys that are nearest by the dot product, head by head."""
+    model = make_model("llama_gqa", method="memorizing", attention_layers=[0])
+    memory = cacheformers.read(model, ids[:1], progress=False)
+    question, once = ids[1:, :5], memory.clone()
+    trace = Trace(memory)
+    answer = model.generate(
+        question,
+        past_key_values=memory,
+        max_new_tokens=8,
+        do_sample=False,
+        logits_processor=LogitsProcessorList([trace]),
+    )
+    with torch.no_grad():
+        keys, queries = once.state.rings[0].entries(0), []
+        attention = model.base_model.model.model.layers[0].self_attn
+        attention.q_proj.register_forward_hook(lambda module, inputs, output: queries.append(output))
+        model(answer[:, :-1], past_key_values=once)
+    asked = torch.nn.functional.normalize(queries[0][0].unflatten(1, (4, 12)), dim=-1)  # [time, heads, d]
+    stored = torch.cat([span.unflatten(1, (2, 12)) for span in keys.spans]).to(asked.dtype)  # [entries, kv heads, d]
+    scores = torch.einsum("thd,nhd->thn", asked, stored.repeat_interleave(2, 1))
+    expected = scores.topk(4).indices.flatten(1) + keys.first
+    assert len(trace.asked) == 4 and len(trace.chosen) == answer.shape[1] - 5
+    found = [retrieved.sort().values.tolist() for retrieved in trace.asked + trace.chosen]
+    assert found == expected.sort(dim=1).values.tolist()
+
+
+def test_explaining_a_memorizing_transformer(
+    folder: Path,
+    make_model: Callable[..., PeftModel],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    model = make_model("llama_gqa", torch.float32, method="memorizing")
+    model.peft_config["default"].base_model_name_or_path = "base"
+    model.save_pretrained(folder / "adapter")
+    (folder / "book.txt").write_text(make_text(WORDS))
+    main(["read", "book.txt", "-o", "book.memory", "--adapter", "adapter"])
+    main(["ask", "book.memory", "w5 w6 ?", "--explain", "--max-new-tokens", "4"])
+    said = capsys.readouterr().out
+    assert "What question and answer retrieved most:\n  token " in said
+    assert said.count(" near token ") >= 4 and (folder / "book.png").exists()
 
 
 def test_trace_of_several_rows(make_model: Callable[..., PeftModel], ids: torch.Tensor) -> None:

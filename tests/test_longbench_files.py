@@ -202,7 +202,7 @@ def test_records_that_cannot_be_scored_or_written(data, capsys, task, change, me
 @pytest.mark.parametrize("base", ["/no/such", "./no/such", "no/such/base/here"])
 def test_a_base_that_does_not_exist(data, capsys, base):
     said = " ".join(error_of(arguments(data, f"--base={base}"), capsys).split())
-    assert f"{base} does not exist" in said and "Hub id" in said and "Repo id must" not in said
+    assert f"base model {base} was not found: there is no folder" in said and "Repo id must" not in said
 
 
 # Going on with more records

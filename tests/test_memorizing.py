@@ -43,6 +43,7 @@ class Memory(nn.Module):
     """What a model or a tuner puts on an attention module, at its smallest."""
 
     fingerprint = ()
+    unread_forwards = 0
 
     def __init__(self, options: MemorizingOptions, layer: int) -> None:
         super().__init__()

@@ -387,7 +387,7 @@ def test_pipeline(saved, tokenizer):
 
 
 class Segments(Dataset):
-    """Single segments, as `Trainer` takes them."""
+    """Rows of one segment."""
 
     def __len__(self):
         return 8

@@ -13,7 +13,7 @@ import torch
 from conftest import METHODS, OTHERS, every_method, same_after_loading
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import cacheformers
 
@@ -326,9 +326,6 @@ def test_another_base_is_refused(saved, make_base, ids, tmp_path):
 
 
 def test_quantised_base(make_base, config_factory, ids, tmp_path):
-    pytest.importorskip("bitsandbytes", reason="4-bit and 8-bit bases need bitsandbytes")
-    from transformers import BitsAndBytesConfig
-
     # Widths that the 4-bit kernels take.
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
     make_base("llama_gqa", torch.float32, **sizes).save_pretrained(tmp_path)

@@ -312,3 +312,17 @@ sys.addaudithook(watch)
     assert [path.name for path in (documents / "adapter" / "checkpoints").iterdir()] == ["step-00000002"]
     train_adapt.main(arguments(documents, *SETTINGS, "--resume"))
     assert adapter_weights(documents / "adapter")
+
+
+@pytest.mark.parametrize("quantize", ["none", "nf4", "int8"])
+def test_every_way_to_hold_the_base_is_saved_and_resumed(documents, quantize):
+    """Two steps, a checkpoint after each, and a second run that goes on from the first one's."""
+    held = (*SETTINGS, "--steps=4", f"--quantize={quantize}", "--dtype=bfloat16", "--device=cpu")
+    train_adapt.main(arguments(documents, *held, output="whole"))
+    for _ in range(2):
+        train_adapt.main(arguments(documents, *held, "--resume", "--stop_after=1e-9"))
+    checkpoint = Checkpoints(documents / "adapter" / "checkpoints").newest()
+    assert checkpoint is not None and checkpoint.name == "step-00000002"
+    assert all("lora_" in name for name in load_file(checkpoint / "adapter_model.safetensors"))
+    train_adapt.main(arguments(documents, *held, "--resume"))
+    assert largest_difference(documents / "adapter", documents / "whole") == 0

@@ -40,6 +40,16 @@ def test_shares_are_counted_by_size(make_model):
     assert share_statistics(make_model("llama_gqa")) == {} and gate_statistics(model) == {}
 
 
+def test_shares_of_a_memorizing_transformer(make_model):
+    model = make_model("llama_gqa", method="memorizing", attention_layers=[0, 2])
+    gates = [p for name, p in model.named_parameters() if "lora_mem_gate" in name]
+    shares = [float(torch.sigmoid(value)) for gate in gates for value in gate.detach()]
+    found = share_statistics(model)
+    assert len(shares) == 8 and found["share_mean"] == pytest.approx(sum(shares) / 8, rel=1e-6)
+    assert [found["share_min"], found["share_max"]] == pytest.approx([min(shares), max(shares)], rel=1e-6)
+    assert gate_statistics(model) == {}
+
+
 @pytest.mark.parametrize("threshold", [0.0, 0.4])
 def test_token_gates_of_the_last_step(make_model, ids, threshold):
     """Over tokens with something far, of all lanes; not of steps before."""
@@ -79,3 +89,31 @@ def test_ages_and_empty_places(make_model, ids):
     assert found["retrieved_age"] == ages[len(ages) // 2] and abs(found["retrieved_age"] - median(ages)) <= 1
     assert found["retrieved_age_90"] == ages[int(0.9 * (len(ages) - 1))]
     assert min(ages) >= 1 and max(ages) <= 48 + 15 - 8
+
+
+def test_ages_in_a_memorizing_transformer(make_model, ids):
+    """Every query head searches by itself; row 1 begins anew, row 0 goes on and ends with a padded column."""
+    model = make_model("llama_gqa", method="memorizing").train()
+    memory = cacheformers.new_memory(model, 2)
+    assert retrieval_statistics([memory]) == {}
+    model(ids[:, :16], past_key_values=memory)
+    assert retrieval_statistics([memory]) == {"retrieved_none": 1.0}
+    model(ids[:, 16:48], past_key_values=memory)
+    memory.reset([1])
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[0, -1] = 0
+    model(ids[:, 48:64], past_key_values=memory, attention_mask=mask)
+    found = retrieval_statistics([memory])
+
+    last = memory.state.last[1].unflatten(2, (4, 4))  # [rows, 16, heads, k]: row 0 has the tokens 8 to 47
+    assert bool((last[1] == -1).all()) and bool((last[0, -1] == -1).all())
+    ages = sorted(48 + token - (8 + int(hit)) for token in range(15) for hit in last[0, token].flatten())
+    assert len(ages) == 15 * 16 and found["retrieved_none"] == 16 / 31
+    assert found["retrieved_age"] == ages[len(ages) // 2] and min(ages) >= 1
+    assert found["retrieved_age_90"] == ages[int(0.9 * (len(ages) - 1))]
+
+
+def test_methods_that_retrieve_nothing_have_no_ages(make_model, ids):
+    for method in ("infini_attention", "windowed", "gated_attention"):
+        memory = make_model("mistral_full", method=method)(ids).past_key_values
+        assert not memory.state.retrieves and retrieval_statistics([memory]) == {}

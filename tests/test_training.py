@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from conftest import METHODS
 from huggingface_hub import ModelCard
 from peft import PeftModel, get_peft_model
 from recipe import adapter_weights, arguments, make_text
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 import cacheformers
 from cacheformers import train_adapt
@@ -454,3 +455,81 @@ def test_what_a_resumed_run_must_share():
 
 def test_layer_maps():
     assert layer_map(["6", "12:14"]) == {6: 6, 12: 14}
+
+
+# transformers' Trainer
+
+NOT_TRAINED = "The memory is not being trained"
+NEAR = {"gated_attention": 6, "cacheformer": 16}  # tokens before the memory is read; for the others a segment of 16
+
+
+def rows_of(tokens: int) -> list[dict[str, Tensor]]:
+    rows = torch.randint(3, 128, (8, tokens), generator=torch.Generator().manual_seed(3))
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def trained_by_trainer(model: PeftModel, rows: list[dict[str, Tensor]], folder: Path, steps: int) -> set[str]:
+    """Train with `Trainer`; the memory's parameters that changed, by their parts' names."""
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    given = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+    )
+    Trainer(model, given, train_dataset=rows).train()
+    changed = [name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])]
+    assert any("lora_B" in name for name in changed)
+    return {name.partition("lora_mem_")[2].partition(".")[0] for name in changed if "lora_mem_" in name}
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "windowed"])
+def test_trainer_with_rows_that_never_reach_the_memory(make_base, config_factory, tmp_path, method):
+    """Every weight of the memory stays as it is, and training says so, once."""
+    model = get_peft_model(make_base("llama_gqa", torch.float32), config_factory(method))
+    with pytest.warns(UserWarning, match=NOT_TRAINED) as caught:
+        changed = trained_by_trainer(model, rows_of(NEAR.get(method, 16) + 1), tmp_path, steps=20)
+    assert changed == set()
+    (warning,) = [str(entry.message) for entry in caught if NOT_TRAINED in str(entry.message)]
+    assert "in the first 8 training forwards" in warning and "train_adapt.py" in warning
+
+
+@pytest.mark.filterwarnings(f"error:{NOT_TRAINED}")
+@pytest.mark.parametrize("method", list(METHODS))
+def test_trainer_with_rows_of_two_segments_trains_the_memory(make_base, config_factory, tmp_path, method):
+    model = get_peft_model(make_base("llama_gqa", torch.float32), config_factory(method))
+    changed = trained_by_trainer(model, rows_of(32), tmp_path, steps=10)
+    expected = {
+        "neurocache": {"down", "norm", "q", "k", "v", "o", "gate"},
+        "windowed": set(),
+        "memorizing": {"gate", "scale"},
+        "infini_attention": {"beta"},
+        "gated_attention": {"token_gate"},
+        "cacheformer": {"pool"},
+    }
+    assert changed == expected[method]
+
+
+@pytest.mark.filterwarnings(f"error:{NOT_TRAINED}")
+def test_who_is_not_told_that_the_memory_is_not_trained(make_model, ids, documents):
+    """A loop that carries a memory, lanes, generation while training, and rows of which one is long."""
+    model = make_model("llama_gqa", torch.float32).train()
+    with torch.no_grad():
+        for _ in range(10):
+            model(ids[:, :16])
+    for _ in range(7):
+        model(ids[:, :16], use_cache=False)
+    mask = torch.ones(2, 18, dtype=torch.long)
+    mask[0, :10] = 0
+    model(ids[:, :18], attention_mask=mask)
+    for _ in range(10):
+        model(ids[:, :16])
+
+    carried = make_model("llama_gqa", torch.float32).train()
+    for _ in range(10):
+        memory = carried(ids[:, :16]).past_key_values
+        carried(ids[:, 16:32], past_key_values=memory)
+    train_adapt.main(arguments(documents, "--steps=10"))

@@ -21,8 +21,8 @@ from transformers import (
 )
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from cacheformers.modeling.origin import digest
 from cacheformers.adapters.folders import check_base_folder
+from cacheformers.modeling.origin import digest
 from cacheformers.training.documents import fingerprint
 from cacheformers.training.gguf_base import check_file, converted, is_gguf
 from cacheformers.training.options import option

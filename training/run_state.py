@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from cacheformers.modeling.memories.base import joined, part
@@ -56,9 +57,11 @@ def saved_as(model: Trained) -> SavedAs:
 
 
 def trained_state(model: Trained) -> dict[str, Tensor]:
-    """Everything trained, by name, on the first process; empty on the others. Every process must call this."""
+    """Return everything trained, by name, on the first process at least. Every process must call this."""
+    trained = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not any(isinstance(parameter, DTensor) for parameter in trained.values()):
+        return trained  # a module of bitsandbytes may lack an attribute that its state dict names, so ask for none
     state = get_model_state_dict(model, options=WHOLE)
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     # A frozen weight that is tied to another one is in there under its second name.
     return {name: tensor for name, tensor in state.items() if name in trained}  # type: ignore[misc]
 

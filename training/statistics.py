@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.memories.gated_state import GatedState
-from cacheformers.modeling.memories.infini_attention import Beta
-from cacheformers.modeling.memories.neurocache import Gate, NeurocacheState
+from cacheformers.modeling.memories.method import Share
+from cacheformers.modeling.memories.neurocache import Gate
 
 GATE_BINS = 10  # of the histograms, from 0 to 1
 
@@ -29,14 +29,14 @@ def gate_statistics(model: nn.Module) -> dict[str, Any]:
 
 
 def share_statistics(model: nn.Module) -> dict[str, Any]:
-    """The memory's share sigmoid(beta) in every head of Infini-attention: mean, range, and how many are in each tenth.
+    """Count the memory's share in every head that has one (`Share`): mean, range, and how many are in each tenth.
 
     Under FSDP every process must call this.
     """
-    betas = [whole(module.weight) for module in model.modules() if isinstance(module, Beta)]
-    if not betas:
+    learned = [whole(module.weight) for module in model.modules() if isinstance(module, Share)]
+    if not learned:
         return {}
-    shares = torch.sigmoid(torch.cat(betas).float()).cpu()
+    shares = torch.sigmoid(torch.cat(learned).float()).cpu()
     return {
         "share_mean": float(shares.mean()),
         "share_min": float(shares.min()),
@@ -79,22 +79,21 @@ def retrieval_statistics(memories: list[MemoryCache]) -> dict[str, float]:
     Returns:
         `retrieved_age`: median number of tokens from a retrieved entry to the token that retrieved it;
         `retrieved_age_90`: nine of ten are at most this old; `retrieved_none`: share of the k places that found
-        nothing. Empty for memories that do not search.
+        nothing, over all retrieving layers (and heads, where each searches by itself). Empty for memories that do not
+        retrieve.
     """
     ages, none, places = [], 0, 0
     for memory in memories:
-        state = memory.state
-        if not isinstance(state, NeurocacheState):
-            continue
-        stored = torch.tensor([next(iter(state.rings.values())).count(row) for row in range(memory.batch_size)])
         real = memory.timeline.open
-        for hits in state.hits.values():
-            place = real.cumsum(1) - 1  # of each token in its segment
-            age = (stored[:, None] + place)[..., None] - hits.cpu()  # [rows, columns, k]
-            found = (hits.cpu() >= 0) & real[..., None]
-            ages.append(age[found])
-            places += int(real.sum()) * hits.shape[-1]
-            none += int(real.sum()) * hits.shape[-1] - int(found.sum())
+        stored = torch.tensor(memory.tokens_read) - real.sum(1)
+        numbers = stored[:, None] + real.cumsum(1) - 1  # of each open token in its document
+        for retrieved in memory.state.retrieved().values():
+            columns = retrieved.shape[1]
+            asking, found = real[:, -columns:, None], retrieved.cpu()
+            hit = (found >= 0) & asking
+            ages.append((numbers[:, -columns:, None] - found)[hit])
+            places += int(asking.sum()) * found.shape[-1]
+            none += int(asking.sum()) * found.shape[-1] - int(hit.sum())
     if not places:
         return {}
     all_ages = torch.cat(ages).float().sort().values

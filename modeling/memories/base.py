@@ -110,10 +110,12 @@ class MemoryState(ABC):
         own_layers: layers whose visible keys and values the state itself holds, so that the local cache does not.
         loss: what the method adds to the loss of the last forward; None for nothing.
         can_crop: the last tokens of open segments can be taken back.
+        retrieves: tokens look up single tokens of the document, which `retrieved` names.
     """
 
     forward_is_segment = False
     can_crop = True
+    retrieves = False
     own_layers: frozenset[int] = frozenset()
     loss: Tensor | None = None
     rings: dict[int, Ring] = {}
@@ -140,6 +142,13 @@ class MemoryState(ABC):
     def kept(self, row: int, closed: int) -> int:
         """Count the newest of a row's `closed` tokens of closed segments that can still be read; by default all."""
         return closed
+
+    def retrieved(self) -> dict[int, Tensor]:
+        """Return the numbers of the document's tokens that the newest columns retrieved, -1 for none.
+
+        By layer, `[rows, columns, places]`: at least the columns of the last forward, none before it.
+        """
+        return {}
 
     @abstractmethod
     def keep(self, columns: Tensor) -> None:

@@ -111,6 +111,11 @@ class CacheFormerOnBaseOptions(CacheFormerOptions):
         return LocalWindow(self.segment_tokens if self.causal else EVERYTHING, EVERYTHING)
 
     @property
+    def near_tokens(self) -> int:
+        """Texts of up to two windows are attended to in full."""
+        return 2 * self.window_tokens
+
+    @property
     def signature(self) -> dict[str, Any]:
         """What two models must share to exchange a memory."""
         options = asdict(self)

@@ -162,6 +162,11 @@ class GatedAttentionOptions:
         return LocalWindow(self.segment_tokens, EVERYTHING)
 
     @property
+    def near_tokens(self) -> int:
+        """Before gates matter, the window must be full."""
+        return self.window_tokens
+
+    @property
     def channels(self) -> int:
         """Gates of a token in a layer."""
         return {"layer": 1, "head": self.base.heads, "kv_head": self.base.kv_heads}[self.gate_per]

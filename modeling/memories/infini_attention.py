@@ -30,7 +30,7 @@ from cacheformers.modeling.memories.base import (
 )
 from cacheformers.modeling.memories.checks import check_choices, check_layers
 from cacheformers.modeling.memories.heads import by_head, by_kv_head
-from cacheformers.modeling.memories.method import first_numbers
+from cacheformers.modeling.memories.method import Share, first_numbers
 from cacheformers.modeling.memories.settings import LocalWindowOptions, LocalWindowSettings, chosen_layers
 
 
@@ -124,16 +124,8 @@ class InfiniAttentionOptions(LocalWindowOptions):
         return InfiniState(self, rows, devices, dtype, stays_empty=cache_size == 0)
 
 
-class Beta(nn.Module):
-    """One learned number per query head, whose sigmoid is the memory's share. It wants a high rate and no decay."""
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(heads))
-
-    def shares(self) -> Tensor:
-        """The memory's share in each head, `[heads]`."""
-        return torch.sigmoid(self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)))
+class Beta(Share):
+    """The memory's share of each head, a half at first. It wants a high rate and no decay."""
 
 
 class InfiniParts(NamedTuple):

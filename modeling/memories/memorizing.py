@@ -16,6 +16,7 @@ each for itself.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,8 +27,8 @@ from torch import Tensor, nn
 from cacheformers.modeling.memories.attending import AttentionInputs
 from cacheformers.modeling.memories.base import BaseShape, SegmentCall
 from cacheformers.modeling.memories.checks import check_at_least, check_choices, check_layers
-from cacheformers.modeling.memories.method import first_numbers
-from cacheformers.modeling.memories.rings import STORE_DTYPES, RingState, StoreOptions
+from cacheformers.modeling.memories.method import Share, first_numbers
+from cacheformers.modeling.memories.rings import STORE_DTYPES, RingState, StoreOptions, token_numbers
 from cacheformers.modeling.memories.settings import LocalWindowOptions, LocalWindowSettings
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.search.store import Entries, Ring
@@ -160,7 +161,7 @@ class PerHead(nn.Module):
 class MemorizingParts(NamedTuple):
     """What one layer trains: `gate` is b, `scale` is s, both `[heads]`."""
 
-    gate: PerHead
+    gate: Share
     scale: PerHead
 
     @property
@@ -171,7 +172,7 @@ class MemorizingParts(NamedTuple):
 def make_parts(options: MemorizingOptions, *_: Any) -> dict[str, nn.Module]:
     """The parts that one layer trains, the same in each and on every base."""
     heads = options.base.heads
-    return {"gate": PerHead(heads, options.gate_start), "scale": PerHead(heads, options.base.head_dim**0.5)}
+    return {"gate": Share(heads, options.gate_start), "scale": PerHead(heads, options.base.head_dim**0.5)}
 
 
 @dataclass
@@ -185,13 +186,35 @@ class MemorizingReading:
 
 
 class MemorizingState(RingState):
-    """A ring of pairs per layer: all key heads of a token side by side, and so its values."""
+    """A ring of pairs per layer: all key heads of a token side by side, and so its values.
+
+    Attributes:
+        last: hits of the last forward by layer, all heads of a token side by side, `[rows, columns, heads * k]`.
+    """
+
+    retrieves = True
+
+    def __init__(self, rings: dict[int, Ring]) -> None:
+        super().__init__(rings)
+        self.last: dict[int, Tensor] = {}
 
     def begin(self) -> MemorizingReading:
         return MemorizingReading({layer: ring.view() for layer, ring in self.rings.items()})
 
     def end(self, reading: MemorizingReading) -> None:
         self.add(keys=reading.new_keys, values=reading.new_values)
+        self.last = {layer: side_by_side(hits) for layer, hits in reading.hits.items()}
+
+    def retrieved(self) -> dict[int, Tensor]:
+        return {layer: token_numbers(self.rings[layer], hits) for layer, hits in self.last.items()}
+
+    def keep(self, columns: Tensor) -> None:
+        super().keep(columns)
+        self.last = {}
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        self.last = {layer: hits[torch.tensor(rows, device=hits.device)] for layer, hits in self.last.items()}
 
 
 def unit(states: Tensor) -> Tensor:
@@ -216,7 +239,7 @@ def mix(options: MemorizingOptions, layer: int, parts: MemorizingParts, inputs: 
 
 
 def side_by_side(heads: Tensor) -> Tensor:
-    """`[rows, heads, time, d_head]` as `[rows, time, heads * d_head]`."""
+    """`[rows, heads, time, d]` as `[rows, time, heads * d]`."""
     return heads.transpose(1, 2).flatten(2)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -41,13 +42,30 @@ def first_numbers(*parameters: Tensor) -> tuple[float, ...]:
     return tuple(number for parameter in parameters for number in parameter.detach().flatten()[:4].tolist())
 
 
+class Share(nn.Module):
+    """One learned number per query head, whose sigmoid is the memory's share in what the head returns."""
+
+    def __init__(self, heads: int, start: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((heads,), start))
+
+    def shares(self) -> Tensor:
+        """The memory's share in each head, `[heads]`."""
+        return torch.sigmoid(self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)))
+
+
 class MethodOnLayer:
-    """What sits on an attention module: a method, and the options and parts that are active there."""
+    """What sits on an attention module: a method, and the options and parts that are active there.
+
+    Attributes:
+        unread_forwards: training forwards so far that could not read the memory (see `inputs.watch_training`).
+    """
 
     method: Method
     layer: int
     training: bool
     handles: list[Any]
+    unread_forwards = 0
 
     @property
     def options(self) -> Any:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from cacheformers.modeling.memories.base import SegmentCall, keep_columns
 from cacheformers.modeling.memories.neurocache_options import NeurocacheOptions
-from cacheformers.modeling.memories.rings import RingState
+from cacheformers.modeling.memories.rings import RingState, token_numbers
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.search.store import Ring
 
@@ -192,6 +192,8 @@ class NeurocacheReading:
 class NeurocacheState(RingState):
     """One ring per storing layer; beside its pairs, what the tokens of open segments retrieved, and asked with."""
 
+    retrieves = True
+
     def __init__(
         self,
         options: NeurocacheOptions,
@@ -215,11 +217,15 @@ class NeurocacheState(RingState):
             for _, storing in options.retrieval_map
         }
         super().__init__(rings, ("hits", "queries"))
+        self.stores = dict(options.retrieval_map)
 
     @property
     def hits(self) -> dict[int, Tensor]:
         """What the tokens of open segments retrieved, by layer, `[rows, columns, k]`, counted from the oldest entry."""
         return self.open["hits"]
+
+    def retrieved(self) -> dict[int, Tensor]:
+        return {layer: token_numbers(self.rings[self.stores[layer]], hits) for layer, hits in self.hits.items()}
 
     def begin(self) -> NeurocacheReading:
         stores = {layer: ring.view() for layer, ring in self.rings.items()}

@@ -176,6 +176,11 @@ class NeurocacheOptions(StoreOptions, LocalWindowOptions):
         return super().window
 
     @property
+    def near_tokens(self) -> int | None:
+        """The first segment; in the reference modes rows have no segments, and only a caller's memory is read."""
+        return self.segment_tokens if self.compatibility is None else None
+
+    @property
     def first_layer(self) -> int:
         """The lowest retrieval layer; W_p and its norm are kept there."""
         return min(retrieval for retrieval, _ in self.retrieval_map)

@@ -117,3 +117,9 @@ class RingState(MemoryState):
     def nbytes(self) -> int:
         waiting = sum(tensor.nbytes for held in self.open.values() for tensor in held.values())
         return waiting + sum(ring.nbytes for ring in self.rings.values())
+
+
+def token_numbers(ring: Ring, hits: Tensor) -> Tensor:
+    """Hits `[rows, columns, places]`, counted from a row's oldest entry, as numbers of its document's tokens."""
+    first = torch.tensor([ring.entries(row).first for row in range(ring.rows)], device=hits.device)
+    return torch.where(hits >= 0, hits + first[:, None, None], hits)

@@ -63,6 +63,11 @@ class LocalWindowOptions:
         kept = self.window_tokens if self.local_window == "sliding" else 0
         return LocalWindow(self.segment_tokens, kept, self.sink_tokens)
 
+    @property
+    def near_tokens(self) -> int | None:
+        """How many tokens are read before the memory is: the first segment."""
+        return self.segment_tokens
+
 
 def chosen_layers(layers: list[int] | None, base: BaseShape) -> tuple[int, ...]:
     """Layers in their order; None for all of the base model's."""

@@ -56,6 +56,11 @@ class WindowedOptions(LocalWindowOptions):
         return tuple(range(self.base.layers))
 
     @property
+    def near_tokens(self) -> None:
+        """Nothing is trained."""
+        return None
+
+    @property
     def signature(self) -> dict[str, Any]:
         """What two models must share to exchange what they have read."""
         return {"method": "windowed", **asdict(self)}
