@@ -70,12 +70,11 @@ def search(count: int, width: int, rates: dict[str, float], options: argparse.Na
     """Exact search of a bfloat16 store beside the bare product (bfloat16 in and out) of the same size."""
     stored = torch.nn.functional.normalize(torch.randn(count, width, device=options.device), dim=1).bfloat16()
     queries = torch.nn.functional.normalize(torch.randn(QUERIES, width, device=options.device), dim=1)
-    entries, exact, rounded = Entries((stored,)), get_search("exact"), get_search("bfloat16")
+    entries, exact = Entries((stored,)), get_search("exact")
     asked = queries.bfloat16()
     out = torch.empty(QUERIES, count, dtype=torch.bfloat16, device=options.device)
     runs = {
         "search": lambda: exact(queries, entries, TOPK, "l2"),
-        "bfloat16": lambda: rounded(queries, entries, TOPK, "l2"),
         "product": lambda: torch.mm(asked, stored.T, out=out),
     }
     extra = peak_extra(runs["search"], options.device)
@@ -90,13 +89,9 @@ def search(count: int, width: int, rates: dict[str, float], options: argparse.Na
         "floor_seconds": least,
     }
     row |= {"over": "torch.mm, bfloat16 output", "extra_bytes": extra, "recall": found, "times": times}
-    _, hits = rounded(queries[:64], entries, TOPK, "l2")
-    near = recall(hits.cpu(), queries[:64].cpu(), Entries((stored.cpu(),)), TOPK, "l2")
-    row["bfloat16"] = {**ratio(times, "bfloat16", "product"), "recall": near}
     print(
         f"search {QUERIES:,} x {count:,} x {width}: {shown(row)} of the product, {row['seconds'] / least:.1f} of the "
-        f"floor, {extra / 2**20:.0f} MiB, recall {found:.4f}; "
-        f"with bfloat16 products {shown(row['bfloat16'])}, recall {near:.4f}"
+        f"floor, {extra / 2**20:.0f} MiB, recall {found:.4f}"
     )
     return row
 

@@ -87,14 +87,6 @@ def processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
-def multiplies_bfloat16(device: str = "cpu") -> bool:
-    """Whether the device has instructions for bfloat16 products; without them they take a hundred times as long."""
-    if device != "cpu":
-        return True
-    flags = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
-    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags)
-
-
 def about(device: str = "cpu") -> dict[str, Any]:
     """What a result needs to be repeated: command, commit, versions, machine."""
     facts = environment(torch.device(device))

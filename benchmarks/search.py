@@ -33,7 +33,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from cacheformers.benchmarks.measuring import RESULTS, about, interleaved, multiplies_bfloat16, peak_extra
+from cacheformers.benchmarks.measuring import RESULTS, about, interleaved, peak_extra
 from cacheformers.modeling.search import Search, get_search, recall
 from cacheformers.modeling.search.base import between
 from cacheformers.modeling.search.store import Entries, Ring
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--topk", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument(
-        "--back-ends", nargs="+", help="default: exact; faiss where it is installed; bfloat16 for such a store"
+        "--back-ends", nargs="+", help="default: exact; faiss where it is installed"
     )
     parser.add_argument("--headline", action="store_true", help="only 2,048 queries, width 256, k 16, with ring update")
     parser.add_argument("--quick", action="store_true", help="small sizes only")
@@ -96,13 +96,11 @@ def main() -> None:
     plot(report, options.out / f"{name}.png")
 
 
-def back_ends(device: str, dtype: str = "float32") -> dict[str, Search]:
-    """Every exact back end that runs here, and for a bfloat16 store the nearly exact one where it is not hopeless."""
+def back_ends(device: str) -> dict[str, Search]:
+    """Every exact back end that runs here."""
     names = ["exact"]
     if find_spec("faiss") and (device == "cpu" or hasattr(__import__("faiss"), "knn_gpu")):
         names.append("faiss")
-    if dtype == "bfloat16" and multiplies_bfloat16(device):
-        names.append("bfloat16")
     return {name: get_search(name) for name in names}
 
 
@@ -121,7 +119,7 @@ def measure(
     """One row of results for each back end."""
     asked, ring = made(queries, entries, width, dtype, options.device)
     names = options.back_ends
-    searches = {name: get_search(name) for name in names} if names else back_ends(options.device, dtype)
+    searches = {name: get_search(name) for name in names} if names else back_ends(options.device)
     if options.headline and not names:
         searches["auto"] = get_search("auto")
     new = torch.randn(queries, width, device=options.device)
