@@ -1,1 +1,0 @@
-"""Measurements: scripts to run by hand."""
