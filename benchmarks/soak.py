@@ -70,7 +70,18 @@ def main() -> None:
         else:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 results[dtype] = pool.apply(soak, (options, dtype))
-        draw(save(f"soak_{options.method}", options, {"results": results}, page), results)
+        draw(save(f"soak_{options.method}", options, {"results": without_samples(results)}, page), results)
+
+
+def without_samples(results: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the samples of process memory, which the plot shows."""
+    return {
+        dtype: {
+            key: {name: value for name, value in part.items() if name != "memory"} if isinstance(part, dict) else part
+            for key, part in found.items()
+        }
+        for dtype, found in results.items()
+    }
 
 
 def open_model(options: argparse.Namespace, dtype: str) -> PeftModel:
