@@ -170,7 +170,7 @@ def draw_lines(path: Path, panels: Sequence[Sequence[Panel]], log: bool = True) 
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
         else:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.2 * axes.get_ylim()[1])
         axes.grid(alpha=0.3)
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=100)
