@@ -12,7 +12,6 @@ share. On a GPU its results are compared with the CPU's first.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,16 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import (
-    RESULTS,
-    about,
-    draw_lines,
-    interleaved,
-    peak_extra,
-    ratio,
-    shown,
-    write_json,
-)
+from measuring import Panel, Points, draw_lines, interleaved, opening, parser, peak_extra, ratio, save, shown, table
 from torch import Tensor
 
 from cacheformers.modeling.memories.cacheformer import CacheFormerOptions, CacheFormerParts, Projected, make_parts
@@ -66,31 +56,30 @@ class Setting:
     dtype: torch.dtype
 
     def random(self, *shape: int) -> Tensor:
-        """Random numbers."""
+        """Return random numbers."""
         return torch.randn(shape, device=self.device, dtype=self.dtype)
 
     def times(self, runs: dict[str, Callable[[], None]]) -> Times:
-        """Seconds of each run, round after round."""
+        """Return the seconds of each run, round after round."""
         return interleaved(runs, self.rounds, self.device)
 
     def make(self, options: CacheFormerOptions) -> CacheFormerParts:
-        """What a layer trains."""
+        """Make what a layer trains."""
         modules = {name: module.to(self.device) for name, module in make_parts(options).items()}
         return CacheFormerParts(**modules)  # type: ignore[arg-type]
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192, 16384, 32768, 65536])
-    parser.add_argument("--training_lengths", type=int, nargs="+", default=[4096, 16384], help="forward and backward")
-    parser.add_argument("--decode", type=int, nargs="+", default=[4096, 16384, 65536], help="tokens read before a step")
-    parser.add_argument("--at", type=int, default=16384, help="length of the branches' prices and of peak memory")
-    parser.add_argument("--rounds", type=int, default=5, help="of each measurement; one of texts above 32K tokens")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="a GPU measures in bfloat16")
-    parser.add_argument("--quick", action="store_true", help="short texts, a round")
-    parser.add_argument("--output", type=Path, default=RESULTS / "costs", help="folder for attention_cacheformer.*")
-    options = parser.parse_args()
+    given = parser(__doc__)
+    given.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192, 16384, 32768, 65536])
+    given.add_argument("--training_lengths", type=int, nargs="+", default=[4096, 16384], help="forward and backward")
+    given.add_argument("--decode", type=int, nargs="+", default=[4096, 16384, 65536], help="tokens read before a step")
+    given.add_argument("--at", type=int, default=16384, help="length of the branches' prices and of peak memory")
+    given.add_argument("--rounds", type=int, default=5, help="of each measurement; one of texts above 32K tokens")
+    given.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="a GPU measures in bfloat16")
+    given.add_argument("--quick", action="store_true", help="short texts, a round")
+    options = given.parse_args()
     if options.quick:
         options.lengths, options.training_lengths, options.decode = [512, 1024, 2048], [1024], [512, 2048]
         options.at, options.rounds = 1024, 1
@@ -98,12 +87,8 @@ def main() -> None:
         raise SystemExit("There is no CUDA device here; --device cpu measures on the processor.")
     torch.manual_seed(0)
     setting = Setting(options.rounds, options.device, torch.float32 if options.device == "cpu" else torch.bfloat16)
-    settings = {name: str(value) for name, value in vars(options).items()}
-    result = {
-        "about": about(options.device),
-        "options": settings,
+    result: dict[str, Any] = {
         "dtype": str(setting.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
         "agreement": {name: agreement(shape, setting) for name, shape in SHAPES.items()},
         # First: what longer texts leave in the allocator would count.
         "memory": [row for training in (False, True) for row in memory(options.at, setting, training)],
@@ -113,27 +98,22 @@ def main() -> None:
         "branches": branches(options.at, setting),
         "decode": decode(options.decode, setting),
     }
-    report = markdown(result)
-    print(report)
     name = "attention_cacheformer" if options.device == "cpu" else "attention_cacheformer_gpu"
-    path = write_json(options.output, name, result)
-    path.with_suffix(".md").write_text(report, encoding="utf-8")
-    draw(path.with_suffix(".png"), result)
-    print(f"Written to {path.with_suffix('')}.json, .md and .png")
+    draw(save(name, options, result, page), result["forward"])
 
 
 # What is measured
 
 
 def columns(options: CacheFormerOptions, tokens: int) -> float:
-    """How many columns a token sees on average in a text of so many; full attention has tokens / 2."""
+    """Return how many columns a token sees on average in a text of `tokens`; full attention has tokens / 2."""
     compressed = (options.long + options.overlap) * tokens * options.pool_vectors / (2 * options.pool_tokens)
     return 1.5 * options.window_tokens + compressed + options.cache * options.retrieved * options.pool_tokens
 
 
 @torch.no_grad()
 def agreement(options: CacheFormerOptions, setting: Setting) -> float | None:
-    """Largest difference from what the CPU makes of the same numbers, in float32; None on the CPU itself."""
+    """Return the largest difference from the CPU's float32 result; None on the CPU itself."""
     if setting.device == "cpu":
         return None
     given, read = Projected(*torch.randn(2, 1, HEADS, 2048, WIDTH)), []
@@ -147,7 +127,7 @@ def agreement(options: CacheFormerOptions, setting: Setting) -> float | None:
 def attention(
     options: CacheFormerOptions | None, tokens: int, setting: Setting, training: bool = False
 ) -> Callable[[], None]:
-    """A run of CacheFormer's attention, or of full causal attention, over a text; its gradients too in training."""
+    """Return a run of CacheFormer's attention (None: full causal attention) over a text, with gradients in training."""
     q, k, v, gradient = (setting.random(1, HEADS, tokens, WIDTH) for _ in range(4))
     leaves = [tensor.requires_grad_(training) for tensor in (q, k, v)]
     parts = CacheFormerParts() if options is None else setting.make(options)
@@ -167,7 +147,7 @@ def attention(
 
 
 def beside_sdpa(tokens: int, setting: Setting, training: bool = False) -> list[dict[str, Any]]:
-    """Each shape's time over that of full attention, and what the columns that they see would say."""
+    """Measure each shape's time over that of full attention, and over the share of columns that it sees."""
     if tokens > MANY_TOKENS:
         setting = replace(setting, rounds=1)
     runs = {"sdpa": attention(None, tokens, setting, training)}
@@ -184,13 +164,13 @@ def beside_sdpa(tokens: int, setting: Setting, training: bool = False) -> list[d
 
 
 def growth(tokens: int, setting: Setting) -> dict[str, Any]:
-    """The time of twice the tokens over that of so many, where reads hardly grow."""
+    """Measure the time of twice the tokens over that of `tokens`, where reads hardly grow."""
     runs = {"once": attention(CONSTANT, tokens, setting), "twice": attention(CONSTANT, 2 * tokens, setting)}
     return {"tokens": tokens, **ratio(setting.times(runs), "twice", "once")}
 
 
 def memory(tokens: int, setting: Setting, training: bool) -> list[dict[str, Any]]:
-    """Bytes that a run takes at most, over those of full attention: beyond its inputs, and with them."""
+    """Measure peak bytes over those of full attention: beyond the inputs, and with them."""
     shapes = {**SHAPES, "the same on a pretrained layer": PRETRAINED}
     peaks, inputs = {}, {}
     for name, options in {"sdpa": None, **shapes}.items():
@@ -208,7 +188,7 @@ def memory(tokens: int, setting: Setting, training: bool) -> list[dict[str, Any]
 
 
 def branches(tokens: int, setting: Setting) -> list[dict[str, Any]]:
-    """What each branch adds, as a share of the window's own time, forward and with gradients."""
+    """Measure each set of branches over the window alone, forward and with gradients."""
     found: dict[str, Times] = {}
     for kind in ("forward", "training"):
         runs = {name: attention(options, tokens, setting, kind == "training") for name, options in BRANCHES.items()}
@@ -220,7 +200,7 @@ def branches(tokens: int, setting: Setting) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def decode(lengths: list[int], setting: Setting) -> list[dict[str, Any]]:
-    """The time of a new token by what was read before, and the bytes of keys that it reads."""
+    """Measure the time of a new token by the tokens read before, and the bytes of keys that it reads."""
     runs = {f"{name}|{read}": steps(options, read, setting) for name, options in SHAPES.items() for read in lengths}
     runs |= {f"sdpa|{read}": full_step(read, setting) for read in lengths}
     times = setting.times(runs)
@@ -241,14 +221,14 @@ def decode(lengths: list[int], setting: Setting) -> list[dict[str, Any]]:
 
 
 def bytes_read(options: CacheFormerOptions | None, read: int, number: int) -> float:
-    """Keys (and values, where they are others) that a step looks at after so many tokens."""
+    """Return the bytes of keys (and of values that are not the keys) that a step reads after `read` tokens."""
     if options is None:
         return 2.0 * read * HEADS * WIDTH * number
     return (2 * columns(options, read) - columns(options, 0)) * HEADS * WIDTH * number  # compressed: all, not half
 
 
 def steps(options: CacheFormerOptions, read: int, setting: Setting) -> Callable[[], None]:
-    """A window of new tokens, one by one, after a text of so many."""
+    """Return a run of a window of new tokens, one by one, after a text of `read` tokens."""
     state, parts = CacheFormerState(options, 1, setting.dtype, setting.device), setting.make(options)
     for start in range(0, read, PIECE):
         state.attend(parts, Projected(*setting.random(2, 1, HEADS, min(PIECE, read - start), WIDTH)))
@@ -263,7 +243,7 @@ def steps(options: CacheFormerOptions, read: int, setting: Setting) -> Callable[
 
 
 def full_step(read: int, setting: Setting) -> Callable[[], None]:
-    """The same with full attention."""
+    """Return the same run with full attention."""
     q, k, v = setting.random(1, HEADS, 1, WIDTH), *setting.random(2, 1, HEADS, read, WIDTH)
 
     def run() -> None:
@@ -276,22 +256,16 @@ def full_step(read: int, setting: Setting) -> Callable[[], None]:
 # What is shown
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """Every number as tables."""
-    facts, at = result["about"], int(result["options"]["at"])
-    parts = [
-        "# CacheFormer's attention beside full attention\n",
-        f"12 heads x 64, window 128, one row, {result['dtype']}, {result['threads']} thread(s); medians of "
-        f"{result['options']['rounds']} rounds (one above 32K tokens), the middle half in brackets. SDPA is torch's "
-        "causal attention.\n",
-        f"```\n{facts['command']}\n```\n",
-        *(
-            f"Largest difference from the CPU, {name}: {found}.\n"
-            for name, found in result["agreement"].items()
-            if found
-        ),
-        f"{facts['date']}, commit {facts['commit']}, {facts['processor']}, torch {facts['torch']}.\n",
-    ]
+def page(result: dict[str, Any]) -> str:
+    """Format every number as tables."""
+    chosen = result["settings"]
+    text = (
+        f"12 heads x 64, window 128, one row, {result['dtype']}; medians of {chosen['rounds']} rounds (one above 32K "
+        "tokens), the middle half in brackets. SDPA is torch's causal attention."
+    )
+    lines = opening("CacheFormer's attention beside full attention", result, text)
+    for name, found in result["agreement"].items():
+        lines += [f"Largest difference from the CPU, {name}: {found}.", ""] if found else []
     for kind, title in (("forward", "Forward"), ("training", "Forward and backward")):
         titles = ["shape", "tokens", "of SDPA", "columns / (n/2)", "measured / columns", "seconds", "SDPA's"]
         rows = [
@@ -299,42 +273,35 @@ def markdown(result: dict[str, Any]) -> str:
             + [f"{row['seconds']:.3f}", f"{row['sdpa_seconds']:.3f}"]
             for row in result[kind]
         ]
-        parts.append(section(title, titles, rows))
+        lines += [f"## {title}", "", *table(titles, rows)]
     grown = result["growth"]
-    twice = f"{grown['tokens']:,} to {2 * grown['tokens']:,} tokens, s 128, r 1, k 2: {shown(grown)} times the time.\n"
-    parts.append(f"## Twice the text\n\n{twice}")
+    twice = f"{grown['tokens']:,} to {2 * grown['tokens']:,} tokens, s 128, r 1, k 2: {shown(grown)} times the time."
+    lines += ["## Twice the text", "", twice, "", f"## Peak memory, {chosen['at']} tokens", ""]
     rows = [
         [row["shape"], "forward and backward" if row["training"] else "forward", f"{row['bytes'] / 2**20:.0f}"]
         + [f"{row['ratio']:.2f}", f"{row['ratio_with_inputs']:.2f}"]
         for row in result["memory"]
     ]
-    titles = ["shape", "", "MiB beyond the inputs", "of SDPA's", "with the inputs"]
-    parts.append(section(f"Peak memory, {at:,} tokens", titles, rows))
+    lines += table(["shape", "", "MiB beyond the inputs", "of SDPA's", "with the inputs"], rows)
+    lines += [f"## The price of each branch, {chosen['at']} tokens", ""]
     rows = [[row["branches"], shown(row["forward"]), shown(row["training"])] for row in result["branches"]]
-    titles = ["branches (s 16, r 4, k 7)", "forward, of the window alone", "and backward"]
-    parts.append(section(f"The price of each branch, {at:,} tokens", titles, rows))
+    lines += table(["branches (s 16, r 4, k 7)", "forward, of the window alone", "and backward"], rows)
     rows = [
         [row["shape"], f"{row['read']:,}", f"{1000 * row['seconds']:.3f}", f"{row['bytes'] / 2**20:.2f}", shown(row)]
         for row in result["decode"]
     ]
     titles = ["shape", "tokens read", "ms a token", "MiB read", "of the first length"]
-    return "\n".join([*parts, section("Decoding", titles, rows)])
+    return "\n".join([*lines, "## Decoding", "", *table(titles, rows)])
 
 
-def section(title: str, titles: list[str], rows: list[list[str]]) -> str:
-    """A heading and a table."""
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join([f"## {title}\n", *(f"| {' | '.join(line)} |" for line in lines), ""])
-
-
-def draw(path: Path, result: dict[str, Any]) -> None:
-    """Time of a forward by length, each shape and full attention."""
-    lines = {name: [(r["tokens"], r["seconds"]) for r in result["forward"] if r["shape"] == name] for name in SHAPES}
-    first = next(iter(SHAPES))
-    lines["full attention (SDPA)"] = [
-        (row["tokens"], row["sdpa_seconds"]) for row in result["forward"] if row["shape"] == first
-    ]
-    draw_lines(path, "CacheFormer's attention, 12 heads x 64", "tokens", "seconds, forward", lines)
+def draw(path: Path, forward: list[dict[str, Any]]) -> None:
+    """Draw the time of a forward by length, of each shape and of full attention."""
+    lines: dict[str, Points] = {
+        name: [(row["tokens"], row["seconds"]) for row in forward if row["shape"] == name] for name in SHAPES
+    }
+    first = [row for row in forward if row["shape"] == next(iter(SHAPES))]
+    lines["full attention (SDPA)"] = [(row["tokens"], row["sdpa_seconds"]) for row in first]
+    draw_lines(path, [[Panel("CacheFormer's attention, 12 heads x 64", "tokens", "seconds, forward", lines)]])
 
 
 if __name__ == "__main__":

@@ -13,21 +13,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measuring import (
-    RESULTS,
-    about,
-    draw_lines,
-    interleaved,
-    peak_extra,
-    ratio,
-    shown,
-    write_json,
-)
+from measuring import Panel, Points, draw_lines, interleaved, opening, parser, peak_extra, ratio, save, shown, table
 from torch import Tensor
 
 from cacheformers.modeling.memories.base import BaseShape
@@ -48,37 +38,29 @@ QUICK = {"tokens": [512, 1024], "gated_tokens": 1024, "segment_tokens": 128, "wi
 @torch.no_grad()
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768])
-    parser.add_argument("--gated_tokens", type=int, default=8192, help="gated attention reads no longer texts")
-    parser.add_argument("--segment_tokens", type=int, default=2048, help="of Infini-attention")
-    parser.add_argument("--window_tokens", type=int, default=512, help="of gated attention")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--output", type=Path, default=RESULTS / "costs", help="folder for the results")
-    options = parser.parse_args()
+    given = parser(__doc__)
+    given.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768])
+    given.add_argument("--gated_tokens", type=int, default=8192, help="gated attention reads no longer texts")
+    given.add_argument("--segment_tokens", type=int, default=2048, help="of Infini-attention")
+    given.add_argument("--window_tokens", type=int, default=512, help="of gated attention")
+    given.add_argument("--rounds", type=int, default=5)
+    given.add_argument("--quick", action="store_true")
+    options = given.parse_args()
     if options.quick:
         vars(options).update(QUICK)
 
     torch.manual_seed(0)
-    rows = []
-    for tokens in options.tokens:
-        rows += measure(tokens, options)
-    settings = {name: str(value) for name, value in vars(options).items() if name != "output"}
-    result = {"about": about(), "heads": HEADS, "width": WIDTH, "settings": settings, "rows": rows}
-    print(write_json(options.output, "attention_memories", result))
-    table = markdown(result)
-    (options.output / "attention_memories.md").write_text(table, encoding="utf-8")
-    print(table)
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for row in rows:
-        lines.setdefault(row["attention"], []).append((row["tokens"], row["seconds"]))
-    title = f"Attention alone, {HEADS} heads of {WIDTH}"
-    draw_lines(options.output / "attention_memories.png", title, "tokens", "seconds", lines)
+    rows = [row for tokens in options.tokens for row in measure(tokens, options)]
+    path = save("attention_memories", options, {"heads": HEADS, "width": WIDTH, "rows": rows}, page)
+    names = dict.fromkeys(row["attention"] for row in rows)
+    lines: dict[str, Points] = {
+        name: [(row["tokens"], row["seconds"]) for row in rows if row["attention"] == name] for name in names
+    }
+    draw_lines(path, [[Panel(f"Attention alone, {HEADS} heads of {WIDTH}", "tokens", "seconds", lines)]])
 
 
 def measure(tokens: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All kinds of attention over a text of one length."""
+    """Measure all kinds of attention over a text of one length."""
     q, k, v = (torch.randn(1, HEADS, tokens, WIDTH) for _ in range(3))
     reads: dict[str, Reads] = {}
     runs: dict[str, Callable[[], Any]] = {
@@ -103,7 +85,7 @@ def measure(tokens: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def infini(q: Tensor, k: Tensor, v: Tensor, segment_tokens: int) -> Callable[[], Any]:
-    """Infini-attention, linear rule, four segments at a time: what goes from one part to the next is M and z."""
+    """Return a run of Infini-attention, linear rule, four segments at a time; M and z pass from part to part."""
     base = BaseShape("llama", HEADS * WIDTH, HEADS, HEADS, WIDTH, 1, 1, segment_tokens, rotary=True)
     options = InfiniAttentionOptions(base=base, layers=(0,), segment_tokens=segment_tokens)
     parts = InfiniParts(**make_parts(options))  # type: ignore[arg-type]
@@ -122,7 +104,7 @@ def infini(q: Tensor, k: Tensor, v: Tensor, segment_tokens: int) -> Callable[[],
 def gated(
     q: Tensor, k: Tensor, v: Tensor, window: int, closed: float, reads: dict[str, Reads], name: str
 ) -> Callable[[], Any]:
-    """Gated attention in which a share of the tokens has closed gates; what it read goes to `reads[name]`."""
+    """Return a run of gated attention in which a share of the gates is closed; it counts into `reads[name]`."""
     gates = torch.rand(1, 1, q.shape[2])
     gates = gates.masked_fill(torch.rand_like(gates) < closed, 0)
 
@@ -133,37 +115,25 @@ def gated(
     return run
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The result as a page."""
-    facts, settings = result["about"], result["settings"]
-    lines = [
-        "# Attention with memories beside full attention",
-        "",
-        f"`{facts['command']}`",
-        "",
-        f"Commit {facts['commit']}, {facts['date']}; {facts['processor']}, {facts['machine']}; torch {facts['torch']}. "
-        f"{HEADS} heads of {WIDTH}, Infini-attention with segments of {settings['segment_tokens']}, gated attention "
-        f"with a window of {settings['window_tokens']} and threshold 0; {settings['rounds']} rounds. In brackets the "
-        "middle half of the rounds. Pairs are of a query and a key, over all heads, masked ones of a tile included.",
-        "",
-        "| attention | tokens | seconds | of full attention | peak MiB beyond inputs and output | far skipped "
-        "| million pairs: near, far |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+def page(result: dict[str, Any]) -> str:
+    """Format the result as a page."""
+    chosen = result["settings"]
+    text = (
+        f"{HEADS} heads of {WIDTH}, Infini-attention with segments of {chosen['segment_tokens']}, gated attention "
+        f"with a window of {chosen['window_tokens']} and threshold 0; {chosen['rounds']} rounds. In brackets the "
+        "middle half of the rounds. Pairs are of a query and a key, over all heads, masked ones of a tile included."
+    )
+    titles = ["attention", "tokens", "seconds", "of full attention", "peak MiB beyond inputs and output", "far skipped"]
+    rows = []
     for row in result["rows"]:
         beyond = (row["peak_extra_bytes"] - row["output_bytes"]) / 2**20
-        counted = "near_pairs" in row
-        cells = [
-            row["attention"],
-            f"{row['tokens']:,}",
-            f"{row['seconds']:.3f}",
-            shown(row, 3),
-            f"{beyond:.1f}",
-            f"{row['skipped_share']:.1%}" if counted else "",
-            f"{row['near_pairs'] / 1e6:,.0f}, {row['far_pairs'] / 1e6:,.0f}" if counted else "",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", "![Time by length](attention_memories.png)", ""])
+        cells = [row["attention"], f"{row['tokens']:,}", f"{row['seconds']:.3f}", shown(row, 3), f"{beyond:.1f}"]
+        if "near_pairs" in row:
+            pairs = f"{row['near_pairs'] / 1e6:,.0f}, {row['far_pairs'] / 1e6:,.0f}"
+        rows.append([*cells, f"{row['skipped_share']:.1%}", pairs] if "near_pairs" in row else [*cells, "", ""])
+    lines = opening("Attention with memories beside full attention", result, text)
+    lines += table([*titles, "million pairs: near, far"], rows)
+    return "\n".join([*lines, "![Time by length](attention_memories.png)", ""])
 
 
 if __name__ == "__main__":

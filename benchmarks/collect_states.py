@@ -1,4 +1,4 @@
-"""Entries of a trained memory for a million tokens of real books, to measure search on: what would lie in its ring.
+"""Entries of a trained memory for a million tokens of real books, to measure search on: what would be in its ring.
 
     python benchmarks/collect_states.py --adapter runs/smollm2_books --tokens 1048576      # half an hour on one core
 
@@ -9,18 +9,17 @@ first, and `queries`: the entries of the tokens that follow.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import load_dataset
 from peft import PeftConfig, PeftModel
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheformers.modeling.attach import active_memories, find_decoder, unwrap
+from cacheformers.training.sources import load_texts
 
 
 @torch.no_grad()
@@ -40,16 +39,17 @@ def main() -> None:
     model = PeftModel.from_pretrained(base, options.adapter).eval()
     memory: Any = active_memories(find_decoder(unwrap(model)))[0]
     storing = memory.options.layers[0]
-    below = base.model.layers[: storing + 1]
-    base.model.layers = below
+    base.model.layers = base.model.layers[: storing + 1]
     found: list[torch.Tensor] = []
-    below[storing].self_attn.register_forward_pre_hook(
+    base.model.layers[storing].self_attn.register_forward_pre_hook(
         lambda module, given, named: found.append(memory.active_parts.encode(named["hidden_states"])[0]),
         with_kwargs=True,
     )
     wanted, tokenizer = options.tokens + options.queries, AutoTokenizer.from_pretrained(name)
+    texts = (torch.tensor(tokenizer(text).input_ids) for text in load_texts([options.books]))
+    segments = (segment for ids in texts for segment in ids.split(options.segment))
     with tqdm(total=wanted, unit=" tokens") as bar, model.disable_adapter():
-        for segment in segments(options.books, tokenizer, options.segment):
+        for segment in segments:
             base.model(input_ids=segment[None], use_cache=False)
             bar.update(len(segment))
             if bar.n >= wanted:
@@ -61,12 +61,6 @@ def main() -> None:
     parts = {"entries": entries[: options.tokens], "queries": entries[options.tokens :]}
     save_file({key: part.contiguous() for key, part in parts.items()}, options.output)
     print(f"Wrote {options.output}: {len(parts['entries']):,} entries of {entries.shape[1]} numbers.")
-
-
-def segments(books: str, tokenizer: object, length: int) -> Iterator[torch.Tensor]:
-    """Token ids of one book after another, so many at a time."""
-    for book in load_dataset("json", data_files=books, split="train"):
-        yield from torch.tensor(tokenizer(book["text"]).input_ids).split(length)  # type: ignore[operator]
 
 
 if __name__ == "__main__":

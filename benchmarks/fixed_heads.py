@@ -1,4 +1,4 @@
-"""Memory of gated attention whose heads are fixed: what is held after so many tokens, by how many heads see everything.
+"""Measure what a gated attention with fixed heads holds, by how many heads see everything.
 
     python benchmarks/fixed_heads.py
     python benchmarks/fixed_heads.py --quick    # a short text, to see that it runs
@@ -11,13 +11,11 @@ what the process holds beyond what it held before reading. Results: fixed_heads.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import RESULTS, about, draw_lines, held, write_json
+from measuring import Panel, draw_lines, opening, parser, save, table, trimmed
 from models import Shape, base_model
 from peft import get_peft_model
 from torch import nn
@@ -33,13 +31,12 @@ FAR = (None, 6, 3, 0)  # kv heads of each layer that see everything; None: gates
 @torch.no_grad()
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--segment_tokens", type=int, default=1024)
-    parser.add_argument("--window_tokens", type=int, default=512)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--output", type=Path, default=RESULTS / "costs", help="folder for the results")
-    options = parser.parse_args()
+    given = parser(__doc__)
+    given.add_argument("--tokens", type=int, default=16384)
+    given.add_argument("--segment_tokens", type=int, default=1024)
+    given.add_argument("--window_tokens", type=int, default=512)
+    given.add_argument("--quick", action="store_true")
+    options = given.parse_args()
     if options.quick:
         vars(options).update(tokens=1024, segment_tokens=256, window_tokens=128)
 
@@ -48,32 +45,22 @@ def main() -> None:
         rows.append({"far_heads": far, **read(far, options)})
         last = rows[-1]["samples"][-1]
         print(f"{title(far)}: {last['state_bytes'] / 2**20:.1f} MiB held, {rows[-1]['seconds']:.0f} s")
-    settings = {name: str(value) for name, value in vars(options).items() if name != "output"}
-    result = {"about": about(), "layers": LAYERS, "kv_heads": KV_HEADS, "settings": settings, "rows": rows}
-    print(write_json(options.output, "fixed_heads", result))
-    table = markdown(result)
-    (options.output / "fixed_heads.md").write_text(table, encoding="utf-8")
-    print(table)
-    lines = {
-        title(row["far_heads"]): [(sample["tokens"], sample["state_bytes"] / 2**20) for sample in row["samples"]]
-        for row in rows
-    }
-    draw_lines(options.output / "fixed_heads.png", "Keys and values held", "tokens read", "MiB", lines, log=False)
+    path = save("fixed_heads", options, {"layers": LAYERS, "kv_heads": KV_HEADS, "rows": rows}, page)
+    lines = {title(row["far_heads"]): [(s["tokens"], s["state_bytes"] / 2**20) for s in row["samples"]] for row in rows}
+    draw_lines(path, [[Panel("Keys and values held", "tokens read", "MiB", lines)]], log=False)
 
 
 def read(far: int | None, options: argparse.Namespace) -> dict[str, Any]:
-    """Read a text segment by segment, and look at memory after each."""
+    """Read a text segment by segment, and record memory after each."""
     model = gated_model(far, options)
     ids = torch.randint(0, VOCABULARY, (1, options.tokens))
-    model(input_ids=ids[:, :1], logits_to_keep=1)  # whatever a first forward sets up
-    ctypes.CDLL(None).malloc_trim(0)
-    before, start, samples = held("VmRSS"), time.perf_counter(), []
+    model(input_ids=ids[:, :1], logits_to_keep=1)  # a first forward allocates what stays
+    before, start, samples = trimmed(), time.perf_counter(), []
     memory = cacheformers.new_memory(model, 1)
     for segment in ids.split(options.segment_tokens, 1):
         model(input_ids=segment, past_key_values=memory, logits_to_keep=1)
-        ctypes.CDLL(None).malloc_trim(0)
-        process = held("VmRSS") - before
-        samples.append({"tokens": memory.tokens_read[0], "state_bytes": memory.nbytes, "process_bytes": process})
+        sizes = {"state_bytes": memory.nbytes, "process_bytes": trimmed() - before}
+        samples.append({"tokens": memory.tokens_read[0], **sizes})
     seconds, state = time.perf_counter() - start, memory.state
     assert isinstance(state, GatedState)
     far_pairs = sum(reads.far_pairs for reads in state.reads.values())
@@ -81,7 +68,7 @@ def read(far: int | None, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def gated_model(far: int | None, options: argparse.Namespace) -> nn.Module:
-    """A random base with gates in every layer; `far` heads of each layer see everything for good."""
+    """Build a random base with gates in every layer; `far` heads of each layer see everything for good."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=768,
@@ -103,31 +90,23 @@ def title(far: int | None) -> str:
     return "gates decide" if far is None else f"{far} of {KV_HEADS} heads far"
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The result as a page."""
-    facts, settings = result["about"], result["settings"]
-    whole = result["rows"][0]["samples"][-1]
-    lines = [
-        "# Gated attention with fixed heads: memory",
-        "",
-        f"`{facts['command']}`",
-        "",
-        f"Commit {facts['commit']}, {facts['date']}; {facts['processor']}, {facts['machine']}; torch {facts['torch']}. "
-        f"{LAYERS} layers of {KV_HEADS} heads of 64, float32, window {settings['window_tokens']}, segments of "
-        f"{settings['segment_tokens']}; after {whole['tokens']:,} tokens. Times are of one run each.",
-        "",
-        "| | keys and values held, MiB | of gates decide | process, MiB more than before | of gates decide "
-        "| million pairs of query and far key | seconds |",
-        "|---|---:|---:|---:|---:|---:|---:|",
-    ]
+def page(result: dict[str, Any]) -> str:
+    """Format the result as a page."""
+    chosen, whole = result["settings"], result["rows"][0]["samples"][-1]
+    text = (
+        f"{LAYERS} layers of {KV_HEADS} heads of 64, float32, window {chosen['window_tokens']}, segments of "
+        f"{chosen['segment_tokens']}; after {whole['tokens']:,} tokens. Times are of one run each."
+    )
+    titles = ["", "keys and values held, MiB", "of gates decide", "process, MiB more than before", "of gates decide"]
+    rows = []
     for row in result["rows"]:
-        last = row["samples"][-1]
-        cells = [title(row["far_heads"])]
+        last, cells = row["samples"][-1], [title(row["far_heads"])]
         for name in ("state_bytes", "process_bytes"):
             cells += [f"{last[name] / 2**20:.1f}", f"{last[name] / whole[name]:.3f}"]
-        cells += [f"{row['far_pairs'] / 1e6:,.0f}", f"{row['seconds']:.0f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", "![Held by tokens read](fixed_heads.png)", ""])
+        rows.append([*cells, f"{row['far_pairs'] / 1e6:,.0f}", f"{row['seconds']:.0f}"])
+    lines = opening("Gated attention with fixed heads: memory", result, text)
+    lines += table([*titles, "million pairs of query and far key", "seconds"], rows)
+    return "\n".join([*lines, "![Held by tokens read](fixed_heads.png)", ""])
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import RESULTS, about, write_json
+from measuring import parser, save
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -36,24 +36,23 @@ CHOSEN = ("lcc", "multi_news", "qasper", "samsum", "multifieldqa_en")  # tasks w
 
 def main() -> int:
     """Check, print, write; 1 if something differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("check", choices=["runs", "full"])
-    parser.add_argument("--base", default="data/smollm2-135m-instruct")
-    parser.add_argument("--data", default="../shared/data/longbench_mini", help="LongBench's records")
-    parser.add_argument("--limit", type=int, default=2, help="records of each task")
-    parser.add_argument("--max_length", type=int, default=1024, help="runs: prompts are cut to so many tokens")
-    parser.add_argument("--at_least", type=int, default=1500, help="full: prompts have so many tokens")
-    parser.add_argument("--output", type=Path, default=RESULTS / "longbench", help="folder for the result")
-    parser.add_argument("--scratch", type=Path, default=Path("runs/longbench_check"), help="runs: made anew")
-    options = parser.parse_args()
+    given = parser(__doc__, "longbench")
+    given.add_argument("check", choices=["runs", "full"])
+    given.add_argument("--base", default="data/smollm2-135m-instruct")
+    given.add_argument("--data", default="../shared/data/longbench_mini", help="LongBench's records")
+    given.add_argument("--limit", type=int, default=2, help="records of each task")
+    given.add_argument("--max_length", type=int, default=1024, help="runs: prompts are cut to N tokens")
+    given.add_argument("--at_least", type=int, default=1500, help="full: prompts have at least N tokens")
+    given.add_argument("--scratch", type=Path, default=Path("runs/longbench_check"), help="runs: made anew")
+    options = given.parse_args()
     found = check_runs(options) if options.check == "runs" else check_full(options)
     print(found)
-    write_json(options.output, f"check_{options.check}", {"about": about(), **found})
+    save(f"check_{options.check}", options, found)
     return 0 if found["same"] else 1
 
 
 def check_runs(options: argparse.Namespace) -> dict[str, Any]:
-    """Predictions of one process, of two, and of one that is killed three times."""
+    """Compare predictions of one process, of two, and of one that is killed three times."""
     if options.scratch.exists():
         shutil.rmtree(options.scratch)
     started = time.monotonic()
@@ -79,7 +78,7 @@ def check_runs(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def evaluate(options: argparse.Namespace, name: str, processes: int = 1, kill_after: float | None = None) -> bool:
-    """Run the recipe; whether it was killed."""
+    """Run the recipe, and return whether it was killed."""
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
@@ -94,13 +93,13 @@ def evaluate(options: argparse.Namespace, name: str, processes: int = 1, kill_af
 
 
 def predictions(folder: Path) -> dict[str, str]:
-    """The text of every file of predictions."""
+    """Return the text of every file of predictions."""
     return {path.name: path.read_text(encoding="utf-8") for path in sorted((folder / "pred").glob("*/*.jsonl"))}
 
 
 @torch.no_grad()
 def check_full(options: argparse.Namespace) -> dict[str, Any]:
-    """Ten records, two of a task together, and each of them alone."""
+    """Compare ten records, two of a task together, with each of them alone."""
     tokenizer = AutoTokenizer.from_pretrained(options.base)
     model = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32).eval()
     settings = LongBenchOptions(data=options.data, methods=["full"], chat=True)

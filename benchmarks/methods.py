@@ -11,7 +11,6 @@ methods.json, .md and .png.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import RESULTS, about, held, write_json
+from measuring import draw_bars, held, opening, parser, save, table
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -49,7 +48,7 @@ class Method:
 
     @property
     def scores(self) -> tuple[Run | None, Run]:
-        """Without its memory (None where it has none) and with it."""
+        """Return its scores without its memory (None where it has none) and with it."""
         off = next((run for name, run in self.runs.items() if name in ("off", "cache off")), None)
         on = [run for name, run in self.runs.items() if name != "base" and not run.control]
         return off, on[-1]
@@ -57,38 +56,31 @@ class Method:
 
 def main() -> None:
     """Load, read, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="output folders of train_adapt.py")
-    parser.add_argument("--text", required=True, help="a file of texts: the beginning of the first is read")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--segment_tokens", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=3, help="how often the text is read (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=RESULTS / "methods", help="folder (default: %(default)s)")
-    options = parser.parse_args()
+    given = parser(__doc__, "methods")
+    given.add_argument("runs", nargs="+", type=Path, help="output folders of train_adapt.py")
+    given.add_argument("--text", required=True, help="a file of texts: the beginning of the first is read")
+    given.add_argument("--tokens", type=int, default=8192)
+    given.add_argument("--segment_tokens", type=int, default=512)
+    given.add_argument("--rounds", type=int, default=3, help="how often the text is read (default: %(default)s)")
+    options = given.parse_args()
 
     methods = [load(folder) for folder in options.runs]
     tokenizer = own_tokenizer(str(options.runs[0]))
     ids = tokenizer(load_texts([options.text])[0], return_tensors="pt").input_ids[:, : options.tokens]
     if ids.shape[1] < options.tokens:
-        parser.error(f"The text has {ids.shape[1]:,} tokens: give a longer one, or fewer --tokens.")
+        given.error(f"The text has {ids.shape[1]:,} tokens: give a longer one, or fewer --tokens.")
     for number in range(options.rounds):
         read_together(methods, ids, options.segment_tokens)
         print(f"Round {number + 1} of {options.rounds}: {held('VmRSS') / 2**30:.1f} GiB in the process.")
     rows = [row(method, methods[0], options.tokens) for method in methods]
-    settings = {name: str(value) for name, value in vars(options).items() if name != "output"}
-    result = {"about": about(), "settings": settings, "rows": rows}
-    print(write_json(options.output, "methods", result))
-    table = markdown(result)
-    (options.output / "methods.md").write_text(table, encoding="utf-8")
-    print(table)
-    draw(options.output / "methods.png", rows)
+    draw(save("methods", options, {"rows": rows}, page), rows)
 
 
 def load(folder: Path) -> Method:
-    """A run's result and its model, in float32.
+    """Load a run's result and its model, in float32.
 
     Raises:
-        OSError, ValueError: it has none, or was not evaluated.
+        OSError, ValueError: the folder has no result, or its run was not evaluated.
     """
     result = json.loads((folder / "train_result.json").read_text(encoding="utf-8"))
     if not result["scores"]:
@@ -101,7 +93,7 @@ def load(folder: Path) -> Method:
 
 @torch.no_grad()
 def read_together(methods: list[Method], ids: Tensor, segment_tokens: int) -> None:
-    """Every model reads the text from its beginning, a segment each in turn; times are added, bytes are the last's."""
+    """Read the text with every model, a segment each in turn; times are added, bytes are the last round's."""
     memories = [new_memory(method.model, 1) for method in methods]
     for method in methods:
         method.state_bytes = []
@@ -114,7 +106,7 @@ def read_together(methods: list[Method], ids: Tensor, segment_tokens: int) -> No
 
 
 def row(method: Method, first: Method, tokens: int) -> dict[str, Any]:
-    """What the table says of a method."""
+    """Return what the table says of a method."""
     (off, on), half = method.scores, len(method.state_bytes) // 2
     of_first = compare(on.total, first.scores[1].total) if method is not first else None
     of_off = compare(on.total, off.total) if off is not None else None
@@ -140,24 +132,18 @@ def row(method: Method, first: Method, tokens: int) -> dict[str, Any]:
     }
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The result as a page."""
-    facts, settings, rows = result["about"], result["settings"], result["rows"]
-    lines = [
-        "# Methods side by side",
-        "",
-        f"`{facts['command']}`",
-        "",
-        f"Commit {facts['commit']}, {facts['date']}; {facts['processor']}, {facts['machine']}; torch {facts['torch']}. "
-        f"Bytes and times: {settings['tokens']} tokens in segments of {settings['segment_tokens']}, "
-        f"{settings['rounds']} rounds, float32; time is the median over all segments.",
-        "",
-        f"| | trained parameters | perplexity, memory off | on | / {rows[0]['method']} (95 %) | on / off (95 %) "
-        f"| bytes held per token read | bytes for one more | ms a token | / {rows[0]['method']} |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for found in rows:
-        cells = [
+def page(result: dict[str, Any]) -> str:
+    """Format the result as a page."""
+    chosen, rows = result["settings"], result["rows"]
+    text = (
+        f"Bytes and times: {chosen['tokens']} tokens in segments of {chosen['segment_tokens']}, {chosen['rounds']} "
+        "rounds, float32; time is the median over all segments."
+    )
+    first = f"/ {rows[0]['method']}"
+    titles = ["", "trained parameters", "perplexity, memory off", "on", f"{first} (95 %)", "on / off (95 %)"]
+    titles += ["bytes held per token read", "bytes for one more", "ms a token", first]
+    cells = [
+        [
             found["method"],
             f"{found['trained_parameters']:,}",
             "-" if found["off"] is None else f"{found['off']:.3f}",
@@ -169,12 +155,12 @@ def markdown(result: dict[str, Any]) -> str:
             f"{1000 * found['seconds_per_token']:.2f}",
             f"{found['time_over_first']:.2f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    positions = list(rows[0]["by_position"])
-    lines += ["", f"| perplexity by tokens read before | {' | '.join(positions)} |", "|---|" + "---:|" * len(positions)]
-    for found in rows:
-        lines.append(f"| {found['method']} | {' | '.join(f'{value:.3f}' for value in found['by_position'].values())} |")
-    return "\n".join([*lines, "", "![Perplexity, bytes held and time](methods.png)", ""])
+        for found in rows
+    ]
+    lines = opening("Methods side by side", result, text) + table(titles, cells)
+    cells = [[found["method"], *(f"{value:.3f}" for value in found["by_position"].values())] for found in rows]
+    lines += table(["perplexity by tokens read before", *rows[0]["by_position"]], cells)
+    return "\n".join([*lines, "![Perplexity, bytes held and time](methods.png)", ""])
 
 
 def ratio_cell(found: dict[str, Any] | None) -> str:
@@ -182,23 +168,14 @@ def ratio_cell(found: dict[str, Any] | None) -> str:
 
 
 def draw(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Perplexity, bytes held and time of every method as bars into a PNG."""
-    from matplotlib.figure import Figure
-
-    panels = {
-        "perplexity": [found["perplexity"] for found in rows],
-        "KiB held per token read": [found["state_bytes_per_token"] / 2**10 for found in rows],
-        "ms a token": [1000 * found["seconds_per_token"] for found in rows],
-    }
-    names = [found["method"] for found in rows]
-    figure = Figure(figsize=(11, 1.2 + 0.4 * len(rows)), layout="constrained")
-    for axes, (title, values) in zip(figure.subplots(1, 3, sharey=True), panels.items(), strict=True):
-        bars = axes.barh(names, values, color="tab:blue")
-        axes.bar_label(bars, fmt="%.3g", padding=3)
-        axes.set_title(title)
-        axes.margins(x=0.18)
-    figure.axes[0].invert_yaxis()
-    figure.savefig(path, dpi=120)
+    """Draw perplexity, bytes held and time of every method as bars."""
+    parts = {"perplexity": ("perplexity", 1), "KiB held per token read": ("state_bytes_per_token", 2**-10)}
+    parts["ms a token"] = ("seconds_per_token", 1000)
+    draw_bars(
+        path,
+        {title: {row["method"]: {"ratio": unit * row[key]} for row in rows} for title, (key, unit) in parts.items()},
+        {},
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The models whose costs are measured: random weights, since what they are makes no difference to time or memory."""
+"""The models whose costs are measured: random weights, which make no difference to time or memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ BASE_CONFIGS = Path(__file__).resolve().parents[1] / "recipes" / "base_configs"
 
 @dataclass(frozen=True)
 class Shape:
-    """A base model and where its memory lies.
-
-    Attributes:
-        config: of the base.
-        first: the layer that retrieves and stores; it and all above have cache attention.
-    """
+    """A base model and its first layer with cache attention, which retrieves and stores; all above have it too."""
 
     config: PretrainedConfig
     first: int
@@ -36,7 +31,7 @@ class Shape:
 
 
 def shapes() -> dict[str, Shape]:
-    """By name: the issue's 12-layer Llama with 3 layers of cache attention, SmolLM2-135M with 8, Llama-2-7B with 8."""
+    """Return the shapes by name: a 12-layer Llama with 3 layers of cache attention, and two others with 8."""
     small = LlamaConfig(
         vocab_size=32000,
         hidden_size=768,
@@ -53,7 +48,7 @@ def shapes() -> dict[str, Shape]:
 
 
 def base_model(shape: Shape, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
-    """The base alone, for evaluation."""
+    """Build the base alone, for evaluation."""
     torch.manual_seed(0)
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(shape.config, dtype=dtype)
@@ -61,7 +56,7 @@ def base_model(shape: Shape, dtype: torch.dtype, device: str = "cpu") -> PreTrai
 
 
 def lora_model(shape: Shape, dtype: torch.dtype, device: str = "cpu") -> nn.Module:
-    """The base with the LoRA that the memory's layers have."""
+    """Build the base with the LoRA that the memory's layers have."""
     targets = ["gate_proj", "up_proj", "down_proj"]
     config = LoraConfig(
         r=16, lora_alpha=32, target_modules=targets, layers_to_transform=shape.layers, task_type="CAUSAL_LM"
@@ -72,7 +67,7 @@ def lora_model(shape: Shape, dtype: torch.dtype, device: str = "cpu") -> nn.Modu
 def memory_model(
     shape: Shape, dtype: torch.dtype, device: str = "cpu", lora: bool = True, **options: object
 ) -> nn.Module:
-    """The base with a Neurocache, open gates, and LoRA (or not); options as of the adapter's configuration."""
+    """Build the base with a Neurocache, open gates, and LoRA (or not); options are the adapter configuration's."""
     chosen: dict[str, object] = {"segment_tokens": 1024, "retrieval_map": {shape.first: shape.first}, **options}
     if not lora:
         chosen["target_modules"] = []
@@ -85,7 +80,7 @@ def memory_model(
 
 
 def full_memory(model: nn.Module, read: int | None = None) -> MemoryCache:
-    """A memory as after a text of `read` tokens; by default after one that fills its ring and goes beyond."""
+    """Return a memory as after a text of `read` tokens; by default after one that more than fills its ring."""
     memory = new_memory(model, 1)
     for ring in memory.state.rings.values():
         read = ring.capacity + 1 if read is None else read

@@ -1,28 +1,25 @@
-"""How fast nearest-neighbour search is: every back end against one matrix product of the same size.
+"""How fast nearest-neighbor search is: every back end against one matrix product of the same size.
 
     python benchmarks/search.py --headline --threads 2   # search and ring update, 2,048 queries, 16K and 128K entries
     python benchmarks/search.py                           # every size: hours
-    python benchmarks/search.py --quick --out /tmp/search
+    python benchmarks/search.py --quick --output /tmp/search
     python benchmarks/search.py --ivf states.safetensors  # an index of a million entries against exact search
 
 All calls of a row are timed in one process, in turn; a ratio is the median time of a search over the median time of
 `torch.mm(queries, entries.T, out=scores)` in float32. With --headline each search is followed by writing as many new
-entries as there are queries into the full ring, and both are in its time. The file of --ivf holds a tensor "entries"
-`[N, width]`: its last segment is asked with, and the store is filled and moved on segment by segment; adding and
-removing are in the index's time. Results: search.json and search.png (--headline: search_headline.json and .png; --ivf:
-search_ivf.json) in the folder --out. Peak memory is what the process holds at most during a search, beyond what it held
-before. Recall is by the rule of cacheformers.modeling.search.recall, against the stored entries; of a bfloat16 store
-also against what it was made from.
+entries as there are queries into the full ring, and both are in its time. The file of --ivf (collect_states.py writes
+one) holds a tensor "entries" `[N, width]`: its last segment asks, and the store is filled and moved on segment by
+segment; adding and removing are in the index's time. Results: search.json and search.png (--headline: search_headline;
+--ivf: search_ivf, no plot). Peak memory is what the process holds at most during a search, beyond what it held before.
+Recall is by the rule of cacheformers.modeling.search.recall, against the stored entries; of a bfloat16 store also
+against the float32 entries.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import math
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -30,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import RESULTS, about, interleaved, multiplies_bfloat16, peak_extra
+from measuring import Panel, draw_lines, interleaved, parser, peak_extra, save, seconds_of
 from safetensors import safe_open
 from torch import Tensor
 
@@ -38,7 +35,7 @@ from cacheformers.modeling.search import Search, get_search, recall
 from cacheformers.modeling.search.base import between
 from cacheformers.modeling.search.store import Entries, Ring
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ["float32", "bfloat16"]
 # The product that everything is divided by is left out where its result would be larger.
 MOST_SCORES = 1 << 29
 RECALL_QUERIES = 128
@@ -46,68 +43,59 @@ RECALL_QUERIES = 128
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--queries", type=int, nargs="+", default=[1, 64, 2048])
-    parser.add_argument("--entries", type=int, nargs="+", default=[1 << 14, 1 << 16, 1 << 17, 1 << 20])
-    parser.add_argument("--width", type=int, nargs="+", default=[144, 256, 1024])
-    parser.add_argument("--topk", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=list(DTYPES))
-    parser.add_argument(
-        "--back-ends", nargs="+", help="default: exact; faiss where it is installed; bfloat16 for such a store"
-    )
-    parser.add_argument("--headline", action="store_true", help="only 2,048 queries, width 256, k 16, with ring update")
-    parser.add_argument("--quick", action="store_true", help="small sizes only")
-    parser.add_argument("--ivf", type=Path, metavar="STATES", help="entries to build an index of, safetensors")
-    parser.add_argument("--factory", default="IVF4096,Flat", help="of the index, for --ivf")
-    parser.add_argument("--capacity", type=int, default=1 << 20, help="entries that the ring holds, for --ivf")
-    parser.add_argument("--segment", type=int, default=1024, help="for --ivf")
-    parser.add_argument("--segments", type=int, default=20, help="how many are timed, for --ivf")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=RESULTS / "costs")
-    options = parser.parse_args()
+    given = parser(__doc__)
+    given.add_argument("--queries", type=int, nargs="+", default=[1, 64, 2048])
+    given.add_argument("--entries", type=int, nargs="+", default=[1 << 14, 1 << 16, 1 << 17, 1 << 20])
+    given.add_argument("--width", type=int, nargs="+", default=[144, 256, 1024])
+    given.add_argument("--topk", type=int, nargs="+", default=[16, 64])
+    given.add_argument("--dtype", nargs="+", default=DTYPES, choices=DTYPES)
+    given.add_argument("--back_ends", nargs="+", help="default: exact, faiss where it is installed, headline: auto")
+    given.add_argument("--headline", action="store_true", help="only 2,048 queries, width 256, k 16, with ring update")
+    given.add_argument("--quick", action="store_true", help="small sizes only")
+    given.add_argument("--ivf", type=Path, metavar="STATES", help="entries to build an index of, safetensors")
+    given.add_argument("--factory", default="IVF4096,Flat", help="of the index, for --ivf")
+    given.add_argument("--capacity", type=int, default=1 << 20, help="entries that the ring holds, for --ivf")
+    given.add_argument("--segment", type=int, default=1024, help="for --ivf")
+    given.add_argument("--segments", type=int, default=20, help="how many are timed, for --ivf")
+    given.add_argument("--device", default="cpu")
+    given.add_argument("--threads", type=int)
+    given.add_argument("--repeats", type=int, default=7)
+    options = given.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
         if find_spec("faiss"):
             __import__("faiss").omp_set_num_threads(options.threads)
-    options.out.mkdir(parents=True, exist_ok=True)
 
-    report: dict[str, Any] = {"about": about(options.device)}
     if options.ivf:
-        report["ratio"] = "time of the index over time of exact search; adding, removing and asking included in both"
-        report["result"] = approximate(options)
-        print(json.dumps(report["result"], indent=1))
-        (options.out / "search_ivf.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        about = "time of the index over time of exact search; adding, removing and asking included in both"
+        save("search_ivf", options, {"ratio": about, "result": approximate(options)})
         return
     if options.headline:
         options.queries, options.entries, options.width, options.topk = [2048], [1 << 14, 1 << 17], [256], [16]
     elif options.quick:
         options.queries, options.entries, options.width, options.topk = [1, 64], [2048], [64], [16]
-    name = "search_headline" if options.headline else "search"
-    report["ratio"] = "median time over that of one float32 torch.mm(queries, entries.T, out=scores)"
-    report["ring_update"] = options.headline
-    report["rows"] = []
+    about = "median time over that of one float32 torch.mm(queries, entries.T, out=scores)"
+    rows: list[dict[str, Any]] = []
     for sizes in itertools.product(options.dtype, options.width, options.entries, options.queries, options.topk):
-        for row in measure(*sizes, options):
-            report["rows"].append(row)
-            print(json.dumps(row), flush=True)
-        (options.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    plot(report, options.out / f"{name}.png")
+        rows += measure(*sizes, options)
+        path = save(
+            "search_headline" if options.headline else "search",
+            options,
+            {"ratio": about, "ring_update": options.headline, "rows": rows},
+        )
+    draw(path, rows)
 
 
-def back_ends(device: str, dtype: str = "float32") -> dict[str, Search]:
-    """Every exact back end that runs here, and for a bfloat16 store the nearly exact one where it is not hopeless."""
+def back_ends(options: argparse.Namespace) -> dict[str, Search]:
+    """Return the back ends to measure, by default every exact one that runs here."""
     names = ["exact"]
-    if find_spec("faiss") and (device == "cpu" or hasattr(__import__("faiss"), "knn_gpu")):
+    if find_spec("faiss") and (options.device == "cpu" or hasattr(__import__("faiss"), "knn_gpu")):
         names.append("faiss")
-    if dtype == "bfloat16" and multiplies_bfloat16(device):
-        names.append("bfloat16")
-    return {name: get_search(name) for name in names}
+    return {name: get_search(name) for name in options.back_ends or [*names, *["auto"] * options.headline]}
 
 
 def made(queries: int, entries: int, width: int, dtype: str, device: str) -> tuple[Tensor, Ring]:
-    """Random queries `[queries, width]`, and a full ring whose seam lies in the middle."""
+    """Make random queries `[queries, width]`, and a full ring whose seam lies in the middle."""
     generator = torch.Generator().manual_seed(0)
     ring = Ring(1, entries, width, dtype=getattr(torch, dtype), device=device)
     for count in (entries, entries // 2):
@@ -118,12 +106,9 @@ def made(queries: int, entries: int, width: int, dtype: str, device: str) -> tup
 def measure(
     dtype: str, width: int, entries: int, queries: int, topk: int, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """One row of results for each back end."""
+    """Return one row of results for each back end."""
     asked, ring = made(queries, entries, width, dtype, options.device)
-    names = options.back_ends
-    searches = {name: get_search(name) for name in names} if names else back_ends(options.device, dtype)
-    if options.headline and not names:
-        searches["auto"] = get_search("auto")
+    searches = back_ends(options)
     new = torch.randn(queries, width, device=options.device)
 
     def call(search: Search) -> None:
@@ -136,37 +121,29 @@ def measure(
         stored, scores = ring.keys[0].float(), asked.new_empty(queries, entries)
         calls = {"mm": lambda: torch.mm(asked, stored.T, out=scores), **calls}
     times = interleaved(calls, options.repeats, options.device)
-    product = statistics.median(times.pop("mm")) if "mm" in times else math.nan
+    product = statistics.median(times.pop("mm")) if "mm" in times else None
+    some, original = asked[:RECALL_QUERIES], made(queries, entries, width, "float32", options.device)[1].entries(0)
+    unmoved = made(queries, entries, width, dtype, options.device)[1].entries(0)
     rows = []
-    some, original = asked[:RECALL_QUERIES], made(queries, entries, width, "float32", options.device)[1]
-    ring = made(queries, entries, width, dtype, options.device)[1]
-    found = {name: search(some, ring.entries(0), topk, "l2")[1] for name, search in searches.items()}
-    shares = {name: recall(hits, some, ring.entries(0), topk, "l2") for name, hits in found.items()}
-    of_float32 = {name: recall(hits, some, original.entries(0), topk, "l2") for name, hits in found.items()}
     for name, seconds in times.items():
-        median = statistics.median(seconds)
-        rows.append(
-            {
-                "back_end": name,
-                "dtype": dtype,
-                "width": width,
-                "entries": entries,
-                "queries": queries,
-                "topk": topk,
-                "milliseconds": round(1000 * median, 4),
-                "fastest_slowest": [round(1000 * min(seconds), 4), round(1000 * max(seconds), 4)],
-                "product_milliseconds": None if math.isnan(product) else round(1000 * product, 4),
-                "ratio": None if math.isnan(product) else round(median / product, 3),
-                "recall": shares[name],
-                "recall_of_float32": of_float32[name],
-                "extra_mib": round(peak_extra(partial(call, searches[name]), options.device) / 2**20, 1),
-            }
-        )
+        median, hits = statistics.median(seconds), searches[name](some, unmoved, topk, "l2")[1]
+        row = {"back_end": name, "dtype": dtype, "width": width, "entries": entries, "queries": queries, "topk": topk}
+        row |= {
+            "milliseconds": round(1000 * median, 4),
+            "fastest_slowest": [round(1000 * min(seconds), 4), round(1000 * max(seconds), 4)],
+            "product_milliseconds": product and round(1000 * product, 4),
+            "ratio": product and round(median / product, 3),
+            "recall": recall(hits, some, unmoved, topk, "l2"),
+            "recall_of_float32": recall(hits, some, original, topk, "l2"),
+            "extra_mib": round(peak_extra(calls[name], options.device) / 2**20, 1),
+        }
+        print(row, flush=True)
+        rows.append(row)
     return rows
 
 
 def approximate(options: argparse.Namespace) -> dict[str, Any]:
-    """An index that follows the ring, against exact search of the same ring."""
+    """Measure an index that follows the ring against exact search of the same ring."""
     with safe_open(options.ivf, "pt") as file:
         states = file.get_tensor("entries").float()
     searches = {"exact": get_search("exact"), "index": get_search(f"faiss:{options.factory}")}
@@ -178,27 +155,20 @@ def approximate(options: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit(f"{options.ivf} has too few entries for {options.segments} segments of {options.segment}")
     ring = Ring(1, options.capacity, states.shape[1])
     ring.append(0, states[:filled])
-    start = time.perf_counter()
-    searches["index"](asked[:1], ring.entries(0), 16, "l2")
-    built = time.perf_counter() - start
+    built = seconds_of(partial(searches["index"], asked[:1], ring.entries(0), 16, "l2"))
     times: dict[str, list[float]] = {name: [] for name in searches}
     shares = []
     for segment in states[filled:].split(options.segment):
-        start = time.perf_counter()
-        ring.append(0, segment)
-        writing = time.perf_counter() - start
+        writing = seconds_of(partial(ring.append, 0, segment))
         for name, search in searches.items():
-            start = time.perf_counter()
-            hits = search(asked, ring.entries(0), 16, "l2")[1]
-            times[name].append(writing + time.perf_counter() - start)
-        shares.append(recall(hits[:RECALL_QUERIES], asked[:RECALL_QUERIES], ring.entries(0), 16, "l2"))
+            times[name].append(writing + seconds_of(partial(search, asked, ring.entries(0), 16, "l2")))
+        some = asked[:RECALL_QUERIES]
+        shares.append(recall(searches["index"](some, ring.entries(0), 16, "l2")[1], some, ring.entries(0), 16, "l2"))
     mean = {name: statistics.mean(seconds) for name, seconds in times.items()}
     # Entries that have left are skipped until they are as many as the living, then removed: here half of all at once.
     entries, half = ring.entries(0), ring.count(0) // 2
     newest = Entries((between(entries, half, entries.count),), entries.first + half, entries.index)
-    start = time.perf_counter()
-    searches["index"](asked[:1], newest, 16, "l2")
-    removing = time.perf_counter() - start
+    removing = seconds_of(partial(searches["index"], asked[:1], newest, 16, "l2"))
     mean["index"] += removing * options.segment / half
     return {
         "factory": options.factory,
@@ -215,38 +185,17 @@ def approximate(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
-    """Ratios over the number of entries: a column for each number of queries, a row for each store and k."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("matplotlib is not installed: no plot.")
-        return
-    rows = [row for row in report["rows"] if row["ratio"] is not None]
-    down = sorted({(row["dtype"], row["topk"]) for row in rows}, reverse=True)
-    across = sorted({row["queries"] for row in rows})
-    names = sorted({row["back_end"] for row in rows})
-    if not rows:
-        return
-    figure = Figure(figsize=(4 * len(across) + 2, 3 * len(down)), layout="constrained")
-    panels = figure.subplots(len(down), len(across), squeeze=False, sharex=True, sharey=True)
-    for (dtype, topk), line in zip(down, panels, strict=True):
-        for queries, axes in zip(across, line, strict=True):
-            chosen = [row for row in rows if (row["dtype"], row["topk"], row["queries"]) == (dtype, topk, queries)]
-            for color, width in enumerate(sorted({row["width"] for row in rows})):
-                for name, style in zip(names, ("-", "--", ":", "-."), strict=False):
-                    found = [row for row in chosen if (row["width"], row["back_end"]) == (width, name)]
-                    points = sorted((row["entries"], row["ratio"]) for row in found)
-                    if points:
-                        label = f"{name}, width {width:,}"
-                        axes.plot(*zip(*points, strict=True), style, marker="o", color=f"C{color}", label=label)
-            axes.axhline(1, color="black", linewidth=0.8)
-            axes.set(xscale="log", yscale="log", title=f"{queries:,} queries, {dtype}, k {topk}")
-            axes.grid(alpha=0.3)
-    figure.supxlabel("entries")
-    figure.supylabel("time over that of one matrix product")
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
-    figure.savefig(path, dpi=100)
+def draw(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Draw ratios over the number of entries: a column for each number of queries, a row for each store and k."""
+    panels: dict[tuple[Any, ...], dict[int, Panel]] = {}
+    for row in rows:
+        across = panels.setdefault((row["dtype"], row["topk"]), {})
+        title = "{queries:,} queries, {dtype}, k {topk}".format(**row)
+        panel = across.setdefault(row["queries"], Panel(title, "entries", "time over one product's", {}))
+        if row["ratio"] is not None:
+            points = panel.lines.setdefault("{back_end}, width {width:,}".format(**row), [])
+            points.append((row["entries"], row["ratio"]))
+    draw_lines(path, [list(across.values()) for across in panels.values()])
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def test_exact_search_finds_every_neighbour(
 
 
 @settings(max_examples=20, deadline=None)
-@given(data=DATA, similarity=SIMILARITY, seed=SEEDS, back_end=st.sampled_from(["exact", "faiss", "bfloat16"]))
+@given(data=DATA, similarity=SIMILARITY, seed=SEEDS, back_end=st.sampled_from(["exact", "faiss"]))
 def test_bfloat16_store(data: Callable[[int, int, float], Tensor], similarity: str, seed: int, back_end: str) -> None:
     queries, everything = made(data, seed, 600, 1500, width=128, noise=1.0)
     entries = fill(Ring(1, 1100, 128, dtype=torch.bfloat16), everything, 300)
@@ -133,14 +133,33 @@ def test_bfloat16_store(data: Callable[[int, int, float], Tensor], similarity: s
     assert recall(hits, queries, Entries((everything[-1100:],)), 16, similarity) >= 0.99
 
 
-def test_bfloat16_products_see_distances_far_from_the_origin() -> None:
-    # Lengths are 256 and squared distances 2.5: rounded to 8 bits, the lengths alone would decide who is near.
-    torch.manual_seed(0)
-    centre = 16 * torch.nn.functional.normalize(torch.randn(128), dim=0)
-    queries, stored = (centre + 0.1 * torch.randn(count, 128) for count in (200, 1100))
-    entries = Entries((stored.bfloat16(),))
-    _, hits = get_search("bfloat16")(queries, entries, 16, "l2")
-    assert recall(hits, queries, entries, 16, "l2") >= 0.9
+@pytest.mark.parametrize(
+    ("asked", "dtype", "installed", "expected"),
+    [
+        (1, torch.float32, True, True),
+        (2, torch.float32, True, False),
+        (1023, torch.float32, True, False),
+        (1024, torch.float32, True, True),
+        (1, torch.bfloat16, True, False),
+        (1024, torch.bfloat16, True, False),
+        (1, torch.float32, False, False),
+    ],
+)
+def test_auto_uses_faiss_for_one_query_and_for_many(
+    asked: int, dtype: torch.dtype, installed: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def find(self: FaissExact, queries: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+        calls.append(len(queries))
+        return ExactSearch().find(queries, *rest)
+
+    monkeypatch.setattr(FaissExact, "find", find)
+    if not installed:
+        monkeypatch.setitem(sys.modules, "faiss", None)
+    queries, stored = made(gaussian, 0, asked, 300, width=16, noise=0.0)
+    get_search("auto")(queries, Entries((stored.to(dtype),)), 4, "l2")
+    assert calls == [asked] * expected
 
 
 @settings(max_examples=50, deadline=None)
@@ -370,8 +389,8 @@ def test_recall_counts_what_is_near_enough_once() -> None:
 
 
 def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("nearest", "", "faiss-gpu"):
-        with pytest.raises(ValueError, match="'auto', 'exact', 'faiss', 'bfloat16' or 'faiss:'"):
+    for name in ("nearest", "", "faiss-gpu", "bfloat16"):
+        with pytest.raises(ValueError, match="'auto', 'exact', 'faiss' or 'faiss:'"):
             get_search(name)
     for factory in ("", "IVF", "IVF8,Nonsense"):
         with pytest.raises(ValueError, match="does not understand"):

@@ -18,7 +18,7 @@ TOLERANCE_MIB = 8.0
     ("method", "dtype", "entries"), [("neurocache", "bfloat16", [4096]), ("infini_attention", "float32", [])]
 )
 def test_memory_is_flat_and_all_is_finite(tmp_path, method, dtype, entries):
-    options = ["--tokens", "40000", "--decode", "600", "--dtype", dtype, "--method", method, "--out", str(tmp_path)]
+    options = ["--tokens", "40000", "--decode", "600", "--dtype", dtype, "--method", method, "--output", str(tmp_path)]
     subprocess.run([sys.executable, "benchmarks/soak.py", *options], cwd=ROOT, check=True)
     result = json.loads((tmp_path / f"soak_{method}.json").read_text(encoding="utf-8"))["results"][dtype]
     assert result["tokens_read"] == 40_600

@@ -18,15 +18,10 @@ class Nearest:
 
     Tiles must come oldest entry first. What is not greater than `topk` older scores (`floor`) cannot be among the best;
     candidates above it are collected in age order, and sorted when there is no more room.
-
-    Args:
-        oldest_first: of equal scores the oldest are the best. Else any of them: of rounded scores many are equal.
     """
 
-    def __init__(
-        self, rows: int, topk: int, dtype: torch.dtype, device: torch.device, oldest_first: bool = True
-    ) -> None:
-        self.topk, self.spare, self.oldest_first = topk, max(SPARE, topk), oldest_first
+    def __init__(self, rows: int, topk: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.topk, self.spare = topk, max(SPARE, topk)
         self.scores = torch.full((rows, topk + self.spare), -torch.inf, dtype=dtype, device=device)
         self.hits = torch.full(self.scores.shape, -1, dtype=torch.int64, device=device)
         self.used = torch.zeros(rows, dtype=torch.int64, device=device)  # candidates of each row
@@ -45,7 +40,7 @@ class Nearest:
             best = maxima.topk(self.topk + 1).values
             last = best[:, self.topk - 1 : self.topk]
             # Which of several blocks with this maximum hold the oldest entries does not show.
-            tied = (best[:, self.topk :] == last) & (last > floor) & self.oldest_first
+            tied = (best[:, self.topk :] == last) & (last > floor)
             self._put_best(scores, start, tied.nonzero()[:, 0])
             self.floor = torch.maximum(floor, last)
             floor = torch.maximum(floor, last.nextafter(last.new_tensor(-torch.inf))).masked_fill(tied, torch.inf)
