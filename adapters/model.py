@@ -113,6 +113,13 @@ class MemoryTuner(LoraModel):
                 f"Two methods cannot share one base model (already there: {sorted(others)}). Load it twice."
             )
 
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Delete an adapter; if it was active, activate the first of those left, on every layer."""
+        was_active = adapter_name in self.active_adapters
+        super().delete_adapter(adapter_name)
+        if was_active and self.peft_config:  # a layer of the deleted adapter alone would name none
+            self.set_adapter(min(self.peft_config))
+
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError(
             "Memories cannot be combined by weight: each adapter remembers in its own way. Train one on both data "

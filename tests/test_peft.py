@@ -186,6 +186,21 @@ def test_several_adapters(make_base, config_factory, opener, ids):
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore:Adapter default was active which is now deleted")
+@pytest.mark.parametrize("remaining", [{}, {"retrieval_map": {2: 2}}], ids=["same layers", "other layers"])
+def test_deleting_the_active_adapter_switches_to_another(make_base, config_factory, opener, ids, remaining):
+    model = get_peft_model(make_base("llama_gqa"), config_factory()).eval()
+    model.add_adapter("second", config_factory(**remaining))
+    opener(model, "second")
+    model.set_adapter("second")
+    expected = model(ids).logits
+    model.set_adapter("default")
+    model.delete_adapter("default")
+    assert model.active_adapter == "second"
+    assert torch.equal(model(ids).logits, expected)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("method", METHODS)
 def test_transformers_own_adapter_methods(make_base, config_factory, opener, ids, tmp_path, method):
     plain = make_base("llama_gqa")
