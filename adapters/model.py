@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.hub import PushToHubMixin
 
+from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.layer import MemoryLayer, incomplete
 from cacheformers.hub.push import upload_with_card
 from cacheformers.modeling.attach import (
@@ -99,15 +100,16 @@ class MemoryTuner(LoraModel):
         return torch.float32 if half and autocast else base
 
     def _check_alone(self, adapter_name: str) -> None:
-        """Refuse two methods on one base: their memories would need one cache."""
-        kinds = {name: config.peft_type for name, config in self.peft_config.items()}
+        """Refuse two methods on one base: their memories would need one cache. (LoRA alone needs none.)"""
+        configs = {name: config for name, config in self.peft_config.items() if isinstance(config, MemoryAdapterConfig)}
+        kinds = {name: config.peft_type for name, config in configs.items()}
         for attention in attention_modules(find_decoder(self.model)):
             memory = getattr(attention, "memory", None)
             if memory is not None and not isinstance(memory, MemoryLayer):
                 raise ValueError(
                     f"{type(attention).__name__} already has a child named 'memory': this model has one of its own."
                 )
-        others = {str(kind) for name, kind in kinds.items() if name != adapter_name and kind != kinds[adapter_name]}
+        others = {str(kind) for kind in kinds.values() if kind != kinds[adapter_name]}
         if others:
             raise ValueError(
                 f"Two methods cannot share one base model (already there: {sorted(others)}). Load it twice."

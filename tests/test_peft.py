@@ -332,6 +332,32 @@ def test_two_methods_on_one_base_are_refused(make_model, config_factory):
         model.add_adapter("other", config_factory(method="memorizing"))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["neurocache", "memorizing"])
+def test_a_memory_and_a_lora_adapter_load_in_either_order(make_base, config_factory, opener, ids, tmp_path, method):
+    """transformers puts any two adapters on one model; either alone, and both, must compute the same."""
+    make_base("llama_gqa", torch.float32).save_pretrained(tmp_path / "base")
+    lora = LoraConfig(target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    alone = {}
+    for name, config in {"memory": config_factory(method=method), "lora": lora}.items():
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config).eval()
+        opener(model)
+        model.save_pretrained(tmp_path / name)
+        alone[name] = model(ids[:, :60]).logits
+    together = []
+    for order in (["memory", "lora"], ["lora", "memory"]):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        for name in order:
+            model.load_adapter(str(tmp_path / name), adapter_name=name)
+        for name in order:
+            model.set_adapter(name)
+            assert torch.equal(model(ids[:, :60]).logits, alone[name]), (order, name)
+        model.set_adapter(["memory", "lora"])
+        together.append(model(ids[:, :60]).logits)
+    assert torch.allclose(together[0], together[1], atol=1e-5)
+    assert not torch.allclose(together[0], alone["memory"], atol=1e-3)
+
+
 def test_another_base_is_refused(saved, make_base, ids, tmp_path):
     _, adapter_folder, _ = saved("llama_gqa", ids)
     with pytest.raises((RuntimeError, ValueError), match="(?i)mismatch|exist"):
