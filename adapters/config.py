@@ -41,6 +41,9 @@ class MemoryAdapterConfig(LoraConfig):
 
     r: int = field(default=16, metadata={"help": "Rank of LoRA."})
     lora_alpha: int = field(default=32, metadata={"help": "LoRA's scaling is lora_alpha / r."})
+    task_type: str | None = field(  # type: ignore[assignment]  # PEFT says TaskType, and takes its values
+        default="CAUSAL_LM", metadata={"help": "What PEFT takes the model for; a memory is for language models."}
+    )
 
     def __post_init__(self) -> None:
         no_lora = self.target_modules is not None and not self.target_modules

@@ -115,6 +115,10 @@ class MemoryTuner(LoraModel):
                 f"Two methods cannot share one base model (already there: {sorted(others)}). Load it twice."
             )
 
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """Pass on to the base model. PEFT asks for it at once, and a base without a head has none."""
+        return self.model.prepare_inputs_for_generation(*args, **kwargs)
+
     def delete_adapter(self, adapter_name: str) -> None:
         """Delete an adapter; if it was active, activate the first of those left, on every layer."""
         was_active = adapter_name in self.active_adapters

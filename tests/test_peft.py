@@ -10,10 +10,11 @@ import sys
 
 import pytest
 import torch
+import transformers
 from conftest import METHODS, OTHERS, every_method, same_after_loading
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, pipeline
 
 import cacheformers
 
@@ -404,6 +405,17 @@ def test_config_round_trip(config_factory, tmp_path):
     assert again.attention_layers == [1, 2]
     assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "NEUROCACHE"
     shutil.rmtree(tmp_path)
+
+
+def test_a_pipeline_takes_an_adapter_without_a_warning(make_base, config_factory, tokenizer, ids, caplog):
+    """It names every class that it knows where a model's class is not among them."""
+    model = get_peft_model(make_base("llama_gqa", torch.float32), config_factory()).eval()
+    with caplog.at_level("WARNING", logger="transformers"):
+        transformers.logging.enable_propagation()
+        asked = pipeline("text-generation", model=model, tokenizer=tokenizer)
+        transformers.logging.disable_propagation()
+    assert not [record.message for record in caplog.records if "not supported" in record.message]
+    assert asked("w1 w2 w3", max_new_tokens=3)[0]["generated_text"].startswith("w1 w2 w3")
 
 
 def test_a_lost_saved_module_is_an_error(make_base, config_factory, ids, tmp_path):
