@@ -23,6 +23,7 @@ from cacheformers.modeling.attach import (
     architecture,
     attention_modules,
     base_shape,
+    check_whole,
     find_decoder,
     put_memory,
     split_projections,
@@ -31,8 +32,9 @@ from cacheformers.modeling.attention import restore_attention, route_attention
 from cacheformers.modeling.memories import METHODS
 
 CANNOT_MERGE = (
-    "A memory cannot be merged into the base weights: it is computation, not a weight update. Keep the adapter, or "
-    "unload() it."
+    "A memory cannot be merged into the base weights: it is computation, not a weight update. Keep the adapter, "
+    "unload() it, or save it and write it and its base as one model folder, with LoRA merged and the memory live: "
+    "python -m cacheformers.adapters.export ADAPTER OUT."
 )
 
 
@@ -63,6 +65,7 @@ class MemoryTuner(LoraModel):
         self.peft_config[adapter_name] = config
         self._check_alone(adapter_name)
         options = config.resolve(base_shape(model.config))  # type: ignore[arg-type]  # before anything is changed
+        check_whole(model, options.layers)
         method = METHODS[config.peft_type.lower()]
         if method.attend is not None:
             route_attention(model)  # type: ignore[arg-type]

@@ -10,10 +10,12 @@ of hooks on the decoder turns any forward into a sequence of pieces in which no 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from accelerate.utils import has_offloaded_params
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
@@ -78,6 +80,10 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
+OFFLOADED = (
+    "A memory cannot be kept for weights that are offloaded to CPU or disk. Load the model whole (quantized if it is too "
+    "large), or spread it over several GPUs with a device_map without offloading."
+)
 WRAPPED_AS = ("_orig_mod", "module", "base_model", "model")  # by torch.compile, DDP, PeftModel, PEFT's tuners
 
 
@@ -236,11 +242,22 @@ def device_of(module: nn.Module) -> torch.device:
     """
     device = next(module.parameters()).device
     if device.type == "meta":
-        raise ValueError(
-            "A memory cannot be kept for weights that are offloaded to CPU or disk. Load the model whole "
-            "(quantized if it is too large), or spread it over several GPUs with a device_map without offloading."
-        )
+        raise ValueError(OFFLOADED)
     return device
+
+
+def check_whole(model: nn.Module, layers: Iterable[int]) -> None:
+    """Refuse layers whose weights accelerate offloads. (A base that is still to be filled is on the meta device, too.)
+
+    Raises:
+        ValueError: names what to do instead.
+    """
+    decoder: Any = find_decoder(model)
+    spread = hasattr(model, "hf_device_map")  # PEFT takes the hooks of such a model off before it puts adapters on
+    for layer in layers:
+        on_meta = any(parameter.is_meta for parameter in decoder.layers[layer].parameters())
+        if spread and on_meta or any(has_offloaded_params(part) for part in decoder.layers[layer].modules()):
+            raise ValueError(OFFLOADED)
 
 
 def identity(decoder: nn.Module) -> dict[str, str]:
