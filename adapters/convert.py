@@ -72,7 +72,7 @@ def convert(
         tensors = rename(weights, model, base_config)
         check(tensors, get_peft_model_state_dict(model))
 
-        config.inference_mode = True
+        config.made_for, config.inference_mode = base_shape(base_config).description, True
         config.save_pretrained(str(folder))
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     return Path(out)

@@ -64,7 +64,9 @@ class MemoryTuner(LoraModel):
         config: Any = copy.copy(self.peft_config[adapter_name])  # the user's object may serve another base
         self.peft_config[adapter_name] = config
         self._check_alone(adapter_name)
-        options = config.resolve(base_shape(model.config))  # type: ignore[arg-type]  # before anything is changed
+        base = base_shape(model.config)  # type: ignore[arg-type]
+        config.check_base(model, base)  # like all checks: before anything is changed
+        options = config.resolve(base)
         check_whole(model, options.layers)
         method = METHODS[config.peft_type.lower()]
         if method.attend is not None:

@@ -81,8 +81,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 OFFLOADED = (
-    "A memory cannot be kept for weights that are offloaded to CPU or disk. Load the model whole (quantized if it is too "
-    "large), or spread it over several GPUs with a device_map without offloading."
+    "A memory cannot be kept for weights that are offloaded to CPU or disk. Load the model whole (quantized if it is "
+    "too large), or spread it over several GPUs with a device_map without offloading."
 )
 WRAPPED_AS = ("_orig_mod", "module", "base_model", "model")  # by torch.compile, DDP, PeftModel, PEFT's tuners
 
@@ -376,6 +376,7 @@ def before_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
     call = prepare(decoder, memory, real[:, pieces[-1][0] :])
     call.earlier, call.keep = earlier, keep
     call.returned = memory is passed or kwargs.get("use_cache") is not False
+    call.forgets = memory.state.forward_is_segment and kwargs.get("use_cache") is False
     return (), piece_inputs(decoder, call, kwargs, *pieces[-1])
 
 
@@ -390,6 +391,8 @@ def after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output:
     if call.earlier is None:
         return output
     memory.detach()
+    if call.forgets:
+        memory.forget_columns()
     if not call.returned:
         output.past_key_values = None
     if call.earlier:

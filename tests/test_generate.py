@@ -59,6 +59,20 @@ def test_left_padded_batches(make_model, ids, base):
 
 
 @torch.no_grad()
+def test_a_question_after_forwards_that_keep_no_cache(make_model, ids):
+    """Where each forward is a segment, the last one is in the memory when it ends, as after reading."""
+    model = make_model("llama_gqa", compatibility="reference", gate="none")
+    read = cacheformers.read(model, ids[:, :32], progress=False)
+    memory = cacheformers.new_memory(model, 2)
+    for start in (0, 16):
+        model(ids[:, start : start + 16], past_key_values=memory, use_cache=False)
+    assert memory.get_seq_length() == 0
+    for question in (ids[:, 40:50], ids[:, 40:64]):  # shorter and longer than the last segment
+        expected = generate(model, question, past_key_values=read.clone())
+        assert torch.equal(generate(model, question, past_key_values=memory.clone()), expected)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("base", BASES)
 def test_question_after_reading(make_model, ids, base):
     """Reading closes the last segment; the question begins a new one. Not flushed, it continues the text."""

@@ -359,12 +359,55 @@ def test_a_memory_and_a_lora_adapter_load_in_either_order(make_base, config_fact
     assert not torch.allclose(together[0], alone["memory"], atol=1e-3)
 
 
-def test_another_base_is_refused(saved, make_base, ids, tmp_path):
-    _, adapter_folder, _ = saved("llama_gqa", ids)
-    with pytest.raises((RuntimeError, ValueError), match="(?i)mismatch|exist"):
+OTHER_BASES = {
+    "width": ("llama_gqa", {"hidden_size": 64}, "llama, 3 layers of 64"),
+    "depth": ("llama_gqa", {"num_hidden_layers": 1}, "llama, 1 layers of 32"),
+    "family": ("mistral", {}, "mistral, 3 layers of 32"),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_BASES)
+def test_another_base_is_refused(saved, make_base, ids, other):
+    """By what the base is, and not by the names of tensors that do not fit."""
+    name, changes, described = OTHER_BASES[other]
+    base_folder, adapter_folder, _ = saved("llama_gqa", ids)
+    message = rf"made for {base_folder} \(llama, 3 layers of 32\), and this base is .*\({described}\)"
+    with pytest.raises(ValueError, match=message):
+        PeftModel.from_pretrained(make_base(name, torch.float32, **changes), adapter_folder)
+    plain = make_base(name, torch.float32, **changes)
+    with pytest.raises(ValueError, match=message):
+        plain.load_adapter(str(adapter_folder))
+    assert not any("lora_" in key for key in plain.state_dict())
+    shutil.rmtree(base_folder)
+    make_base(name, torch.float32, **changes).save_pretrained(base_folder)  # another model has taken its place
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(adapter_folder)
+
+
+def test_an_adapter_that_does_not_say_what_it_was_made_for(saved, make_base, ids):
+    """As adapters were saved before: what does not fit says so."""
+    _, adapter_folder, expected = saved("llama_gqa", ids)
+    file = adapter_folder / "adapter_config.json"
+    config = json.loads(file.read_text())
+    del config["made_for"]
+    file.write_text(json.dumps(config))
+    with pytest.raises(RuntimeError, match="size mismatch"):
         PeftModel.from_pretrained(make_base("llama_gqa", torch.float32, hidden_size=64), adapter_folder)
     with pytest.raises(ValueError, match="Layers .* do not exist"):
         PeftModel.from_pretrained(make_base("llama_gqa", torch.float32, num_hidden_layers=1), adapter_folder)
+    model = PeftModel.from_pretrained(make_base("llama_gqa", torch.float32), adapter_folder).eval()
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_a_loaded_config_can_start_on_another_base(saved, make_base, ids):
+    _, adapter_folder, _ = saved("llama_gqa", ids)
+    config = cacheformers.NeurocacheAdapterConfig.from_pretrained(adapter_folder)
+    with pytest.raises(ValueError, match="To start a new adapter from its config: set inference_mode=False"):
+        get_peft_model(make_base("mistral", torch.float32), config)
+    config.inference_mode = False
+    model = get_peft_model(make_base("mistral", torch.float32), config)
+    assert bool(torch.isfinite(model(ids).logits).all())
+    assert model.peft_config["default"].made_for == "mistral, 3 layers of 32"
 
 
 def test_quantised_base(make_base, config_factory, ids, tmp_path):

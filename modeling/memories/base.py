@@ -29,6 +29,11 @@ class BaseShape:
     rotary: bool
     sliding_window: int | None = None
 
+    @property
+    def description(self) -> str:
+        """How messages tell bases apart."""
+        return f"{self.model_type}, {self.layers} layers of {self.hidden_size}"
+
 
 @dataclass(frozen=True)
 class LocalWindow:
@@ -68,6 +73,7 @@ class SegmentCall:
         earlier: hidden states of the pieces before this one; None if another piece follows.
         keep: how many of the last hidden states are wanted; None for all.
         returned: whether the caller gets the memory back (not with use_cache=False, unless it was passed in).
+        forgets: whether local keys and values go when it ends (each forward is a segment, and use_cache=False).
         rotate: turns keys `[rows, heads, columns, d_head]` by `[rows, columns]` positions; None where keys carry none.
     """
 
@@ -89,6 +95,7 @@ class SegmentCall:
         self.earlier: list[Tensor] | None = None
         self.keep: int | None = None
         self.returned = True
+        self.forgets = False
         self.scratch: dict[str, Any] = {}
 
     @property
