@@ -69,7 +69,7 @@ class MemoryAdapterConfig(LoraConfig):
             here = getattr(model, "name_or_path", "") or type(model).__name__
             raise ValueError(
                 f"This adapter was made for {theirs} ({self.made_for}), and this base is {here} ({base.description}). "
-                "Load the base that it was made for. (To start a new adapter from its config: set inference_mode=False.)"
+                "Load the base that it was made for. (A new adapter from its config needs inference_mode=False.)"
             )
         self.made_for = base.description
 

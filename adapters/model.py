@@ -11,7 +11,7 @@ from peft import LoraModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.utils.hub import PushToHubMixin
 
 from cacheformers.adapters.config import MemoryAdapterConfig
@@ -29,6 +29,7 @@ from cacheformers.modeling.attach import (
     split_projections,
 )
 from cacheformers.modeling.attention import restore_attention, route_attention
+from cacheformers.modeling.generation import GenerationChecks
 from cacheformers.modeling.memories import METHODS
 
 CANNOT_MERGE = (
@@ -96,7 +97,8 @@ class MemoryTuner(LoraModel):
         lowest: Any = attentions[options.layers[0]].memory
         lowest.beside[adapter_name] = adapter_modules(model, adapter_name)
         if not hasattr(decoder, "memory_hooks"):
-            decoder.memory_hooks = add_hooks(model)  # type: ignore[assignment]
+            checks = [GenerationChecks(model)] if isinstance(model, GenerationMixin) else []
+            decoder.memory_hooks = [*add_hooks(model), *checks]  # type: ignore[assignment]
             self.register_load_state_dict_post_hook(check_complete)  # type: ignore[no-untyped-call]
 
     def _part_dtype(self, base: torch.dtype, autocast: bool) -> torch.dtype:

@@ -368,12 +368,13 @@ def before_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
         )
     earlier: list[Tensor] = []
     for start, end in pieces[:-1]:
-        call = prepare(decoder, memory, real[:, start:end])
+        call = prepare(decoder, memory, real[:, start:end], ids[:, start:end])
         output = decoder(**piece_inputs(decoder, call, kwargs, start, end))
         remaining = ids.shape[1] - end
         if keep is None or keep > remaining:
             earlier.append(output.last_hidden_state)
-    call = prepare(decoder, memory, real[:, pieces[-1][0] :])
+    last = pieces[-1][0]
+    call = prepare(decoder, memory, real[:, last:], ids[:, last:])
     call.earlier, call.keep = earlier, keep
     call.returned = memory is passed or kwargs.get("use_cache") is not False
     call.forgets = memory.state.forward_is_segment and kwargs.get("use_cache") is False
@@ -472,7 +473,7 @@ def check_origin(decoder: nn.Module, memory: MemoryCache) -> None:
     memory.origin.checked = True
 
 
-def prepare(decoder: nn.Module, memory: MemoryCache, real: Tensor) -> SegmentCall:
+def prepare(decoder: nn.Module, memory: MemoryCache, real: Tensor, ids: Tensor) -> SegmentCall:
     """Close what is full, and begin a piece.
 
     Raises:
@@ -480,7 +481,7 @@ def prepare(decoder: nn.Module, memory: MemoryCache, real: Tensor) -> SegmentCal
     """
     rotate = rotation(decoder)
     memory.close(memory.timeline.full_rows(), rotate)
-    call = memory.begin(real)
+    call = memory.begin(real, ids)
     call.rotate = rotate
     config: Any = decoder.config
     most = config.max_position_embeddings

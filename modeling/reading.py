@@ -95,7 +95,7 @@ def read(
         memory.forget_columns()
     elif flush:
         memory.close(range(memory.batch_size), rotation(decoder))
-    memory.visible = 0
+    memory.forget_ids()
     return memory
 
 

@@ -402,7 +402,7 @@ def test_an_adapter_that_does_not_say_what_it_was_made_for(saved, make_base, ids
 def test_a_loaded_config_can_start_on_another_base(saved, make_base, ids):
     _, adapter_folder, _ = saved("llama_gqa", ids)
     config = cacheformers.NeurocacheAdapterConfig.from_pretrained(adapter_folder)
-    with pytest.raises(ValueError, match="To start a new adapter from its config: set inference_mode=False"):
+    with pytest.raises(ValueError, match="A new adapter from its config needs inference_mode=False"):
         get_peft_model(make_base("mistral", torch.float32), config)
     config.inference_mode = False
     model = get_peft_model(make_base("mistral", torch.float32), config)

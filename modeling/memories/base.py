@@ -70,6 +70,7 @@ class SegmentCall:
         visible: which columns, old and new, hold a token that self-attention may see, `[rows, columns + time]`.
         positions: position of each column in its row's local window, `[rows, columns + time]`.
         window_tokens: how many tokens of closed segments each row still sees (sinks apart), `[rows]`.
+        ids: of the new columns, `[rows, time]`.
         earlier: hidden states of the pieces before this one; None if another piece follows.
         keep: how many of the last hidden states are wanted; None for all.
         returned: whether the caller gets the memory back (not with use_cache=False, unless it was passed in).
@@ -87,10 +88,11 @@ class SegmentCall:
         visible: Tensor,
         positions: Tensor,
         window_tokens: list[int],
+        ids: Tensor,
     ) -> None:
         self.memory, self.reading, self.local = memory, reading, local
         self.real, self.open, self.visible, self.positions = real, open, visible, positions
-        self.window_tokens = window_tokens
+        self.window_tokens, self.ids = window_tokens, ids
         self.rotate: Callable[[Tensor, Tensor], Tensor] | None = None
         self.earlier: list[Tensor] | None = None
         self.keep: int | None = None

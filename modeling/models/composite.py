@@ -38,6 +38,7 @@ from cacheformers.modeling.attach import (
     split_projections,
 )
 from cacheformers.modeling.attention import route_attention
+from cacheformers.modeling.generation import ChecksPrompts
 from cacheformers.modeling.memories import METHODS
 from cacheformers.modeling.memories.method import Method, MethodOnLayer
 from cacheformers.modeling.models.loading import check_complete
@@ -245,7 +246,7 @@ class CompositeModel(CompositePreTrainedModel):
         return self.language_model(input_ids=input_ids, **kwargs)
 
 
-class CompositeForCausalLM(CompositePreTrainedModel, GenerationMixin):
+class CompositeForCausalLM(ChecksPrompts, CompositePreTrainedModel, GenerationMixin):
     """A base language model with a memory.
 
     Args:
