@@ -24,6 +24,7 @@ from cacheformers.modeling.attach import (
     attention_modules,
     base_shape,
     check_whole,
+    check_window,
     find_decoder,
     put_memory,
     split_projections,
@@ -69,6 +70,7 @@ class MemoryTuner(LoraModel):
         config.check_base(model, base)  # like all checks: before anything is changed
         options = config.resolve(base)
         check_whole(model, options.layers)
+        check_window(model, options)
         method = METHODS[config.peft_type.lower()]
         if method.attend is not None:
             route_attention(model)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from cacheformers.modeling.attention import former_attention, keep_inputs
-from cacheformers.modeling.cache import MemoryCache, Rotate
+from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.inputs import (
     check_arguments,
     check_causal,
@@ -32,6 +32,7 @@ from cacheformers.modeling.inputs import (
 from cacheformers.modeling.memories.base import BaseShape, SegmentCall
 from cacheformers.modeling.memories.method import MethodOnLayer
 from cacheformers.modeling.origin import identify
+from cacheformers.modeling.rotary import check_rotation, rotation
 
 
 @dataclass(frozen=True)
@@ -260,6 +261,18 @@ def check_whole(model: nn.Module, layers: Iterable[int]) -> None:
             raise ValueError(OFFLOADED)
 
 
+def check_window(model: nn.Module, options: MemoryOptions) -> None:
+    """Refuse a sliding window on a base whose keys cannot be moved.
+
+    Raises:
+        ValueError: names the layers that stand in the way.
+    """
+    if options.window.kept_tokens:
+        decoder = find_decoder(model)
+        entry = architecture(decoder.config)  # type: ignore[arg-type]
+        check_rotation(decoder, attention_modules(decoder), entry.cache_argument)
+
+
 def identity(decoder: nn.Module) -> dict[str, str]:
     """Hashes of the base model and its active adapter."""
     return identify(decoder, getattr(active_memories(decoder)[0], "active_adapters", ()))
@@ -285,25 +298,6 @@ def split_projections(weights: list[Tensor], shape: BaseShape) -> tuple[Tensor, 
         return tuple(weights)
     fused = weights[0].view(shape.heads, 3, shape.head_dim, shape.hidden_size)  # q, k, v by head
     return (*(fused[:, i].flatten(0, 1) for i in range(3)), weights[1])
-
-
-def rotation(decoder: nn.Module) -> Rotate | None:
-    """A function that turns rotary keys by a number of positions; None for models without rotary positions."""
-    if not architecture(decoder.config).rotary:  # type: ignore[arg-type]
-        return None
-    rotary = decoder.rotary_emb
-
-    def rotate(keys: Tensor, shift: Tensor) -> Tensor:
-        exact = keys.to(torch.promote_types(keys.dtype, torch.float32))
-        cos, sin = rotary(exact, shift.to(keys.device))  # type: ignore[operator]
-        scaling = getattr(rotary, "attention_scaling", 1.0)
-        cos, sin = cos[:, None] / scaling, sin[:, None] / scaling
-        turning, rest = exact[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
-        first, second = turning.chunk(2, dim=-1)
-        turned = turning * cos + torch.cat([-second, first], -1) * sin
-        return torch.cat([turned.to(keys.dtype), rest], -1)
-
-    return rotate
 
 
 def add_hooks(model: nn.Module) -> list[Any]:

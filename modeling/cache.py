@@ -214,8 +214,8 @@ class MemoryCache(Cache):
     def state_dict(self) -> dict[str, Tensor]:
         """Everything held: the memory, open segments, local keys and values, `name -> tensor`."""
         local = {f"{layer}.{side}": pair[side] for layer, pair in self.local.items() for side in (0, 1)}
-        parts = {"state": self.state, "timeline": self.timeline, "seen": self.seen}
-        tensors = joined(**{name: held.state_dict() for name, held in parts.items()}, local=local)
+        state, timeline, seen = self.state.state_dict(), self.timeline.state_dict(), self.seen.state_dict()
+        tensors = joined(state=state, timeline=timeline, local=local, seen=seen)
         return {**tensors, "visible": torch.tensor(self.visible)}
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device | str) -> None:

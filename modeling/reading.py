@@ -18,12 +18,12 @@ from cacheformers.modeling.attach import (
     identity,
     match_rows,
     new_memory,
-    rotation,
     unwrap,
 )
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.modeling.origin import tokenised, tokenizer_hash
+from cacheformers.modeling.rotary import rotation
 
 
 @torch.no_grad()

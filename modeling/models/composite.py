@@ -33,6 +33,7 @@ from cacheformers.modeling.attach import (
     attention_modules,
     base_shape,
     before_model,
+    check_window,
     find_decoder,
     put_memory,
     split_projections,
@@ -166,6 +167,7 @@ class CompositePreTrainedModel(PushesWithCard, PreTrainedModel):
             from_base: memories start from the base's own weights; otherwise at random.
         """
         method, options, text_config = self.config.method, self.config.options(), self.config.text_config
+        check_window(language_model, options)
         if method.attend is not None:
             route_attention(language_model)
         attentions = attention_modules(find_decoder(language_model))
