@@ -109,6 +109,18 @@ def read_settings(folder: Path) -> dict[str, Any]:
             "least-recently-used cache evicts different slots for keys and values, so the checkpoint learned from "
             "mismatched pairs."
         )
+    repeated = settings["attention_layers"] or []
+    if len(set(repeated)) < len(repeated):
+        raise ValueError(
+            f"{path}: attention_layers {repeated} repeats a layer. The package runs that, with cache attentions "
+            "counted by their place in this list; here a layer has one cache attention, so it would compute something "
+            "else."
+        )
+    if settings["topk"] > settings["cache_size"]:
+        raise ValueError(
+            f"{path}: topk {settings['topk']} is larger than cache_size {settings['cache_size']}. The package then "
+            "retrieves fewer states than it asks for from the second segment on; here topk must not exceed cache_size."
+        )
     if settings.get("global_cache"):
         raise ValueError(
             f"{path}: global_cache is not offered. It lets documents share one cache; here documents never mix."

@@ -1,6 +1,6 @@
 """How a memory sits on a pretrained decoder: which models, which layers, and the hooks that cut text into segments.
 
-Nothing is patched. A memory is a child named `memory` of an attention module, with a forward hook beside it. One pair
+No class is patched. A memory is a child named `memory` of an attention module, with a forward hook beside it. One pair
 of hooks on the decoder turns any forward into a sequence of pieces in which no segment closes:
 
     before:  close full segments -> run all pieces but the last -> hand the last one's inputs to the decoder

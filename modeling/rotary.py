@@ -56,8 +56,8 @@ def check_rotation(decoder: nn.Module, attentions: list[nn.Module], cache_argume
     if differing:
         raise ValueError(
             f"local_window='sliding' moves keys to new positions, but in layers {differing} of this "
-            f"{config.model_type} base keys do not turn with their positions as this package turns them (layers without "
-            "rotary positions, or channels that are paired in another way): use local_window='segment'."
+            f"{config.model_type} base keys do not turn with their positions as this package turns them (layers "
+            "without rotary positions, or channels that are paired in another way): use local_window='segment'."
         )
 
 
@@ -78,7 +78,7 @@ def keys_at_two_places(
     places = torch.arange(3, device=weight.device) + torch.tensor([[0], [SHIFT]], device=weight.device)
     cache, training = LocalCache({}, 0, stage=True), attention.training
     attention.eval()  # LoRA of another adapter may drop out
-    attention.forward(  # type: ignore[operator]  # past the hooks of memories
+    attention.forward(  # past the hooks of memories
         hidden_states=hidden,
         attention_mask=None,
         position_ids=places,

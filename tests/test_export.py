@@ -226,6 +226,8 @@ def test_what_cannot_be_exported_says_why(saved, make_base, tmp_path, capsys):
         main([str(adapter), str(adapter)])
     with pytest.raises(SystemExit, match="Nothing was written"):
         main([str(tmp_path / "nowhere"), str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="base holds a model, not an adapter.*--base"):
+        main([str(tmp_path / "base"), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 
