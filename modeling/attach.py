@@ -267,7 +267,7 @@ def check_window(model: nn.Module, options: MemoryOptions) -> None:
     Raises:
         ValueError: names the layers that stand in the way.
     """
-    if options.window.kept_tokens:
+    if getattr(options, "local_window", None) == "sliding":
         decoder = find_decoder(model)
         entry = architecture(decoder.config)  # type: ignore[arg-type]
         check_rotation(decoder, attention_modules(decoder), entry.cache_argument)
