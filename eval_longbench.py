@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from peft import PeftConfig
 from transformers import PreTrainedTokenizerBase
 
+from cacheformers.adapters.folders import load_adapter_config
 from cacheformers.evaluation.longbench.methods import PromptMaker, check_limit, load_model, make_method
 from cacheformers.evaluation.longbench.metrics import check_scorers
 from cacheformers.evaluation.longbench.options import CompareOptions, LongBenchOptions
@@ -102,7 +102,7 @@ def make_plan(model: ModelOptions, options: LongBenchOptions) -> Plan:
             base_folder(model.base)
     config, tokenizer = base_config(model.base), load_tokenizer(model.base)
     check_chat(options, tokenizer, model.base)
-    adapter = None if options.adapter is None else PeftConfig.from_pretrained(options.adapter)
+    adapter = None if options.adapter is None else load_adapter_config(options.adapter)
     methods = [make_method(name, options, model.base, config, adapter) for name in options.methods]
     answering = model_settings(model, config, adapter_identity(options.adapter))
     data = {task: records_identity(own) for task, own in everything.items()}

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from peft import LoraConfig
 
 from cacheformers.hub.card import refresh_card
+from cacheformers.modeling.memories.base import BaseShape
 from cacheformers.modeling.memories.cacheformer_memory import CacheFormerOnBaseSettings
 from cacheformers.modeling.memories.gated_attention import GatedAttentionSettings
 from cacheformers.modeling.memories.infini_attention import InfiniAttentionSettings
@@ -41,6 +42,12 @@ class MemoryAdapterConfig(LoraConfig):
 
     r: int = field(default=16, metadata={"help": "Rank of LoRA."})
     lora_alpha: int = field(default=32, metadata={"help": "LoRA's scaling is lora_alpha / r."})
+    task_type: str | None = field(  # type: ignore[assignment]  # PEFT says TaskType, and takes its values
+        default="CAUSAL_LM", metadata={"help": "What PEFT takes the model for; a memory is for language models."}
+    )
+    made_for: str | None = field(
+        default=None, metadata={"help": "What the base model is that the adapter was made for. Fills in by itself."}
+    )
 
     def __post_init__(self) -> None:
         no_lora = self.target_modules is not None and not self.target_modules
@@ -50,6 +57,21 @@ class MemoryAdapterConfig(LoraConfig):
         self.peft_type = self.kind
         if self.use_dora:
             raise ValueError("DoRA is not supported beside a memory: set use_dora=False.")
+
+    def check_base(self, model: Any, base: BaseShape) -> None:
+        """Remember what a new adapter is made for; check that one from a file is put on such a base.
+
+        Raises:
+            ValueError: it was made for another; names both.
+        """
+        if self.inference_mode and self.made_for not in (None, base.description):
+            theirs = self.base_model_name_or_path or "a base without a name"
+            here = getattr(model, "name_or_path", "") or type(model).__name__
+            raise ValueError(
+                f"This adapter was made for {theirs} ({self.made_for}), and this base is {here} ({base.description}). "
+                "Load the base that it was made for. (A new adapter from its config needs inference_mode=False.)"
+            )
+        self.made_for = base.description
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Save it as `adapter_config.json`, with a model card; a card that a person wrote stays."""

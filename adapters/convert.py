@@ -72,7 +72,7 @@ def convert(
         tensors = rename(weights, model, base_config)
         check(tensors, get_peft_model_state_dict(model))
 
-        config.inference_mode = True
+        config.made_for, config.inference_mode = base_shape(base_config).description, True
         config.save_pretrained(str(folder))
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     return Path(out)
@@ -108,6 +108,18 @@ def read_settings(folder: Path) -> dict[str, Any]:
             f"{path}: cache_type {settings['cache_type']!r} is not offered. In training, the package's "
             "least-recently-used cache evicts different slots for keys and values, so the checkpoint learned from "
             "mismatched pairs."
+        )
+    repeated = settings["attention_layers"] or []
+    if len(set(repeated)) < len(repeated):
+        raise ValueError(
+            f"{path}: attention_layers {repeated} repeats a layer. The package runs that, with cache attentions "
+            "counted by their place in this list; here a layer has one cache attention, so it would compute something "
+            "else."
+        )
+    if settings["topk"] > settings["cache_size"]:
+        raise ValueError(
+            f"{path}: topk {settings['topk']} is larger than cache_size {settings['cache_size']}. The package then "
+            "retrieves fewer states than it asks for from the second segment on; here topk must not exceed cache_size."
         )
     if settings.get("global_cache"):
         raise ValueError(

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
-from cacheformers.adapters.folders import check_adapter_folder, check_base_folder, new_folder
+from cacheformers.adapters.folders import check_base_folder, load_adapter_config, new_folder
 from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
 from cacheformers.modeling.models import METHODS
 from cacheformers.modeling.models.composite import CompositeConfig, CompositeForCausalLM
@@ -49,8 +49,7 @@ def export(
         ValueError: no adapter of this package, or one that does not fit its base. Nothing has been written then.
         OSError: the adapter, its base or files of them are missing, or cannot be written.
     """
-    check_adapter_folder(adapter)
-    config = PeftConfig.from_pretrained(str(adapter))
+    config: Any = load_adapter_config(adapter)
     if config.peft_type.lower() not in MODELS:
         raise ValueError(f"{adapter} is an adapter of type {config.peft_type}: only memories can be exported.")
     source = base or config.base_model_name_or_path

@@ -1,4 +1,4 @@
-"""Folders of models: a base model's must be there, and a new one is written whole or not at all."""
+"""Folders of adapters and models: looked for, told apart, and written whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from peft import PeftConfig
 from transformers.utils.hub import cached_file
 
 
@@ -41,13 +42,29 @@ def check_adapter_folder(adapter: str | Path) -> None:
     """
     folder = Path(adapter)
     if (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
-        raise ValueError(f"{adapter} is a model, not an adapter: give it as the model.")
+        raise ValueError(
+            f"{adapter} holds a model, not an adapter. A model with a memory of its own, such as an exported one, is "
+            "given as the model (--model or --base, whichever there is), and --adapter is left out."
+        )
     missing = not_found(adapter, "adapter_config.json")
     if missing:
         raise FileNotFoundError(
             f"The adapter {adapter} was not found: {missing}. Check the path; a relative one starts at the current "
             "folder."
         )
+
+
+def load_adapter_config(place: str | Path) -> PeftConfig:
+    """Load the configuration of an adapter.
+
+    Args:
+        place: folder or Hub id.
+
+    Raises:
+        FileNotFoundError, ValueError: it is not there, or holds a model (see `check_adapter_folder`).
+    """
+    check_adapter_folder(place)
+    return PeftConfig.from_pretrained(str(place))
 
 
 def not_found(place: str | Path, file: str) -> str:

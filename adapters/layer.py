@@ -103,8 +103,8 @@ class MemoryLayer(MethodOnLayer, nn.Module, BaseTunerLayer):
         return self.parts(next(name for name in self.active_adapters if name in self.adapter_options))
 
     def delete_adapter(self, adapter_name: str) -> None:
+        self.adapter_options.pop(adapter_name, None)  # first: PEFT chooses the next active one among those left
         super().delete_adapter(adapter_name)
-        self.adapter_options.pop(adapter_name, None)
         self.beside.pop(adapter_name, None)
         self.awaited.discard(adapter_name)
 

@@ -11,9 +11,10 @@ from peft import LoraModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.utils.hub import PushToHubMixin
 
+from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.layer import MemoryLayer, incomplete
 from cacheformers.hub.push import upload_with_card
 from cacheformers.modeling.attach import (
@@ -22,16 +23,20 @@ from cacheformers.modeling.attach import (
     architecture,
     attention_modules,
     base_shape,
+    check_whole,
+    check_window,
     find_decoder,
     put_memory,
     split_projections,
 )
 from cacheformers.modeling.attention import restore_attention, route_attention
+from cacheformers.modeling.generation import GenerationChecks
 from cacheformers.modeling.memories import METHODS
 
 CANNOT_MERGE = (
-    "A memory cannot be merged into the base weights: it is computation, not a weight update. Keep the adapter, or "
-    "unload() it."
+    "A memory cannot be merged into the base weights: it is computation, not a weight update. Keep the adapter, "
+    "unload() it, or save it and write it and its base as one model folder, with LoRA merged and the memory live: "
+    "python -m cacheformers.adapters.export ADAPTER OUT."
 )
 
 
@@ -61,7 +66,11 @@ class MemoryTuner(LoraModel):
         config: Any = copy.copy(self.peft_config[adapter_name])  # the user's object may serve another base
         self.peft_config[adapter_name] = config
         self._check_alone(adapter_name)
-        options = config.resolve(base_shape(model.config))  # type: ignore[arg-type]  # before anything is changed
+        base = base_shape(model.config)  # type: ignore[arg-type]
+        config.check_base(model, base)  # like all checks: before anything is changed
+        options = config.resolve(base)
+        check_whole(model, options.layers)
+        check_window(model, options)
         method = METHODS[config.peft_type.lower()]
         if method.attend is not None:
             route_attention(model)  # type: ignore[arg-type]
@@ -90,7 +99,8 @@ class MemoryTuner(LoraModel):
         lowest: Any = attentions[options.layers[0]].memory
         lowest.beside[adapter_name] = adapter_modules(model, adapter_name)
         if not hasattr(decoder, "memory_hooks"):
-            decoder.memory_hooks = add_hooks(model)  # type: ignore[assignment]
+            checks = [GenerationChecks(model)] if isinstance(model, GenerationMixin) else []
+            decoder.memory_hooks = [*add_hooks(model), *checks]  # type: ignore[assignment]
             self.register_load_state_dict_post_hook(check_complete)  # type: ignore[no-untyped-call]
 
     def _part_dtype(self, base: torch.dtype, autocast: bool) -> torch.dtype:
@@ -99,19 +109,31 @@ class MemoryTuner(LoraModel):
         return torch.float32 if half and autocast else base
 
     def _check_alone(self, adapter_name: str) -> None:
-        """Refuse two methods on one base: their memories would need one cache."""
-        kinds = {name: config.peft_type for name, config in self.peft_config.items()}
+        """Refuse two methods on one base: their memories would need one cache. (LoRA alone needs none.)"""
+        configs = {name: config for name, config in self.peft_config.items() if isinstance(config, MemoryAdapterConfig)}
+        kinds = {name: config.peft_type for name, config in configs.items()}
         for attention in attention_modules(find_decoder(self.model)):
             memory = getattr(attention, "memory", None)
             if memory is not None and not isinstance(memory, MemoryLayer):
                 raise ValueError(
                     f"{type(attention).__name__} already has a child named 'memory': this model has one of its own."
                 )
-        others = {str(kind) for name, kind in kinds.items() if name != adapter_name and kind != kinds[adapter_name]}
+        others = {str(kind) for kind in kinds.values() if kind != kinds[adapter_name]}
         if others:
             raise ValueError(
                 f"Two methods cannot share one base model (already there: {sorted(others)}). Load it twice."
             )
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """Pass on to the base model. PEFT asks for it at once, and a base without a head has none."""
+        return self.model.prepare_inputs_for_generation(*args, **kwargs)
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Delete an adapter; if it was active, activate the first of those left, on every layer."""
+        was_active = adapter_name in self.active_adapters
+        super().delete_adapter(adapter_name)
+        if was_active and self.peft_config:  # a layer of the deleted adapter alone would name none
+            self.set_adapter(min(self.peft_config))
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError(

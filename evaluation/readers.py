@@ -14,10 +14,11 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from cacheformers.modeling.attach import active_options, find_decoder, new_memory, rotation, unwrap
+from cacheformers.modeling.attach import active_options, find_decoder, new_memory, unwrap
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.memories.base import LocalWindow
 from cacheformers.modeling.models.modeling_cacheformer import CacheFormerForCausalLM
+from cacheformers.modeling.rotary import rotation
 from cacheformers.training.lanes import IGNORED
 from cacheformers.training.loss import token_losses
 

@@ -23,6 +23,7 @@ from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import PretrainedConfig
 
+from cacheformers.adapters.folders import load_adapter_config
 from cacheformers.evaluation.perplexity import HeldOut, Losses, token_nats
 from cacheformers.evaluation.plots import by_position, can_draw
 from cacheformers.evaluation.processes import make_state
@@ -124,7 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
             with state.main_process_first():  # it is converted once
                 base_folder(model.base)
         config, tokenizer = base_config(model.base), load_tokenizer(model.base)
-        adapter = None if options.adapter is None else PeftConfig.from_pretrained(options.adapter)
+        adapter = None if options.adapter is None else load_adapter_config(options.adapter)
         windows = check(options, model.base, config, adapter)
         texts = read_texts(options.texts, tokenizer, options.text_field, options.bos, options.documents, options.tokens)
         Path(options.output).mkdir(parents=True, exist_ok=True)

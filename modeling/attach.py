@@ -1,6 +1,6 @@
 """How a memory sits on a pretrained decoder: which models, which layers, and the hooks that cut text into segments.
 
-Nothing is patched. A memory is a child named `memory` of an attention module, with a forward hook beside it. One pair
+No class is patched. A memory is a child named `memory` of an attention module, with a forward hook beside it. One pair
 of hooks on the decoder turns any forward into a sequence of pieces in which no segment closes:
 
     before:  close full segments -> run all pieces but the last -> hand the last one's inputs to the decoder
@@ -10,16 +10,18 @@ of hooks on the decoder turns any forward into a sequence of pieces in which no 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from accelerate.utils import has_offloaded_params
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from cacheformers.modeling.attention import former_attention, keep_inputs
-from cacheformers.modeling.cache import MemoryCache, Rotate
+from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.inputs import (
     check_arguments,
     check_causal,
@@ -31,6 +33,7 @@ from cacheformers.modeling.inputs import (
 from cacheformers.modeling.memories.base import BaseShape, SegmentCall
 from cacheformers.modeling.memories.method import MethodOnLayer
 from cacheformers.modeling.origin import identify
+from cacheformers.modeling.rotary import check_rotation, rotation
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,10 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
+OFFLOADED = (
+    "A memory cannot be kept for weights that are offloaded to CPU or disk. Load the model whole (quantized if it is "
+    "too large), or spread it over several GPUs with a device_map without offloading."
+)
 WRAPPED_AS = ("_orig_mod", "module", "base_model", "model")  # by torch.compile, DDP, PeftModel, PEFT's tuners
 
 
@@ -243,11 +250,34 @@ def device_of(module: nn.Module) -> torch.device:
     """
     device = next(module.parameters()).device
     if device.type == "meta":
-        raise ValueError(
-            "A memory cannot be kept for weights that are offloaded to CPU or disk. Load the model whole "
-            "(quantized if it is too large), or spread it over several GPUs with a device_map without offloading."
-        )
+        raise ValueError(OFFLOADED)
     return device
+
+
+def check_whole(model: nn.Module, layers: Iterable[int]) -> None:
+    """Refuse layers whose weights accelerate offloads. (A base that is still to be filled is on the meta device, too.)
+
+    Raises:
+        ValueError: names what to do instead.
+    """
+    decoder: Any = find_decoder(model)
+    spread = hasattr(model, "hf_device_map")  # PEFT takes the hooks of such a model off before it puts adapters on
+    for layer in layers:
+        on_meta = any(parameter.is_meta for parameter in decoder.layers[layer].parameters())
+        if spread and on_meta or any(has_offloaded_params(part) for part in decoder.layers[layer].modules()):
+            raise ValueError(OFFLOADED)
+
+
+def check_window(model: nn.Module, options: MemoryOptions) -> None:
+    """Refuse a sliding window on a base whose keys cannot be moved.
+
+    Raises:
+        ValueError: names the layers that stand in the way.
+    """
+    if getattr(options, "local_window", None) == "sliding":
+        decoder = find_decoder(model)
+        entry = architecture(decoder.config)  # type: ignore[arg-type]
+        check_rotation(decoder, attention_modules(decoder), entry.cache_argument)
 
 
 def identity(decoder: nn.Module) -> dict[str, str]:
@@ -275,25 +305,6 @@ def split_projections(weights: list[Tensor], shape: BaseShape) -> tuple[Tensor, 
         return tuple(weights)
     fused = weights[0].view(shape.heads, 3, shape.head_dim, shape.hidden_size)  # q, k, v by head
     return (*(fused[:, i].flatten(0, 1) for i in range(3)), weights[1])
-
-
-def rotation(decoder: nn.Module) -> Rotate | None:
-    """A function that turns rotary keys by a number of positions; None for models without rotary positions."""
-    if not architecture(decoder.config).rotary:  # type: ignore[arg-type]
-        return None
-    rotary = decoder.rotary_emb
-
-    def rotate(keys: Tensor, shift: Tensor) -> Tensor:
-        exact = keys.to(torch.promote_types(keys.dtype, torch.float32))
-        cos, sin = rotary(exact, shift.to(keys.device))  # type: ignore[operator]
-        scaling = getattr(rotary, "attention_scaling", 1.0)
-        cos, sin = cos[:, None] / scaling, sin[:, None] / scaling
-        turning, rest = exact[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
-        first, second = turning.chunk(2, dim=-1)
-        turned = turning * cos + torch.cat([-second, first], -1) * sin
-        return torch.cat([turned.to(keys.dtype), rest], -1)
-
-    return rotate
 
 
 def add_hooks(model: nn.Module) -> list[Any]:
@@ -360,14 +371,16 @@ def before_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
         )
     earlier: list[Tensor] = []
     for start, end in pieces[:-1]:
-        call = prepare(decoder, memory, real[:, start:end])
+        call = prepare(decoder, memory, real[:, start:end], ids[:, start:end])
         output = decoder(**piece_inputs(decoder, call, kwargs, start, end))
         remaining = ids.shape[1] - end
         if keep is None or keep > remaining:
             earlier.append(output.last_hidden_state)
-    call = prepare(decoder, memory, real[:, pieces[-1][0] :])
+    last = pieces[-1][0]
+    call = prepare(decoder, memory, real[:, last:], ids[:, last:])
     call.earlier, call.keep = earlier, keep
     call.returned = memory is passed or kwargs.get("use_cache") is not False
+    call.forgets = memory.state.forward_is_segment and kwargs.get("use_cache") is False
     return (), piece_inputs(decoder, call, kwargs, *pieces[-1])
 
 
@@ -382,6 +395,8 @@ def after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output:
     if call.earlier is None:
         return output
     memory.detach()
+    if call.forgets:
+        memory.forget_columns()
     if not call.returned:
         output.past_key_values = None
     if call.earlier:
@@ -461,7 +476,7 @@ def check_origin(decoder: nn.Module, memory: MemoryCache) -> None:
     memory.origin.checked = True
 
 
-def prepare(decoder: nn.Module, memory: MemoryCache, real: Tensor) -> SegmentCall:
+def prepare(decoder: nn.Module, memory: MemoryCache, real: Tensor, ids: Tensor) -> SegmentCall:
     """Close what is full, and begin a piece.
 
     Raises:
@@ -469,7 +484,7 @@ def prepare(decoder: nn.Module, memory: MemoryCache, real: Tensor) -> SegmentCal
     """
     rotate = rotation(decoder)
     memory.close(memory.timeline.full_rows(), rotate)
-    call = memory.begin(real)
+    call = memory.begin(real, ids)
     call.rotate = rotate
     config: Any = decoder.config
     most = config.max_position_embeddings

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from cacheformers.modeling.files.save import save_memory
 from cacheformers.modeling.memories.base import LocalWindow, MemoryState, SegmentCall, joined, keep_columns, part
 from cacheformers.modeling.origin import Origin
+from cacheformers.modeling.seen import SeenIds
 from cacheformers.modeling.state import Timeline
 
 
@@ -79,6 +80,7 @@ class MemoryCache(Cache):
         self.timeline = Timeline(batch_size, window)
         self.local: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys, values [rows, heads, columns, dim]
         self.visible = 0
+        self.seen = SeenIds(batch_size)  # what the visible columns were
         self.fingerprint: tuple[float, ...] = ()  # of the adapter that reads, where it stays as it is
         self.options: Any = None  # from which the state was made, where it can be saved to a file
         self.origin = Origin(sources=[None] * batch_size)
@@ -155,6 +157,7 @@ class MemoryCache(Cache):
                 "of the open segment can be removed. Assisted decoding needs more: generate without an assistant."
             )
         left = torch.arange(self.columns - removed).expand(self.batch_size, -1)
+        self.seen.remove_last(removed)
         self._keep_columns(left)
         self.timeline.remove_last(removed)
         self.visible -= removed
@@ -187,6 +190,7 @@ class MemoryCache(Cache):
         self.timeline.select(rows)
         self.origin.select(rows)
         index = torch.tensor(rows, dtype=torch.long)
+        self.seen.select(index)
         self.local = {
             layer: (keys[index.to(keys.device)], values[index.to(values.device)])
             for layer, (keys, values) in self.local.items()
@@ -205,11 +209,13 @@ class MemoryCache(Cache):
         self.state.reset(rows)
         self.timeline.reset(rows)
         self.origin.reset(rows)
+        self.seen.reset(rows)
 
     def clone(self) -> MemoryCache:
         """An independent copy: generate from it and the original stays as it is."""
         twin = copy.copy(self)
         twin.state, twin.timeline, twin.origin = self.state.clone(), self.timeline.clone(), self.origin.clone()
+        twin.seen = self.seen.clone()
         twin.local = dict(self.local)  # never written in place
         return twin
 
@@ -222,7 +228,8 @@ class MemoryCache(Cache):
     def state_dict(self) -> dict[str, Tensor]:
         """Everything held: the memory, open segments, local keys and values, `name -> tensor`."""
         local = {f"{layer}.{side}": pair[side] for layer, pair in self.local.items() for side in (0, 1)}
-        tensors = joined(state=self.state.state_dict(), timeline=self.timeline.state_dict(), local=local)
+        state, timeline, seen = self.state.state_dict(), self.timeline.state_dict(), self.seen.state_dict()
+        tensors = joined(state=state, timeline=timeline, local=local, seen=seen)
         return {**tensors, "visible": torch.tensor(self.visible)}
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device | str) -> None:
@@ -243,6 +250,7 @@ class MemoryCache(Cache):
         layers = sorted({int(key.partition(".")[0]) for key in local})
         self.local = {layer: (local[f"{layer}.0"].to(device), local[f"{layer}.1"].to(device)) for layer in layers}
         self.visible = int(tensors["visible"])
+        self.seen.load_state_dict(part(tensors, "seen"), rows, self.columns)
         self.origin.saved = ""
 
     def save(self, path: str | Path, append: bool = False) -> None:
@@ -306,6 +314,7 @@ class MemoryCache(Cache):
 
     def _keep_columns(self, columns: Tensor) -> None:
         self.state.keep(columns)
+        self.seen.keep(columns)
         self.local = {
             layer: (keep_columns(keys, columns, 2), keep_columns(values, columns, 2))
             for layer, (keys, values) in self.local.items()
@@ -316,12 +325,22 @@ class MemoryCache(Cache):
         self.local = {}
         self.timeline.clear(self.batch_size)
         self._keep_columns(torch.zeros(self.batch_size, 0, dtype=torch.long))
+        self.forget_ids()
+
+    def forget_ids(self) -> None:
+        """Begin a new stream of ids: `generate` is to feed all that follow."""
         self.visible = 0
+        self.seen.forget()
 
     # Forwards
 
-    def begin(self, real: Tensor) -> SegmentCall:
-        """Prepare a forward over new columns `[rows, time]` in which no segment closes."""
+    def begin(self, real: Tensor, ids: Tensor | None = None) -> SegmentCall:
+        """Prepare a forward over new columns in which no segment closes.
+
+        Args:
+            real: which of them are tokens, `[rows, time]`.
+            ids: their ids, `[rows, time]`, by which `generate` is checked later.
+        """
         self._drop_columns()
         timeline, window = self.timeline, self.window
         full = bool((timeline.open.sum(1) + real.sum(1) == window.segment_tokens).all())
@@ -336,10 +355,12 @@ class MemoryCache(Cache):
             visible=torch.cat([timeline.used, real], 1),
             positions=torch.cat([timeline.position, timeline.new_positions(real)], 1),
             window_tokens=(timeline.kept & ~timeline.sink).sum(1).tolist(),
+            ids=real.long() if ids is None else ids,
         )
 
     def end(self, call: SegmentCall) -> None:
         """Take up what a forward left behind: new columns, waiting in their rows' open segments."""
+        self.seen.append(call.ids, call.real, self.tokens_read)
         self.timeline.append(call.real, call.positions[:, self.columns :])
         self.local = call.local.staged
         self.state.end(call.reading)

@@ -18,12 +18,12 @@ from cacheformers.modeling.attach import (
     identity,
     match_rows,
     new_memory,
-    rotation,
     unwrap,
 )
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.modeling.origin import tokenised, tokenizer_hash
+from cacheformers.modeling.rotary import rotation
 
 
 @torch.no_grad()
@@ -95,7 +95,7 @@ def read(
         memory.forget_columns()
     elif flush:
         memory.close(range(memory.batch_size), rotation(decoder))
-    memory.visible = 0
+    memory.forget_ids()
     return memory
 
 

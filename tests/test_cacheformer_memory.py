@@ -12,10 +12,11 @@ from peft import get_peft_model
 
 import cacheformers
 from cacheformers.hub.card import refresh_card
-from cacheformers.modeling.attach import attention_modules, find_decoder, rotation, unwrap
+from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
 from cacheformers.modeling.memories.cacheformer import CacheFormerParts, Projected
 from cacheformers.modeling.memories.cacheformer_memory import CacheFormerOnBaseOptions, attend, make_layer_parts
 from cacheformers.modeling.memories.cacheformer_naive import naive
+from cacheformers.modeling.rotary import rotation
 
 DEVICES = {0: torch.device("cpu")}
 TIME = 41

@@ -153,7 +153,7 @@ def test_refusals(
         "read book.txt -o new.memory --adapter adapter --model /no/such": "there is no folder /no/such. Check the path",
         "read book.txt -o new.memory --adapter adapter --model no/such": f"there is no folder {folder}/no/such, and",
         "read book.txt -o new.memory --adapter nowhere": f"adapter nowhere was not found: there is no folder {folder}",
-        "read book.txt -o new.memory --adapter base": "base is a model, not an adapter",
+        "read book.txt -o new.memory --adapter base": "base holds a model, not an adapter",
         "read book.txt -o book.txt --adapter adapter": "book.txt is a file",
         "read book.txt -o book.memory --adapter adapter --cache-size 50": "keeps 40 entries.*--overwrite",
         "read latin.txt -o new.memory --adapter adapter": "latin.txt is not utf-8 text .byte 3.*--encoding latin-1",

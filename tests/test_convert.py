@@ -205,6 +205,8 @@ PLAIN = without(random_weights(), "")
 REFUSED = {
     "an LRU cache": ({"cache_type": "LRU"}, PLAIN, "least-recently-used"),
     "a global cache": ({"global_cache": True}, PLAIN, "documents never mix"),
+    "a repeated layer": ({"attention_layers": [2, 3, 3]}, random_weights(layers=3), "a layer has one cache attention"),
+    "k above the store": ({"topk": 65}, PLAIN, "larger than cache_size 64.*second segment"),
     "release 0.0.1": ({"cache_layers": [2]}, PLAIN, "0.0.1"),
     "another kind": ({"neurocache_type": "REMOTE"}, PLAIN, "REMOTE"),
     "a wrong type": ({"topk": "4"}, PLAIN, "topk is '4'"),

@@ -224,6 +224,8 @@ def test_what_cannot_be_exported_says_why(saved, make_base, tmp_path, capsys):
         to_model(get_peft_model(make_base("llama_gqa"), LoraConfig(target_modules=["q_proj"])))
     with pytest.raises(SystemExit, match="Nothing was written: .* exists already"):
         main([str(adapter), str(adapter)])
+    with pytest.raises(SystemExit, match="base holds a model, not an adapter.*--base"):
+        main([str(tmp_path / "base"), str(tmp_path / "out")])
     nowhere = tmp_path / "nowhere"
     with pytest.raises(SystemExit, match=f"Nothing was written: The adapter .* was not found: .*no folder {nowhere}"):
         main([str(nowhere), str(tmp_path / "out")])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from accelerate import cpu_offload
 from conftest import METHODS, OWN_WINDOW, other_cases
-from transformers import DynamicCache, StaticCache
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, pipeline
 from transformers.generation.streamers import BaseStreamer
 
 import cacheformers
+from cacheformers.adapters.export import to_model
+from cacheformers.modeling.attach import unwrap
 
 BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "qwen3", "stories260k"]
 NEW = 20
@@ -55,6 +60,20 @@ def test_left_padded_batches(make_model, ids, base):
         together = generate(model, batch, attention_mask=mask, **options)
         assert torch.equal(together[0], alone[0][0])
         assert torch.equal(together[1, 12:], alone[1][0])
+
+
+@torch.no_grad()
+def test_a_question_after_forwards_that_keep_no_cache(make_model, ids):
+    """Where each forward is a segment, the last one is in the memory when it ends, as after reading."""
+    model = make_model("llama_gqa", compatibility="reference", gate="none")
+    read = cacheformers.read(model, ids[:, :32], progress=False)
+    memory = cacheformers.new_memory(model, 2)
+    for start in (0, 16):
+        model(ids[:, start : start + 16], past_key_values=memory, use_cache=False)
+    assert memory.get_seq_length() == 0
+    for question in (ids[:, 40:50], ids[:, 40:64]):  # shorter and longer than the last segment
+        expected = generate(model, question, past_key_values=read.clone())
+        assert torch.equal(generate(model, question, past_key_values=memory.clone()), expected)
 
 
 @torch.no_grad()
@@ -205,6 +224,93 @@ def test_a_method_that_cannot_forget(make_model, ids):
         memory.crop(-5)
 
 
+DOES_NOT_GO_ON = r"does not go on.*memory.clone\(\) each time.*pass all ids since the last read\(\)"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("door", ["PeftModel", "add_adapter", "exported"])
+def test_a_second_prompt_needs_a_clone(make_model, make_base, config_factory, opener, ids, tmp_path, door):
+    """`generate` would skip as many of its first ids as the memory has seen."""
+    if door == "add_adapter":
+        model = make_base("llama_gqa")
+        model.add_adapter(config_factory())
+        opener(model)
+    else:
+        model = make_model("llama_gqa") if door == "PeftModel" else to_model(make_model("llama_gqa", torch.float32))
+    memory = cacheformers.read(model, ids[:, :40], progress=False)
+    first, second = ids[:, 40:52], ids[:, 50:74]
+    expected = generate(model, second, past_key_values=memory.clone())
+    answered = generate(model, first, past_key_values=memory)
+    assert memory.visible == answered.shape[1] - 1
+    for prompt in (second, ids[:, 30:75], first, answered[:, :-1]):
+        for options in ({}, {"prefill_chunk_size": 7}, {"attention_mask": None}, {"num_beams": 2}):
+            with pytest.raises(ValueError, match=DOES_NOT_GO_ON):
+                generate(model, prompt, past_key_values=memory.clone(), **options)
+    memory.save(tmp_path / "memory")
+    with pytest.raises(ValueError, match=DOES_NOT_GO_ON):
+        generate(model, second, past_key_values=cacheformers.load_memory(tmp_path / "memory", model))
+    memory.reset()
+    memory = cacheformers.read(model, ids[:, :40], memory=memory, progress=False)
+    assert torch.equal(generate(model, second, past_key_values=memory), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", METHODS)
+def test_going_on_with_all_ids(make_model, ids, tmp_path, method):
+    """After generating, after plain forwards, after going back, with padding, from a file, and with beams."""
+    model = make_model("llama_gqa", method=method)
+    memory = cacheformers.read(model, ids[:, :20], progress=False)
+    prompt, mask = ids[:, 20:35].clone(), torch.ones(2, 15, dtype=torch.long)
+    prompt[1, :4], mask[1, :4] = 0, 0
+    answered = generate(model, prompt, attention_mask=mask, past_key_values=memory, suppress_tokens=[0])
+    more = torch.cat([answered, ids[:, 60:64]], 1)
+    mask = torch.cat([mask, torch.ones(2, more.shape[1] - 15, dtype=torch.long)], 1)
+    memory.save(tmp_path / "memory")
+    fresh = cacheformers.read(model, ids[:, :20], progress=False)
+    expected = generate(model, more, attention_mask=mask, past_key_values=fresh)
+    masked = {"attention_mask": mask}
+    for given in (masked, {**masked, "prefill_chunk_size": 3}, {"attention_mask": None}):
+        assert torch.equal(generate(model, more, past_key_values=memory.clone(), **given), expected)
+    loaded = cacheformers.load_memory(tmp_path / "memory", model)
+    assert torch.equal(generate(model, more, attention_mask=mask, past_key_values=loaded), expected)
+    new = generate(model, more[:, memory.visible :], attention_mask=mask, past_key_values=memory.clone())
+    assert torch.equal(new[:, -NEW:], expected[:, -NEW:]), "new ids alone, under a mask over all"
+
+    memory = model(ids[:, :18]).past_key_values
+    if memory.state.can_crop:
+        model(ids[:, 50:52], past_key_values=memory)
+        memory.crop(-2)
+    assert torch.equal(generate(model, ids[:, :30], past_key_values=memory), generate(model, ids[:, :30]))
+    memory = model(ids[:, :18]).past_key_values
+    beams = generate(model, ids[:, :30], num_beams=2, past_key_values=memory)
+    assert torch.equal(beams, generate(model, ids[:, :30], num_beams=2))
+
+
+@torch.no_grad()
+def test_a_pipeline_needs_a_clone_for_each_prompt(make_model, tokenizer, ids):
+    model = make_model("llama_gqa", torch.float32)
+    ask = pipeline("text-generation", model=model, tokenizer=tokenizer, max_new_tokens=5)
+    memory = cacheformers.read(model, ids[:1, :40], progress=False)
+    prompts = ["w1 w2 w3", "w4 w5 w6 w7 w8 w9 w10 w11 w12 w13"]
+    with pytest.raises(ValueError, match=DOES_NOT_GO_ON):
+        ask(prompts, past_key_values=memory.clone())
+    for prompt in prompts:
+        assert ask(prompt, past_key_values=memory.clone())[0]["generated_text"].startswith(prompt)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["neurocache", "memorizing"])
+def test_continuous_batching_is_refused(make_model, ids, method):
+    model = make_model("llama_gqa", torch.float32, method=method)
+    for door in (model, unwrap(model), to_model(copy.deepcopy(model))):
+        with pytest.raises(ValueError, match="Continuous batching .* a memory cannot follow"):
+            door.generate_batch(ids[:, :9].tolist())
+        with pytest.raises(ValueError, match="Continuous batching .* a memory cannot follow"):
+            door.generate(ids[:, :9], cache_implementation="paged")
+    base = model.unload()
+    assert not {"generate", "init_continuous_batching"} & vars(base).keys()
+
+
 def test_caches_that_cannot_carry_a_memory(make_model, ids):
     model = make_model("llama_gqa")
     config = model.config
@@ -227,6 +333,26 @@ def test_offloaded_weights_say_so(make_model, ids, method):
     cpu_offload(model, execution_device="cpu")
     with pytest.raises(ValueError, match="offloaded to CPU or disk"):
         generate(model, ids[:, :20])
+
+
+@pytest.mark.parametrize("door", ["PeftModel", "load_adapter", "AutoModel"])
+def test_an_adapter_on_an_offloaded_base_says_so(make_model, make_base, ids, tmp_path, door):
+    """Not that its file were damaged, nor that there were no data in a meta tensor."""
+    make_base("llama_gqa", torch.float32).save_pretrained(tmp_path / "base")
+    model = make_model("llama_gqa", torch.float32)
+    model.base_model.model.name_or_path = model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    model.save_pretrained(tmp_path / "adapter")
+    here = ["model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"]
+    places = {**dict.fromkeys(here, "cpu"), "model.layers.1": "disk", "model.layers.2": "disk"}
+    offloaded = {"device_map": places, "offload_folder": tmp_path / "offloaded"}
+    with pytest.raises(ValueError, match="offloaded to CPU or disk"):
+        if door == "AutoModel":
+            AutoModelForCausalLM.from_pretrained(tmp_path / "adapter", **offloaded)
+        else:
+            base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", **offloaded)
+            if door == "PeftModel":
+                PeftModel.from_pretrained(base, tmp_path / "adapter")
+            base.load_adapter(str(tmp_path / "adapter"))
 
 
 def test_assisted_decoding(make_model, make_base, ids):

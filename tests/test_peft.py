@@ -10,10 +10,11 @@ import sys
 
 import pytest
 import torch
+import transformers
 from conftest import METHODS, OTHERS, every_method, same_after_loading
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, pipeline
 
 import cacheformers
 
@@ -186,6 +187,21 @@ def test_several_adapters(make_base, config_factory, opener, ids):
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore:Adapter default was active which is now deleted")
+@pytest.mark.parametrize("remaining", [{}, {"retrieval_map": {2: 2}}], ids=["same layers", "other layers"])
+def test_deleting_the_active_adapter_switches_to_another(make_base, config_factory, opener, ids, remaining):
+    model = get_peft_model(make_base("llama_gqa"), config_factory()).eval()
+    model.add_adapter("second", config_factory(**remaining))
+    opener(model, "second")
+    model.set_adapter("second")
+    expected = model(ids).logits
+    model.set_adapter("default")
+    model.delete_adapter("default")
+    assert model.active_adapter == "second"
+    assert torch.equal(model(ids).logits, expected)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("method", METHODS)
 def test_transformers_own_adapter_methods(make_base, config_factory, opener, ids, tmp_path, method):
     plain = make_base("llama_gqa")
@@ -209,7 +225,7 @@ def test_transformers_own_adapter_methods(make_base, config_factory, opener, ids
 
 def test_what_cannot_work_says_why(make_base, make_model, config_factory, ids):
     model = make_model("llama_gqa")
-    with pytest.raises(ValueError, match="cannot be merged"):
+    with pytest.raises(ValueError, match="cannot be merged.*cacheformers.adapters.export ADAPTER OUT"):
         model.merge_and_unload()
     model.add_adapter("second", config_factory())
     with pytest.raises(ValueError, match="cannot be combined"):
@@ -317,12 +333,81 @@ def test_two_methods_on_one_base_are_refused(make_model, config_factory):
         model.add_adapter("other", config_factory(method="memorizing"))
 
 
-def test_another_base_is_refused(saved, make_base, ids, tmp_path):
-    _, adapter_folder, _ = saved("llama_gqa", ids)
-    with pytest.raises((RuntimeError, ValueError), match="(?i)mismatch|exist"):
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["neurocache", "memorizing"])
+def test_a_memory_and_a_lora_adapter_load_in_either_order(make_base, config_factory, opener, ids, tmp_path, method):
+    """transformers puts any two adapters on one model; either alone, and both, must compute the same."""
+    make_base("llama_gqa", torch.float32).save_pretrained(tmp_path / "base")
+    lora = LoraConfig(target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    alone = {}
+    for name, config in {"memory": config_factory(method=method), "lora": lora}.items():
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config).eval()
+        opener(model)
+        model.save_pretrained(tmp_path / name)
+        alone[name] = model(ids[:, :60]).logits
+    together = []
+    for order in (["memory", "lora"], ["lora", "memory"]):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        for name in order:
+            model.load_adapter(str(tmp_path / name), adapter_name=name)
+        for name in order:
+            model.set_adapter(name)
+            assert torch.equal(model(ids[:, :60]).logits, alone[name]), (order, name)
+        model.set_adapter(["memory", "lora"])
+        together.append(model(ids[:, :60]).logits)
+    assert torch.allclose(together[0], together[1], atol=1e-5)
+    assert not torch.allclose(together[0], alone["memory"], atol=1e-3)
+
+
+OTHER_BASES = {
+    "width": ("llama_gqa", {"hidden_size": 64}, "llama, 3 layers of 64"),
+    "depth": ("llama_gqa", {"num_hidden_layers": 1}, "llama, 1 layers of 32"),
+    "family": ("mistral", {}, "mistral, 3 layers of 32"),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_BASES)
+def test_another_base_is_refused(saved, make_base, ids, other):
+    """By what the base is, and not by the names of tensors that do not fit."""
+    name, changes, described = OTHER_BASES[other]
+    base_folder, adapter_folder, _ = saved("llama_gqa", ids)
+    message = rf"made for {base_folder} \(llama, 3 layers of 32\), and this base is .*\({described}\)"
+    with pytest.raises(ValueError, match=message):
+        PeftModel.from_pretrained(make_base(name, torch.float32, **changes), adapter_folder)
+    plain = make_base(name, torch.float32, **changes)
+    with pytest.raises(ValueError, match=message):
+        plain.load_adapter(str(adapter_folder))
+    assert not any("lora_" in key for key in plain.state_dict())
+    shutil.rmtree(base_folder)
+    make_base(name, torch.float32, **changes).save_pretrained(base_folder)  # another model has taken its place
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(adapter_folder)
+
+
+def test_an_adapter_that_does_not_say_what_it_was_made_for(saved, make_base, ids):
+    """As adapters were saved before: what does not fit says so."""
+    _, adapter_folder, expected = saved("llama_gqa", ids)
+    file = adapter_folder / "adapter_config.json"
+    config = json.loads(file.read_text())
+    del config["made_for"]
+    file.write_text(json.dumps(config))
+    with pytest.raises(RuntimeError, match="size mismatch"):
         PeftModel.from_pretrained(make_base("llama_gqa", torch.float32, hidden_size=64), adapter_folder)
     with pytest.raises(ValueError, match="Layers .* do not exist"):
         PeftModel.from_pretrained(make_base("llama_gqa", torch.float32, num_hidden_layers=1), adapter_folder)
+    model = PeftModel.from_pretrained(make_base("llama_gqa", torch.float32), adapter_folder).eval()
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_a_loaded_config_can_start_on_another_base(saved, make_base, ids):
+    _, adapter_folder, _ = saved("llama_gqa", ids)
+    config = cacheformers.NeurocacheAdapterConfig.from_pretrained(adapter_folder)
+    with pytest.raises(ValueError, match="A new adapter from its config needs inference_mode=False"):
+        get_peft_model(make_base("mistral", torch.float32), config)
+    config.inference_mode = False
+    model = get_peft_model(make_base("mistral", torch.float32), config)
+    assert bool(torch.isfinite(model(ids).logits).all())
+    assert model.peft_config["default"].made_for == "mistral, 3 layers of 32"
 
 
 def test_quantised_base(make_base, config_factory, ids, tmp_path):
@@ -360,6 +445,17 @@ def test_config_round_trip(config_factory, tmp_path):
     assert again.attention_layers == [1, 2]
     assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "NEUROCACHE"
     shutil.rmtree(tmp_path)
+
+
+def test_a_pipeline_takes_an_adapter_without_a_warning(make_base, config_factory, tokenizer, ids, caplog):
+    """It names every class that it knows where a model's class is not among them."""
+    model = get_peft_model(make_base("llama_gqa", torch.float32), config_factory()).eval()
+    with caplog.at_level("WARNING", logger="transformers"):
+        transformers.logging.enable_propagation()
+        asked = pipeline("text-generation", model=model, tokenizer=tokenizer)
+        transformers.logging.disable_propagation()
+    assert not [record.message for record in caplog.records if "not supported" in record.message]
+    assert asked("w1 w2 w3", max_new_tokens=3)[0]["generated_text"].startswith("w1 w2 w3")
 
 
 def test_a_lost_saved_module_is_an_error(make_base, config_factory, ids, tmp_path):

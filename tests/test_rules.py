@@ -7,11 +7,20 @@ import math
 
 import pytest
 import torch
-from conftest import METHODS, OWN_WINDOW, every_method, other_cases
+from conftest import COMMON, METHODS, OWN_WINDOW, every_method, other_cases
+from peft import get_peft_model
 from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import cacheformers
-from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
+from cacheformers.modeling.attach import (
+    ARCHITECTURES,
+    Architecture,
+    architecture,
+    attention_modules,
+    find_decoder,
+    unwrap,
+)
 
 BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "qwen3", "stories260k"]
 MORE = ["qwen2", "gemma", "phi", "gpt_neox"]
@@ -174,8 +183,6 @@ def test_off_means_off(make_base, make_model, ids, base, options):
 @pytest.mark.parametrize(("base", "options"), every_method(BASES))
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_neutral_gates_are_the_base(make_base, config_factory, ids, base, options, attention):
-    from peft import get_peft_model
-
     plain = make_base(base, torch.float32, attn_implementation=attention)
     expected = plain(ids[:, :16]).logits
     neutral = {"gate_bias": math.inf} if options.get("method") == "gated_attention" else {}
@@ -353,13 +360,18 @@ def test_the_segment_window_is_the_base_on_each_segment(make_base, make_model, i
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("base", ["llama_mha", "llama_gqa", "qwen3", "gemma", "phi", "gpt_neox"])
+@pytest.mark.parametrize("base", [base for base in BASES + MORE if base != "opt"])  # learned positions cannot slide
 @pytest.mark.parametrize("padding", [0, 7])
 def test_a_sliding_window_is_the_base_under_a_mask(make_base, make_model, ids, base, padding):
     """Keys that were turned to new positions at every boundary must attend as if they had never moved."""
+    plain = make_base(base)
     place = torch.arange(60 - padding)
     seen = (place <= place[:, None]) & (place >= place[:, None] // 16 * 16 - 12)
-    expected = make_base(base)(ids[:, padding:60], attention_mask=seen[None, None].expand(2, 1, -1, -1)).logits
+    near = seen & (place[:, None] - place < (getattr(plain.config, "sliding_window", None) or 60))  # the base's own
+    whole, narrow = (mask[None, None].expand(2, 1, -1, -1) for mask in (seen, near))
+    by_layer_type = architecture(plain.config).masks_by_layer_type
+    mask = {"full_attention": whole, "sliding_attention": narrow} if by_layer_type else narrow
+    expected = plain(ids[:, padding:60], attention_mask=mask).logits
     mask = torch.ones(2, 60, dtype=torch.long)
     mask[:, :padding] = 0
     for method in ("neurocache", "windowed"):
@@ -367,3 +379,40 @@ def test_a_sliding_window_is_the_base_under_a_mask(make_base, make_model, ids, b
         memory = cacheformers.new_memory(model, 2, cache_size=0)
         logits = model(ids[:, :60], attention_mask=mask, past_key_values=memory).logits[:, padding:]
         assert difference(logits, expected) < 1e-5  # angles are float32 in transformers
+
+
+# What somebody would add with one line in ARCHITECTURES, and which turns its keys in other ways, or not in every layer.
+TURN_OTHERWISE = {
+    "smollm3": {"no_rope_layers": [1, 1, 0], "use_sliding_window": False},
+    "exaone4": {"sliding_window": 9, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    "cohere2": {"sliding_window": 9, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    "glm4": {"head_dim": 8, "partial_rotary_factor": 0.5},
+    "helium": {"head_dim": 8},
+    "ernie4_5": {"head_dim": 8},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", TURN_OTHERWISE)
+def test_a_base_whose_keys_turn_otherwise_cannot_slide(config_factory, opener, ids, monkeypatch, family, dtype):
+    monkeypatch.setitem(ARCHITECTURES, family, Architecture())
+    options = {**COMMON, "model_type": family, "num_key_value_heads": 2, **TURN_OTHERWISE[family]}
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**options), dtype=dtype).eval()
+    sliding = config_factory(target_modules=[], local_window="sliding", window_tokens=12)
+    message = rf"layers \[.*2\] of this {family} base keys do not turn.*local_window='segment'"
+    with pytest.raises(ValueError, match=message):
+        get_peft_model(base, sliding)
+    with pytest.raises(ValueError, match="keys do not turn"):
+        cacheformers.NeurocacheForCausalLM.from_base(base, segment_tokens=16, local_window="sliding", window_tokens=12)
+    assert not any("lora_" in name for name, _ in base.named_parameters())
+    model = get_peft_model(base, config_factory(target_modules=[]))
+    opener(model)
+    assert bool(torch.isfinite(model(ids).logits).all())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", ["llama_gqa", "phi"])
+def test_a_bfloat16_base_can_slide(make_model, ids, base):
+    model = make_model(base, torch.bfloat16, local_window="sliding", window_tokens=12)
+    assert bool(torch.isfinite(model(ids).logits).all())

@@ -106,7 +106,6 @@ def adapter_config(
         **memory_options.values(),
         target_modules=[] if without_lora else targets,
         lora_dropout=options.lora_dropout,
-        task_type="CAUSAL_LM",
     )
     memory = config.resolve(base_shape(base))
     if not without_lora:

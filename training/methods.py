@@ -12,8 +12,8 @@ from cacheformers.adapters import METHODS
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.training.options import given_options
 
-# Not trained: the published package's errors are for its checkpoints.
-WITHOUT = ("compatibility",)
+# Not trained: the published package's errors are for its checkpoints. The others are not chosen.
+WITHOUT = ("compatibility", "task_type", "made_for")
 
 PAIRS = dict[int, int] | None
 HEADS = dict[int, list[int]] | None

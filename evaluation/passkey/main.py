@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from transformers import PreTrainedModel
 
+from cacheformers.adapters.folders import load_adapter_config
 from cacheformers.evaluation.longbench.predictions import PredictionError, Predictions
 from cacheformers.evaluation.longbench.settings import adapter_identity, model_settings
 from cacheformers.evaluation.passkey.filler import load_filler
@@ -105,7 +106,7 @@ def make_plan(model: ModelOptions, options: PasskeyOptions) -> Plan:
     config, tokenizer = base_config(model.base), load_tokenizer(model.base)
     if not tokenizer.is_fast:
         raise ValueError(f"The filler's sentences are found with a fast tokenizer, which {model.base} has not.")
-    memory = memory_config(config, None if options.adapter is None else PeftConfig.from_pretrained(options.adapter))
+    memory = memory_config(config, None if options.adapter is None else load_adapter_config(options.adapter))
     filler = load_filler(options.filler, options.text_field, tokenizer, options.tokens[-1])
     wording = NEEDLES[options.needle]
     maker = PromptMaker(wording, filler, tokenizer, options.seed)

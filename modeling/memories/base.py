@@ -29,6 +29,11 @@ class BaseShape:
     rotary: bool
     sliding_window: int | None = None
 
+    @property
+    def description(self) -> str:
+        """How messages tell bases apart."""
+        return f"{self.model_type}, {self.layers} layers of {self.hidden_size}"
+
 
 @dataclass(frozen=True)
 class LocalWindow:
@@ -65,9 +70,11 @@ class SegmentCall:
         visible: which columns, old and new, hold a token that self-attention may see, `[rows, columns + time]`.
         positions: position of each column in its row's local window, `[rows, columns + time]`.
         window_tokens: how many tokens of closed segments each row still sees (sinks apart), `[rows]`.
+        ids: of the new columns, `[rows, time]`.
         earlier: hidden states of the pieces before this one; None if another piece follows.
         keep: how many of the last hidden states are wanted; None for all.
         returned: whether the caller gets the memory back (not with use_cache=False, unless it was passed in).
+        forgets: whether local keys and values go when it ends (each forward is a segment, and use_cache=False).
         rotate: turns keys `[rows, heads, columns, d_head]` by `[rows, columns]` positions; None where keys carry none.
     """
 
@@ -81,14 +88,16 @@ class SegmentCall:
         visible: Tensor,
         positions: Tensor,
         window_tokens: list[int],
+        ids: Tensor,
     ) -> None:
         self.memory, self.reading, self.local = memory, reading, local
         self.real, self.open, self.visible, self.positions = real, open, visible, positions
-        self.window_tokens = window_tokens
+        self.window_tokens, self.ids = window_tokens, ids
         self.rotate: Callable[[Tensor, Tensor], Tensor] | None = None
         self.earlier: list[Tensor] | None = None
         self.keep: int | None = None
         self.returned = True
+        self.forgets = False
         self.scratch: dict[str, Any] = {}
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -229,8 +230,19 @@ class NeurocacheOptions(StoreOptions, LocalWindowOptions):
         return NeurocacheState(self, rows, devices, dtype, keep_values, cache_size)
 
 
-def layer_numbers(retrieval_map: Mapping[Any, Any] | None) -> dict[int, int] | None:
-    """A retrieval map with numbers for keys, which JSON turns into text."""
+def layer_numbers(retrieval_map: Any) -> dict[int, int] | None:
+    """Give a retrieval map numbers for keys, which JSON turns into text.
+
+    Raises:
+        ValueError: it is not a map from layers to layers.
+    """
     if retrieval_map is None:
         return None
-    return {int(retrieval): int(storing) for retrieval, storing in retrieval_map.items()}
+    if isinstance(retrieval_map, Mapping):
+        sides = [str(side) for pair in retrieval_map.items() for side in pair]
+        if all(re.fullmatch(r"-?\d+", side) for side in sides):
+            return {int(retrieval): int(storing) for retrieval, storing in retrieval_map.items()}
+    raise ValueError(
+        "retrieval_map must be a map from layers to layers such as {22: 22} (search at layer 22 what layer 22 stored), "
+        f"got {retrieval_map!r}."
+    )

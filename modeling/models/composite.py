@@ -33,11 +33,13 @@ from cacheformers.modeling.attach import (
     attention_modules,
     base_shape,
     before_model,
+    check_window,
     find_decoder,
     put_memory,
     split_projections,
 )
 from cacheformers.modeling.attention import route_attention
+from cacheformers.modeling.generation import ChecksPrompts
 from cacheformers.modeling.memories import METHODS
 from cacheformers.modeling.memories.method import Method, MethodOnLayer
 from cacheformers.modeling.models.loading import check_complete
@@ -165,6 +167,7 @@ class CompositePreTrainedModel(PushesWithCard, PreTrainedModel):
             from_base: memories start from the base's own weights; otherwise at random.
         """
         method, options, text_config = self.config.method, self.config.options(), self.config.text_config
+        check_window(language_model, options)
         if method.attend is not None:
             route_attention(language_model)
         attentions = attention_modules(find_decoder(language_model))
@@ -245,7 +248,7 @@ class CompositeModel(CompositePreTrainedModel):
         return self.language_model(input_ids=input_ids, **kwargs)
 
 
-class CompositeForCausalLM(CompositePreTrainedModel, GenerationMixin):
+class CompositeForCausalLM(ChecksPrompts, CompositePreTrainedModel, GenerationMixin):
     """A base language model with a memory.
 
     Args:

@@ -1,0 +1,91 @@
+"""Rotary positions of keys: how keys that stay visible are turned to new ones, and whether a base lets them be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cacheformers.modeling.cache import LocalCache, Rotate
+
+SHIFT = 5  # positions by which the check turns keys
+TOLERANCE = 0.05  # of the largest number of a key: above bfloat16's rounding, far below any other way of turning
+
+
+def rotation(decoder: nn.Module) -> Rotate | None:
+    """Return a function that turns rotary keys by a number of positions; None for models without rotary positions."""
+    rotary: Any = getattr(decoder, "rotary_emb", None)
+    if rotary is None:
+        return None
+
+    def rotate(keys: Tensor, shift: Tensor) -> Tensor:
+        exact = keys.to(torch.promote_types(keys.dtype, torch.float32))
+        cos, sin = rotary(exact, shift.to(keys.device))
+        scaling = getattr(rotary, "attention_scaling", 1.0)
+        cos, sin = cos[:, None] / scaling, sin[:, None] / scaling
+        turning, rest = exact[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
+        first, second = turning.chunk(2, dim=-1)
+        turned = turning * cos + torch.cat([-second, first], -1) * sin
+        return torch.cat([turned.to(keys.dtype), rest], -1)
+
+    return rotate
+
+
+def check_rotation(decoder: nn.Module, attentions: list[nn.Module], cache_argument: str) -> None:
+    """Check that `rotation` turns the keys of every layer as the base model itself does.
+
+    Each layer makes keys of the same states at some positions and at later ones; turned, the first must be the second.
+    A base on the meta device cannot be asked, and passes.
+
+    Args:
+        attentions: self-attention of every layer.
+        cache_argument: what it calls its cache.
+
+    Raises:
+        ValueError: names the layers whose keys cannot be moved.
+    """
+    config: Any = decoder.config
+    differing = []
+    for layer, attention in enumerate(attentions):
+        if any(parameter.is_meta for parameter in attention.parameters()):
+            return
+        first, second, turned = keys_at_two_places(decoder, attention, cache_argument)
+        if not float((turned - second).abs().max()) <= TOLERANCE * float(first.abs().max()):
+            differing.append(layer)
+    if differing:
+        raise ValueError(
+            f"local_window='sliding' moves keys to new positions, but in layers {differing} of this "
+            f"{config.model_type} base keys do not turn with their positions as this package turns them (layers "
+            "without rotary positions, or channels that are paired in another way): use local_window='segment'."
+        )
+
+
+@torch.no_grad()
+def keys_at_two_places(decoder: nn.Module, attention: nn.Module, cache_argument: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys that a layer makes of random states, those it makes at later positions, and the first turned there.
+
+    Returns:
+        `[1, kv_heads, tokens, d_head]` each, float32.
+    """
+    config: Any = decoder.config
+    weight = next(attention.parameters())
+    dtype = next(parameter.dtype for parameter in decoder.parameters() if parameter.is_floating_point())
+    states = torch.randn(1, 3, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    hidden = states.to(weight.device, dtype).expand(2, -1, -1)
+    places = torch.arange(3, device=weight.device) + torch.tensor([[0], [SHIFT]], device=weight.device)
+    cache, training = LocalCache({}, 0, stage=True), attention.training
+    attention.eval()  # LoRA of another adapter may drop out
+    attention.forward(  # past the hooks of memories
+        hidden_states=hidden,
+        attention_mask=None,
+        position_ids=places,
+        position_embeddings=decoder.rotary_emb(hidden, places),  # type: ignore[operator]
+        **{cache_argument: cache},
+    )
+    attention.train(training)
+    ((keys, _),) = cache.staged.values()
+    rotate = rotation(decoder)
+    assert rotate is not None
+    turned = rotate(keys[:1], torch.full_like(places[:1], SHIFT))
+    return keys[:1].float(), keys[1:].float(), turned.float()
