@@ -113,8 +113,10 @@ def test_base_without_memory(base, name):
     assert_close("base_logits_last_seg", logits, fixture.tensors["base_logits_last_seg"], fixture.tolerance)
 
 
+@pytest.mark.parametrize("earlier", [False, True], ids=["last segment", "every segment"])
 @pytest.mark.parametrize(("base", "name"), cases("segments"))
-def test_training_step(base, name):
+def test_training_step(base, name, earlier):
+    """The package was recorded with gradients in the last segment alone; what is stored is detached in any case."""
     fixture = load(base, name)
     tensors, model = fixture.tensors, adapted(fixture).train()
     for parameter in model.parameters():
@@ -124,7 +126,7 @@ def test_training_step(base, name):
     for segment in range(1, last + 1):
         memory.reset(fixture.restarts(segment))
         ids = fixture.inputs(segment)
-        with torch.set_grad_enabled(segment == last):
+        with torch.set_grad_enabled(earlier or segment == last):
             output = model(ids, past_key_values=memory, use_cache=False, labels=ids)
     output.loss.backward()
 

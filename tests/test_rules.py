@@ -21,6 +21,8 @@ WINDOWS = {
     "sliding": {"local_window": "sliding", "window_tokens": 12, "hit_scores": True},
     "sliding sinks": {"local_window": "sliding", "window_tokens": 12, "sink_tokens": 3, "exclude_window": True},
 }
+WHOLE_STATES = {"compression_factor": 1}  # entries are the states themselves, in the model's own precision
+PUBLISHED = {"compatibility": "reference", "gate": "none"}
 SLIDING = {"local_window": "sliding", "window_tokens": 12, "sink_tokens": 3}
 EXACT = 1e-9
 
@@ -297,7 +299,16 @@ def train_two_segments(model, ids, checkpointing):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, float(loss.detach())
 
 
-@pytest.mark.parametrize(("base", "window"), rows_of_windows(BASES))
+@pytest.mark.parametrize(
+    ("base", "window"),
+    [
+        *rows_of_windows(BASES),
+        *[pytest.param(base, WHOLE_STATES, id=f"{base} d=h") for base in BASES],
+        pytest.param("llama_gqa", {**WHOLE_STATES, "hit_scores": True}, id="llama_gqa d=h, hit scores"),
+        pytest.param("llama_gqa", {**WHOLE_STATES, **PUBLISHED}, id="llama_gqa d=h, as published"),
+        pytest.param("llama_gqa", PUBLISHED, id="llama_gqa as published"),
+    ],
+)
 def test_activation_checkpointing_gives_the_same_gradients(make_model, ids, base, window):
     model = make_model(base, **window)
     plain, plain_loss = train_two_segments(model, ids, checkpointing=False)

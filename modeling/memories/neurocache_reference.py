@@ -152,7 +152,7 @@ def reference_branch(
     retrieving = dict(options.retrieval_map)
     if layer in retrieving or layer in retrieving.values():
         with torch.no_grad():
-            entries = reading.encoder.encode(hidden)
+            entries = reading.encoder.encode(hidden.detach())  # a factor of 1 gives back what it is given
         if layer in retrieving:
             reference_retrieve(options, layer, retrieving[layer], entries, hidden, reading, training)
         if layer in retrieving.values():
