@@ -225,7 +225,7 @@ def test_of_entries_that_rounding_alone_tells_apart_the_oldest_are_found(
     asked = torch.cat([kinds, torch.randn(50, width, dtype=dtype)])[torch.randperm(100)]
     asked = told_apart(asked, kinds, similarity)[:45]
     kind = torch.randint(50, (50 * copies,))
-    noise = 1e-7 if dtype == torch.float32 else 1e-14
+    noise = 1e-7 if dtype == torch.float32 else 1e-15
     for sizes in ([45], [1, 2, 42], [1] * 45):
         stored, queries = (
             exact * (1 + noise * torch.randn(len(exact), width, dtype=dtype)) for exact in (kinds[kind], asked)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Scores that differ by at most this share of |q|² + |e|² are equal: a model that reads the same text in other pieces
 # gives states that differ in their last bits. Below the 1e-6 by which `recall` judges.
-EQUAL = {torch.float32: 2.0**-20, torch.float64: 2.0**-42}
+EQUAL = {torch.float32: 2.0**-20, torch.float64: 2.0**-47}
 # The first search is off by about one share itself, so it leaves everything within this many to the second one.
 DOUBTFUL = 4
 # Bytes of scores in float64 at a time, and half as many of entries.
