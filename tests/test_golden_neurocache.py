@@ -113,8 +113,10 @@ def test_base_without_memory(base, name):
     assert_close("base_logits_last_seg", logits, fixture.tensors["base_logits_last_seg"], fixture.tolerance)
 
 
+@pytest.mark.parametrize("earlier", [False, True], ids=["last segment", "every segment"])
 @pytest.mark.parametrize(("base", "name"), cases("segments"))
-def test_training_step(base, name):
+def test_training_step(base, name, earlier):
+    """The package was recorded with gradients in the last segment alone; what is stored is detached in any case."""
     fixture = load(base, name)
     tensors, model = fixture.tensors, adapted(fixture).train()
     for parameter in model.parameters():
@@ -124,7 +126,7 @@ def test_training_step(base, name):
     for segment in range(1, last + 1):
         memory.reset(fixture.restarts(segment))
         ids = fixture.inputs(segment)
-        with torch.set_grad_enabled(segment == last):
+        with torch.set_grad_enabled(earlier or segment == last):
             output = model(ids, past_key_values=memory, use_cache=False, labels=ids)
     output.loss.backward()
 
@@ -198,3 +200,50 @@ def test_generated_text_in_one_pass(base, name):
     memory = cacheformers.read(model, document, progress=False)
     logits = model(tensors["update.sequences"][:, :-1], past_key_values=memory, use_cache=False).logits
     assert_close("onepass.logits", logits, tensors["onepass.logits"], fixture.tolerance)
+
+
+@torch.no_grad()
+def test_padding_is_stored_as_the_model_sees_it(make_model, ids):
+    """The published package's padding sees what its masks happen to leave: README says so."""
+    model = make_model("llama_gqa", compatibility="reference", gate="none", topk=16)
+    mask, padded = torch.ones(2, 16, dtype=torch.long), ids[:, :32].clone()
+    mask[1, :5], padded[1, :5] = 0, 0
+    memory = cacheformers.new_memory(model, 2)
+    first = model(padded[:, :16], attention_mask=mask, past_key_values=memory, use_cache=False).logits
+    second = model(padded[:, 16:], past_key_values=memory, use_cache=False).logits
+
+    alone, shorter = cacheformers.new_memory(model, 1), cacheformers.new_memory(model, 1)
+    for segment, logits in enumerate((first, second)):
+        expected = model(padded[:1, 16 * segment :][:, :16], past_key_values=alone, use_cache=False).logits
+        assert_close("the row without padding", logits[:1], expected, 1e-9)
+    real = model(padded[1:, 5:16], past_key_values=shorter, use_cache=False).logits
+    assert_close("the first segment of the other", first[1:, 5:], real, 1e-9)
+    without = model(padded[1:, 16:], past_key_values=shorter, use_cache=False).logits
+    assert float((without - second[1:]).abs().max()) > 1e-3, "padding is retrieved, as published"
+
+    one = cacheformers.new_memory(model, 1)
+    model(padded[1:, :1], past_key_values=one, use_cache=False)
+    assert memory.state.written.tolist() == [32, 32]
+    assert_close("padding", memory.state.keys[1][1, :5], one.state.keys[1][0, :1].expand(5, -1), 1e-12)
+
+
+@torch.no_grad()
+def test_every_beam_has_a_store_of_its_own(make_model, ids):
+    """Unlike in the published package, whose stores stay where they are when beams change places: README says so."""
+    model = make_model("llama_gqa", compatibility="reference", gate="none")
+    output = model.generate(
+        ids[:, :20],
+        attention_mask=torch.ones(2, 20),
+        max_new_tokens=8,
+        num_beams=3,
+        num_return_sequences=3,
+        eos_token_id=None,
+        output_scores=True,
+        return_dict_in_generate=True,
+        length_penalty=0.0,
+    )
+    memory, logits = cacheformers.new_memory(model, 6), []
+    for part in (output.sequences[:, :20], *output.sequences[:, 20:-1].split(1, 1)):
+        logits.append(model(part, past_key_values=memory).logits[:, -1:])
+    chosen = torch.log_softmax(torch.cat(logits, 1), -1).gather(2, output.sequences[:, 20:, None])[..., 0].sum(1)
+    assert torch.allclose(chosen, output.sequences_scores.to(chosen), atol=1e-4)

@@ -420,9 +420,10 @@ def test_trainer(make, tmp_path, method, checkpointing):
     assert torch.equal(again(ids).logits, model.eval()(ids).logits)
 
 
-def test_activation_checkpointing_gives_the_same_gradients(make, ids):
+@pytest.mark.parametrize("options", [{}, {"compression_factor": 1}, {"compression_factor": 1, "hit_scores": True}])
+def test_activation_checkpointing_gives_the_same_gradients(make, ids, options):
     def gradients(checkpointing):
-        model = make(dtype=torch.float64).train()
+        model = make(dtype=torch.float64, **options).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         memory, loss = None, 0

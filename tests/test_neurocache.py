@@ -90,7 +90,11 @@ def test_equals_the_specification(make_model, ids, base, ablation):
 
 
 @pytest.mark.parametrize(
-    "ablation", ["paper", "w4", "c4", "d=h/2", "small store", "dot", "no gate", "hit scores", "hit scores, w4, c4"]
+    "ablation",
+    [
+        *("paper", "w4", "c4", "d=h", "d=h/2", "small store", "dot", "no gate"),
+        *("hit scores", "hit scores, w4, c4", "hit scores, d=h"),
+    ],
 )
 def test_gradients_equal_the_specifications(make_model, ids, ablation):
     """Gradients of every part, W_p and its norm included, for the branch of each layer."""
@@ -118,6 +122,70 @@ def test_gradients_equal_the_specifications(make_model, ids, ablation):
             touched += 1
             assert float((left - right).norm()) <= 1e-9 * float(right.norm() + 1e-12), name
         assert touched >= 4
+
+
+@pytest.mark.parametrize("ablation", ["paper", "d=h", "hit scores", "hit scores, d=h", "d=h/2"])
+def test_gradients_of_the_inputs_equal_the_specifications(make_model, ids, ablation):
+    """Gradient reaches the states of a segment through their queries of cache attention, never through the store."""
+    model = make_model("llama_gqa", attention_layers=[1], **ABLATIONS[ablation]).train().requires_grad_(True)
+    attention = model.base_model.model.model.layers[1].self_attn
+    states = []
+    handle = attention.register_forward_pre_hook(
+        lambda module, args, kwargs: states.append(kwargs["hidden_states"]), with_kwargs=True
+    )
+    observed = observe(model, ids)
+    handle.remove()
+    added = observed[1][1]
+    direction = torch.randn(added.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    fast = torch.autograd.grad((added * direction).sum(), states, allow_unused=True, materialize_grads=True)
+
+    options, parts = attention.memory.adapter_options["default"], attention.memory.parts("default")
+    for row in range(2):
+        hidden = observed[1][0][row].detach().requires_grad_()
+        expected = naive(options, parts, parts, hidden.detach(), hidden)
+        (slow,) = torch.autograd.grad((expected * direction[row]).sum(), hidden)
+        assert float(slow[16:].norm(dim=-1).min()) > 0
+        assert float((torch.cat(fast, 1)[row] - slow).norm()) <= 1e-9 * float(slow.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("length", [16, 11])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"hit_scores": True},
+        {"compression_factor": 1},
+        {"compression_factor": 1, "hit_scores": True},
+        {"compression_factor": 1, "hit_scores": True, "local_window": "sliding", "window_tokens": 12},
+        {"compatibility": "reference"},
+        {"compression_factor": 1, "compatibility": "reference"},
+        {"compression_factor": 1, "compatibility": "reference-fixed-heads"},
+    ],
+    ids=str,
+)
+def test_what_is_stored_holds_no_graph(make_model, ids, options, length, dtype):
+    """A backward after each forward, inside a segment too, gives what one backward at the end gives."""
+
+    def gradients(at_once):
+        model = make_model("llama_gqa", dtype, **options).train().requires_grad_(True)
+        memory, losses = None, []
+        for part in ids[:, : 5 * length].split(length, 1):
+            output = model(part, past_key_values=memory, labels=part)
+            memory = output.past_key_values
+            assert not any(tensor.requires_grad for tensor in memory.state_dict().values())
+            losses.append(output.loss)
+            if not at_once:
+                output.loss.backward()
+        if at_once:
+            sum(losses).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    alone, together = gradients(at_once=False), gradients(at_once=True)
+    assert alone.keys() == together.keys()
+    for name, gradient in together.items():
+        bound = 1e-10 if dtype == torch.float64 else 1e-4
+        assert float((alone[name] - gradient).norm()) <= bound * float(gradient.norm() + 1e-6), name
 
 
 def test_what_hit_scores_start_from():

@@ -65,6 +65,13 @@ def scored(queries: Tensor, stored: Tensor, similarity: str) -> Tensor:
     return products if similarity == "dot" else 2 * products - stored.double().square().sum(1)
 
 
+def told_apart(queries: Tensor, kinds: Tensor, similarity: str) -> Tensor:
+    """The queries to which no two kinds of entries are so equally near that they would count as tied."""
+    gaps = scored(queries, kinds, similarity).sort(dim=1).values.diff(dim=1)
+    size = queries.double().square().sum(1, keepdim=True) + kinds.double().square().sum(1).max()
+    return queries[(gaps > 1.5e-6 * size).all(1)]
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     data=DATA,
@@ -203,7 +210,7 @@ def test_equal_entries_score_equally_wherever_they_lie(
     torch.manual_seed(seed)
     kinds = torch.randn(150, width, dtype=dtype)
     kind = torch.randint(150, (150 * copies,))
-    stored, queries = kinds[kind], torch.randn(48, width, dtype=dtype)
+    stored, queries = kinds[kind], told_apart(torch.randn(300, width, dtype=dtype), kinds, similarity)[:48]
     seam = int(torch.randint(len(stored), ()))
     ring = torch.cat([stored[seam:], stored[:seam]])
     entries = Entries((ring[len(stored) - seam :], ring[: len(stored) - seam]))
@@ -216,6 +223,37 @@ def test_equal_entries_score_equally_wherever_they_lie(
         nearest_kinds = score.argsort(descending=True)
         order = torch.cat([(kind == one).nonzero()[:, 0] for one in nearest_kinds])
         assert torch.equal(row, order[:topk])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    similarity=SIMILARITY,
+    seed=SEEDS,
+    back_end=st.sampled_from(["exact", "faiss", "auto"]),
+    width=st.sampled_from([16, 33, 100, 256]),
+    copies=st.integers(2, 40),
+    topk=st.integers(1, 30),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_of_entries_that_rounding_alone_tells_apart_the_oldest_are_found(
+    similarity: str, seed: int, back_end: str, width: int, copies: int, topk: int, dtype: torch.dtype
+) -> None:
+    """Whatever the rounding of states is, and however many queries come at a time."""
+    torch.manual_seed(seed)
+    kinds = torch.randn(50, width, dtype=dtype)
+    asked = torch.cat([kinds, torch.randn(50, width, dtype=dtype)])[torch.randperm(100)]
+    asked = told_apart(asked, kinds, similarity)[:45]
+    kind = torch.randint(50, (50 * copies,))
+    noise = 1e-7 if dtype == torch.float32 else 1e-15
+    for sizes in ([45], [1, 2, 42], [1] * 45):
+        stored, queries = (
+            exact * (1 + noise * torch.randn(len(exact), width, dtype=dtype)) for exact in (kinds[kind], asked)
+        )
+        search, entries = get_search(back_end), Entries((stored[:30], stored[30:]))
+        hits = torch.cat([search(part, entries, topk, similarity)[1] for part in queries.split(sizes)])
+        for row, score in zip(hits, scored(asked, kinds, similarity), strict=True):
+            order = torch.cat([(kind == one).nonzero()[:, 0] for one in score.argsort(descending=True)])
+            assert torch.equal(row.sort().values, order[:topk].sort().values)
 
 
 def test_nothing_but_numbers_is_found() -> None:

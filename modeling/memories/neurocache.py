@@ -259,7 +259,7 @@ def branch(
     retrieving, storing = dict(options.retrieval_map), {storing for _, storing in options.retrieval_map}
     if layer in retrieving or layer in storing:
         with torch.no_grad():
-            entries = reading.encoder.encode(hidden)
+            entries = reading.encoder.encode(hidden.detach())  # a factor of 1 gives back what it is given
         if layer in retrieving:
             retrieve(options, layer, retrieving[layer], entries, hidden, call, training)
         if layer in storing:

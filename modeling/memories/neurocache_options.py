@@ -67,7 +67,9 @@ class NeurocacheSettings(LocalWindowSettings):
         default=None,
         metadata={
             "help": "'reference' computes what the published package computes, 'reference-fixed-heads' the same with "
-            "its head axis corrected. For its checkpoints only: it is neither causal across chunks nor exact."
+            "its head axis corrected. For its checkpoints only: it is neither causal across chunks nor exact. Padding "
+            "is stored and retrieved, as published, but not with the published states, and beams keep their own "
+            "stores: only rows without padding, read without beams, give the package's numbers."
         },
     )
 

@@ -5,6 +5,10 @@ entry a bucket; empty slots are zero states that compete in the softmax; the win
 seam; the first tokens repeat their context; padding is stored; and, unless `compatibility="reference-fixed-heads"`, the
 head and neighbour axes of keys and values are mixed up. It is neither causal across chunkings nor exact: not for new
 adapters.
+
+Two things are not the package's. What it stores for padding follows from its masks, which leave padding undefined; here
+padding sees itself alone, so in rows with padding what is retrieved differs from the next segment on. And its stores
+stay where they are when beams change places; here they go along.
 """
 
 from __future__ import annotations
@@ -156,7 +160,7 @@ def reference_branch(
     retrieving = dict(options.retrieval_map)
     if layer in retrieving or layer in retrieving.values():
         with torch.no_grad():
-            entries = reading.encoder.encode(hidden)
+            entries = reading.encoder.encode(hidden.detach())  # a factor of 1 gives back what it is given
         if layer in retrieving:
             reference_retrieve(options, layer, retrieving[layer], entries, hidden, reading, training)
         if layer in retrieving.values():

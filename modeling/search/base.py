@@ -35,7 +35,8 @@ class Search(ABC):
             Scores `[n, topk]`, best first: the inner product q·e for `"dot"`, 2 q·e - |e|² for `"l2"`, which is minus
             the squared distance but for the constant |q|². float32, or float64 if the queries are.
             Hits `[n, topk]`, int64, counted from the oldest entry (0). Of entries with the same score the oldest comes
-            first. Where fewer entries are found, the hit is -1 and its score -inf; an exact search finds
+            first; an exact search takes for the last places the oldest of those that only rounding tells apart
+            (`ties.py`). Where fewer entries are found, the hit is -1 and its score -inf; an exact search finds
             `min(topk, entries.count)`, an approximate one may miss some.
         """
         if similarity not in SIMILARITIES:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cacheformers.modeling.search.base import Search, between, result_dtype
 from cacheformers.modeling.search.nearest import Nearest, top_columns
+from cacheformers.modeling.search.ties import settle
 
 if TYPE_CHECKING:
     from cacheformers.modeling.search.store import Entries
@@ -43,6 +44,12 @@ class ExactSearch(Search):
     """Looks at every entry; extra memory at most 64 MiB, however many queries and entries (see `tile_shape`)."""
 
     def find(self, queries: Tensor, entries: Entries, topk: int, similarity: str) -> tuple[Tensor, Tensor]:
+        # One more than asked for, to see whether the last place is tied.
+        scores, hits = self._best(queries, entries, min(topk + 1, entries.count), similarity)
+        return settle(queries, entries, scores, hits, topk, similarity)
+
+    def _best(self, queries: Tensor, entries: Entries, topk: int, similarity: str) -> tuple[Tensor, Tensor]:
+        """The best `topk` entries by rounded scores."""
         dtype = torch.float64 if _rounds_products(queries.device) else result_dtype(queries)
         rows, columns = tile_shape(len(queries), entries.count, queries.shape[1], topk, dtype)
         buffer = torch.empty(rows, columns, dtype=dtype, device=queries.device)

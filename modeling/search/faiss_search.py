@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cacheformers.modeling.search.base import Search, between, ranked, result_dtype
 from cacheformers.modeling.search.exact import ExactSearch
+from cacheformers.modeling.search.ties import settle
 
 if TYPE_CHECKING:
     from cacheformers.modeling.search.store import Entries
@@ -50,12 +51,7 @@ class FaissExact(Search):
             values = _scores(values, rows, similarity)
             scores, hits = ranked(torch.cat([scores, values], 1), torch.cat([hits, found + start], 1), topk + 1)
             start += len(block)
-        if scores.shape[1] > topk:
-            tied = (scores[:, topk - 1] == scores[:, topk]).nonzero()[:, 0]
-            scores, hits = scores[:, :topk], hits[:, :topk]
-            if len(tied):
-                scores[tied], hits[tied] = ExactSearch().find(rows[tied], entries, topk, similarity)
-        return scores, hits
+        return settle(rows, entries, scores, hits, topk, similarity)
 
 
 @dataclass
