@@ -21,6 +21,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -29,8 +30,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import cacheformers
-from cacheformers.adapters import METHODS
 from cacheformers.modeling.attach import architecture, base_shape
+from cacheformers.modeling.method import method_named
 from cacheformers.train_adapt import read_segment
 from cacheformers.training.estimate import Estimate, Work, estimate, segments_before
 from cacheformers.training.lanes import Group, Step
@@ -62,14 +63,14 @@ class Setting:
         folder = ROOT / "recipes" / "base_configs" / self.base
         return AutoConfig.from_pretrained(folder, vocab_size=self.vocab_size, num_hidden_layers=self.layers)
 
-    def adapter(self) -> LoraConfig:
+    def adapter(self) -> Any:
         config = self.config()
         targets, upper = list(architecture(config).feed_forward), list(range(3 * self.layers // 4, self.layers))
         if self.method == "lora":
             return LoraConfig(
                 r=16, lora_alpha=32, target_modules=targets, layers_to_transform=upper, task_type="CAUSAL_LM"
             )
-        kind = METHODS[self.method.upper()]
+        kind = method_named(self.method).adapter_config
         sizes = {"cache_size": self.cache_size} if hasattr(kind, "cache_size") else {}
         adapter = kind(segment_tokens=self.segment_tokens, target_modules=targets, task_type="CAUSAL_LM", **sizes)
         adapter.layers_to_transform = list(adapter.resolve(base_shape(config)).attention_layers)
@@ -92,7 +93,7 @@ class Setting:
         return estimate(self.config(), self.adapter(), self.work(device_type))
 
 
-SMALL = {"segment_tokens": 512, "cache_size": 2048, "vocab_size": 2048}
+SMALL: dict[str, Any] = {"segment_tokens": 512, "cache_size": 2048, "vocab_size": 2048}
 SETTINGS = [
     Setting(),
     Setting(activation_checkpointing=True),
@@ -171,7 +172,7 @@ def train(setting: Setting, device: str) -> int:
     segments = segments_before(options, setting.work(place.type))
     segments -= 2 * setting.backprop_segments if setting.max_tokens else 0
     groups = [
-        Group(None, None if options is None else cacheformers.new_memory(model, rows))
+        Group(None, None if options is None else cacheformers.new_memory(model, rows))  # type: ignore[arg-type]
         for _ in range(setting.accumulation)
     ]
 
