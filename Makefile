@@ -16,8 +16,11 @@ SOURCES := $(sort $(shell find . \( -name '.?*' -o -name build -o -name data -o 
 # Scripts beside the package, which mypy checks by name.
 RECIPES := $(basename $(notdir $(wildcard recipes/*.py)))
 BENCHMARKS := $(basename $(notdir $(wildcard benchmarks/*.py)))
+# What every method must pass.
+SHARED_TESTS := $(addprefix tests/,machine/test_rules.py machine/test_generate.py adapters/test_peft.py \
+	files/test_memory_files.py)
 
-.PHONY: help install lint test smoke wheel demo clean FORCE
+.PHONY: help install lint quick test smoke wheel demo clean FORCE
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -30,11 +33,14 @@ lint: install ## Check style (ruff) and types (mypy)
 	cd recipes && ../$(PY) -m mypy --config-file ../setup.cfg --cache-dir ../.mypy_cache $(addprefix -m ,$(RECIPES))
 	cd benchmarks && ../$(PY) -m mypy --config-file ../setup.cfg --cache-dir ../.mypy_cache $(addprefix -m ,$(BENCHMARKS))
 
-test smoke: export HF_HUB_OFFLINE := 1
-test smoke: export TOKENIZERS_PARALLELISM := false
+quick test smoke: export HF_HUB_OFFLINE := 1
+quick test smoke: export TOKENIZERS_PARALLELISM := false
+quick: install ## Run what every method must pass, on two base models, in under two minutes
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m 'not slow' --bases llama_gqa,opt $(SHARED_TESTS)
+
 test: lint ## Lint, run all tests, then build the wheel and try it in an environment of its own
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m 'not slow'
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m slow
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m 'not slow' --durations=15
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m slow --durations=15
 	$(MAKE) --no-print-directory smoke
 
 wheel: install ## Build the source archive and, from it, the wheel

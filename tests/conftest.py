@@ -85,6 +85,27 @@ def other_cases(bases: Sequence[str] = ("llama_gqa", "mistral", "opt")) -> list[
     ]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--bases", help="comma-separated base models: leave out cases of the other ones (`make quick`)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect cases of bases that `--bases` does not name; a base's variant for full attention goes with it."""
+    if not config.getoption("--bases"):
+        return
+    chosen = set(config.getoption("--bases").split(","))
+    others = {"stories260k", *BASES, *MORE_BASES, *BASES_IN_FULL} - chosen - {FULL_BASES.get(base) for base in chosen}
+    left_out = {item for item in items if others.intersection(case_words(item))}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
+def case_words(item: pytest.Item) -> list[str]:
+    """The strings among the parameters of a test case."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return [value for value in parameters.values() if isinstance(value, str)]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def poisoned_empty() -> Iterator[None]:
     """Uninitialized floating-point memory reads as NaN, so whoever forgets to fill it fails."""

@@ -301,6 +301,7 @@ def test_deepcopy(make_model, ids, method):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["neurocache", "memorizing"])  # beside attention, and inside it
 def test_compile(make_model, ids, method):
     model = make_model("llama_gqa", method=method)
