@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -465,3 +466,42 @@ def test_a_base_whose_keys_turn_otherwise_cannot_slide(config_factory, opener, i
 def test_a_bfloat16_base_can_slide(make_model, ids, base):
     model = make_model(base, torch.bfloat16, local_window="sliding", window_tokens=12)
     assert bool(torch.isfinite(model(ids).logits).all())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", METHODS)
+def test_the_mask_is_left_where_nothing_is_padded_and_nothing_closes(make_base, make_model, ids, method):
+    """Attention gets the mask that transformers would give it: none, so that fused kernels can be chosen."""
+
+    def masks(model, mask=None):
+        seen = []
+        hooks = [
+            attention.register_forward_pre_hook(
+                lambda module, arguments, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+            )
+            for attention in attention_modules(find_decoder(unwrap(model)))
+        ]
+        model(ids[:, :16], attention_mask=mask)
+        for hook in hooks:
+            hook.remove()
+        return seen
+
+    padded = torch.ones(2, 16, dtype=torch.long)
+    padded[0, :5] = 0
+    model = make_model("llama_gqa", method=method)
+    assert masks(model) == masks(model, torch.ones_like(padded)) == masks(make_base("llama_gqa")) == [None] * 3
+    assert all(mask is not None for mask in masks(model, padded))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_threads_on_one_model(make_model, ids, method):
+    model = make_model("llama_gqa", method=method)
+
+    @torch.no_grad()
+    def score(row):
+        return chunked(model, ids[row : row + 1], 3)[0]
+
+    expected = [score(row) for row in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        for row, logits in enumerate(threads.map(score, [0, 1] * 3)):
+            assert torch.equal(logits, expected[row % 2])
