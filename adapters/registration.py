@@ -29,6 +29,8 @@ def register(method: MemoryMethod) -> None:
         PEFT_TYPE_TO_PREFIX_MAPPING[kind] = "lora_"
     register_model(method.config, method.model, method.causal_lm)
     for documented in (method.adapter_config, method.config):
+        if "Settings of the method:" in documented.__doc__:  # registered once more
+            continue
         documented.__doc__ = f"{documented.__doc__}\n\n    Settings of the method:\n{described(method.adapter_config)}"
 
 

