@@ -85,6 +85,7 @@ def repeating_text():
     return torch.cat([*parts, few.repeat(8), few[:1].expand(20), few[torch.randint(6, (40,), generator=generator)]])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.float64, EXACT)])
 @pytest.mark.parametrize(
