@@ -99,7 +99,7 @@ def prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> Tensor:
     return ids
 
 
-PASSAGE, SHOWN = 16, 2  # tokens of a passage, and how many are shown for a token
+TOKEN_PASSAGE, TOKEN_SHOWN = 16, 2  # tokens of a passage, and how many are shown for a token
 BINS = 120  # stretches of the document in the picture
 FORGOTTEN = "0.8"  # gray
 
@@ -109,7 +109,7 @@ def print_tokens(trace: Trace, tokens: list[str]) -> None:
     print(f"\nEach token of the answer, and where its {len(trace.chosen[0])} searches hit:")
     for token, retrieved in zip(tokens, trace.chosen, strict=True):
         name = quoted(token)
-        for passage in trace.passages([retrieved], PASSAGE, SHOWN):
+        for passage in trace.passages([retrieved], TOKEN_PASSAGE, TOKEN_SHOWN):
             print(f"  {name:<16} {passage.times:>2} near token {passage.first:>9,}: {passage.text}")
             name = ""
         if name:

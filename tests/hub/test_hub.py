@@ -153,7 +153,7 @@ model = opened(get_peft_model(AutoModelForCausalLM.from_pretrained(f"{folder}/ba
 AutoModelForCausalLM.from_pretrained(f"{folder}/base").push_to_hub("me/base")
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    model.push_to_hub("me/it")
+    cacheformers.push_to_hub(model, "me/it")
     model.save_pretrained(f"{folder}/saved")
     os.mkdir(f"{folder}/saved/checkpoints")
     open(f"{folder}/saved/checkpoints/state.safetensors", "w").write("large")

@@ -189,8 +189,9 @@ def benchmark() -> ModuleType:
     return module
 
 
+# A process of its own does not know the toy method.
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [*METHODS, "lora"])
+@pytest.mark.parametrize("method", [*(name for name in METHODS if name != "toy"), "lora"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_peak_is_within_10_percent_of_the_measured_one(method: str, checkpointing: bool) -> None:
     measurement = benchmark()
