@@ -30,7 +30,13 @@ class MethodSettings:
         Raises:
             ValueError: a setting that does not fit the base model or another setting.
         """
-        method = next(known for known in METHODS.values() if isinstance(self, (known.adapter_config, known.config)))
+        registered = METHODS.values()
+        method = next((known for known in registered if isinstance(self, (known.adapter_config, known.config))), None)
+        if method is None:
+            raise ValueError(
+                f"{type(self).__name__} is not of a registered method: call cacheformers.register(MemoryMethod(...)) "
+                "with it first."
+            )
         chosen = {entry.name: getattr(self, entry.name) for entry in fields(self) if "free" in entry.metadata}  # type: ignore[arg-type]
         return method.options(base=base, **chosen)
 

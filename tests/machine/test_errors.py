@@ -7,6 +7,8 @@ import torch
 from peft import get_peft_model
 
 import cacheformers
+from cacheformers.modeling.attach import base_shape
+from cacheformers.modeling.settings import LocalWindowSettings
 
 
 @pytest.mark.parametrize(
@@ -217,3 +219,11 @@ def test_flash_attention_with_padding_names_sdpa(make_model, ids):
     mask[0, :5] = 0
     with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
         model(ids, attention_mask=mask)
+
+
+def test_settings_of_a_method_that_was_not_registered(make_base):
+    class Unregistered(LocalWindowSettings):
+        pass
+
+    with pytest.raises(ValueError, match="Unregistered is not of a registered method: call cacheformers.register"):
+        Unregistered().resolve(base_shape(make_base("llama_gqa").config))
