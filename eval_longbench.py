@@ -36,7 +36,7 @@ from cacheformers.evaluation.longbench.methods import (
 )
 from cacheformers.evaluation.longbench.metrics import check_scorers
 from cacheformers.evaluation.longbench.predictions import PredictionError, Predictions
-from cacheformers.evaluation.longbench.records import Record, limited, load_records, records_identity
+from cacheformers.evaluation.longbench.records import Record, limited, load_records, own_tasks, records_identity
 from cacheformers.evaluation.longbench.report import (
     by_length,
     by_task,
@@ -102,9 +102,10 @@ def make_plan(model: ModelOptions, options: LongBenchOptions) -> Plan:
         OSError, ValueError, ImportError: something is; says what to do.
     """
     check_scorers()
-    tasks = chosen_tasks(options.tasks, options.longbench_e)
-    templates = load_templates([task.name for task in tasks], options.prompts)
-    everything = {task.name: load_records(options.data, task.name, options.longbench_e) for task in tasks}
+    tasks = chosen_tasks(options.tasks, options.longbench_e, own_tasks(options.data))
+    everything = {task: load_records(options.data, task, options.longbench_e) for task in tasks}
+    forms = {record.form.name: record.form for own in everything.values() for record in own}
+    templates = load_templates(forms, options.prompts)
     records = {task: limited(own, options.limit, options.seed) for task, own in everything.items()}
     state, config, tokenizer, adapter = prepare(model, options.adapter)
     check_chat(options, tokenizer, model.base)
@@ -118,11 +119,9 @@ def make_plan(model: ModelOptions, options: LongBenchOptions) -> Plan:
         predictions = Predictions(folder, settings, data)
         if not options.overwrite:
             predictions.check()
-        maker = PromptMaker(method, options, tokenizer, templates)
-        if method.always_cuts:
-            check_limit(maker, tasks)
-        else:
-            check_prompts(maker, records)
+        maker = PromptMaker(method, options, tokenizer, templates, records=everything)
+        check_limit(maker, list(forms.values()))
+        check_prompts(maker, records)
         work.append((maker, predictions))
     return Plan(model, options, state, records, work)
 
@@ -140,7 +139,7 @@ def evaluate(plan: Plan, maker: PromptMaker, predictions: Predictions, arguments
     method, options, state = maker.method, plan.options, plan.state
     predictions.start(options.overwrite)
     model = load_model(method, plan.model, options, state.device)
-    retriever = make_retriever(options.retriever, state.device) if method.name == "retrieval" else None
+    retriever = make_retriever(options.retriever, state.device) if method.retrieves else None
     predict(model, maker.using(retriever), batches(plan.records, options.batch), predictions)
     found = predictions.finish(plan.records)
     if not state.is_main_process:

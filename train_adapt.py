@@ -27,6 +27,7 @@ from cacheformers.common.loss import token_losses
 from cacheformers.evaluation.model import evaluate_model
 from cacheformers.hub.card import earlier_card
 from cacheformers.training.checkpoints import CheckpointError
+from cacheformers.training.distillation import distilled
 from cacheformers.training.lanes import Group, Step, make_groups
 from cacheformers.training.optim import freeze_idle_gates, make_optimizer, make_schedule, trained_parameters
 from cacheformers.training.plan import Options, Plan, check_given, estimated, make_parser, make_plan
@@ -110,6 +111,7 @@ def make_run(plan: Plan, model: Trained) -> TrainingRun:
         groups=options.accumulation,
         process=accelerator.process_index,
         processes=accelerator.num_processes,
+        teacher_tokens=subject.memory.base.max_positions if plan.options.lessons.distill_all else 0,
     )
     run = TrainingRun(
         accelerator, wrapped, model, optimizer, groups, plan.checkpoints, plan.settings, options.steps, History()
@@ -145,7 +147,7 @@ def train(plan: Plan, run: TrainingRun) -> None:
     read, start = history.tokens, time.monotonic() - history.seconds
     with bar, Stopping(options.stop_after) as stopping, run.watching():
         while history.steps < run.steps:
-            norm, stop = step(run, plan.options.train.clip, stopping)
+            norm, stop = step(run, plan.options.train.clip, plan.options.lessons.distill, stopping)
             rates = {f"rate_{group['name']}": group["lr"] for group in run.optimizer.param_groups}
             schedule.step()
             history.seconds = time.monotonic() - start
@@ -161,8 +163,11 @@ def train(plan: Plan, run: TrainingRun) -> None:
                 raise Stopped(f"Stopped after step {history.steps} of {run.steps}. Go on with --resume.")
 
 
-def step(run: TrainingRun, clip: float, stopping: Stopping) -> tuple[float, bool]:
+def step(run: TrainingRun, clip: float, distill: float, stopping: Stopping) -> tuple[float, bool]:
     """Make one optimizer step over the next segment of every lane of every process.
+
+    Args:
+        distill: share of the loss that is learned from the base with full attention.
 
     Returns:
         The gradients' norm before clipping, and whether some process was asked to stop.
@@ -175,7 +180,10 @@ def step(run: TrainingRun, clip: float, stopping: Stopping) -> tuple[float, bool
     for group, batch, tokens in zip(run.groups, batches, own, strict=True):
         last = group is run.groups[-1]
         with contextlib.nullcontext() if last else accelerator.no_sync(run.model):
-            losses = read_segment(run.model, group, batch, accelerator.device)
+            logits = read_segment(run.model, group, batch, accelerator.device)
+            losses = token_losses(logits, batch.labels[:, : logits.shape[1]].to(logits.device))
+            if distill:
+                losses = distilled(run.trained, losses, logits, batch, distill)
             # Gradients are averaged over processes; the loss is a mean over the tokens of all.
             objective = losses.sum() * (processes / targets)
             accelerator.backward(objective + group.own_loss() * (tokens * processes / max(all_own, 1)))
@@ -204,8 +212,7 @@ def next_batches(run: TrainingRun) -> tuple[list[Step], float]:
     while True:
         batches = [group.lanes.step() for group in run.groups]
         for group, batch in zip(run.groups, batches, strict=True):
-            if group.memory is not None:
-                group.memory.reset(batch.reset.nonzero()[:, 0].tolist())
+            group.begin(run.trained, batch)
         targets, tokens = total(
             run.accelerator, sum(batch.targets for batch in batches), sum(batch.tokens for batch in batches)
         )
@@ -218,17 +225,18 @@ def next_batches(run: TrainingRun) -> tuple[list[Step], float]:
 
 
 def read_segment(model: nn.Module, group: Group, batch: Step, device: torch.device) -> torch.Tensor:
-    """Return the losses `[rows, tokens]` of a batch of segments; the group's memory has read them afterwards."""
+    """Return the logits `[rows, tokens, vocabulary]` of a batch of segments, which the group's memory then has read."""
     memory = group.memory
     longest = int(batch.attention_mask.sum(1).max())  # where all documents end, nothing but padding would follow
-    ids, labels, mask = (part[:, :longest] for part in (batch.input_ids, batch.labels, batch.attention_mask))
+    ids, mask = batch.input_ids[:, :longest], batch.attention_mask[:, :longest]
     output = model(
         input_ids=ids.to(device),
         attention_mask=None if bool(mask.all()) else mask.to(device),
         past_key_values=memory,
         use_cache=memory is not None,
     )
-    return token_losses(output.logits, labels.to(device))
+    logits: torch.Tensor = output.logits
+    return logits
 
 
 def log(run: TrainingRun, entry: dict[str, Any]) -> None:

@@ -17,6 +17,8 @@ import cacheformers
 from cacheformers.cli.inspection import kept
 from cacheformers.cli.model import load_model
 from cacheformers.common.plots import heat_map, save_figures
+from cacheformers.evaluation.longbench.prompts import Prompt, cut_beginning, cut_middle
+from cacheformers.evaluation.longbench.retrieval import BM25, retrieved
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import read_index
 from cacheformers.modeling.tracing import Trace
@@ -65,7 +67,10 @@ def answer(
             "--explain shows what was retrieved, and this memory's method retrieves nothing: leave it out. It is for "
             "Neurocache and the Memorizing Transformer."
         )
-    ids = prompt(tokenizer, question).to(model.device)
+    ids = prompt(tokenizer, question, shown_text(memory, tokenizer, question, options)).to(model.device)
+    if options.prompt != "question":
+        memory = memory.with_window(ids.shape[1] + options.max_new_tokens)
+        trace = Trace(memory) if memory.state.retrieves else None
     print(f"\nQ: {question}\nA: ", end="", flush=True)
     produced = model.generate(
         input_ids=ids,
@@ -88,13 +93,34 @@ def answer(
             print(f"\nHeat map: {picture}")
 
 
-def prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> Tensor:
-    """Encode the question, `[1, tokens]`, through the tokenizer's chat template if it has one."""
+def shown_text(
+    memory: MemoryCache, tokenizer: PreTrainedTokenizerBase, question: str, options: argparse.Namespace
+) -> str:
+    """Return what self-attention sees of the text beside the question: nothing, its end, its ends, or what BM25 finds.
+
+    Raises:
+        ValueError: the memory does not hold its text.
+    """
+    if options.prompt == "question":
+        return ""
+    source = memory.origin.sources[0]
+    if source is None:
+        raise ValueError("The memory was saved without its text, so none of it can be shown: leave out --prompt.")
+    text, length = source.text[: int(source.offsets[-1, 1])], options.prompt_tokens
+    if options.prompt == "retrieved":
+        chunk_tokens = 260  # of 200 words
+        return retrieved(text, question, BM25(), 200, max(1, length // chunk_tokens))
+    cut = cut_beginning if options.prompt == "tail" else cut_middle
+    return cut(Prompt(text, len(text)), tokenizer, length).text
+
+
+def prompt(tokenizer: PreTrainedTokenizerBase, question: str, text: str = "") -> Tensor:
+    """Encode a question, after the text that is shown, `[1, tokens]`, in the tokenizer's chat template if it has one."""
+    text = f"{text}\n\n" if text else ""
     if tokenizer.chat_template is None:
-        return tokenizer(f"\nQuestion: {question}\nAnswer:", return_tensors="pt").input_ids
-    chat: Any = tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+        return tokenizer(f"{text}\nQuestion: {question}\nAnswer:", return_tensors="pt").input_ids
+    turns = [{"role": "user", "content": text + question}]
+    chat: Any = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     ids: Tensor = chat["input_ids"]
     return ids
 

@@ -46,6 +46,8 @@ retrieves (Neurocache, Memorizing Transformer).
   cacheformers ask book.memory "Who tells this story?" --explain                # every token of the answer
   cacheformers ask book.memory "Who?" --adapter ADAPTER                         # if the adapter's folder has moved
 
+  cacheformers ask book.memory "Who tells this story?" --prompt cut             # the memory adds to a cut text
+
 With --explain every token of the answer is listed with the passages that were retrieved when it was
 chosen, and a picture shows all of it: tokens from top to bottom, the book from left to right, the color how often.
 What the memory has forgotten of the book is gray.
@@ -166,6 +168,16 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("questions", nargs="+", metavar="QUESTION", help="one or several, each on its own")
     add_model(command, "the one that read")
     command.add_argument("--max-new-tokens", type=int, default=60, metavar="N", help="longest answer (default: 60)")
+    command.add_argument(
+        "--prompt",
+        choices=("question", "tail", "cut", "retrieved"),
+        default="question",
+        help="what self-attention sees: the question alone, or before it the text's end, its beginning and end, or what "
+        "BM25 finds (default: question)",
+    )
+    command.add_argument(
+        "--prompt-tokens", type=int, default=896, metavar="N", help="text that --prompt shows, in tokens (default: 896)"
+    )
     command.add_argument("--explain", action="store_true", help="for each token of the answer, what was retrieved")
     command.add_argument(
         "--heat-map", type=Path, metavar="PNG", help="picture that --explain draws (default: MEMORY's name with .png)"

@@ -102,6 +102,41 @@ def check_lengths(options: DataOptions, memory: Any) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A part of a document, which lanes read in segments.
+
+    Attributes:
+        tokens: `[tokens]`. The last one is only a label, unless it is `context`.
+        learned: which tokens may be labels, bool `[tokens]`; None: all of them.
+        context: nothing of it is learned; pieces that are asked follow.
+        asked: a question and its answer: one segment, which is forgotten before the next piece.
+        asking: number of its last tokens that are the question, after all context, and the answer.
+        gold: which tokens of the document before it hold the answer.
+        teacher: the same answer, after what a teacher with full attention sees before it, `[tokens]`.
+    """
+
+    tokens: Tensor
+    learned: Tensor | None = None
+    context: bool = False
+    asked: bool = False
+    asking: int = 0
+    gold: tuple[range, ...] = ()
+    teacher: Tensor | None = None
+
+    @property
+    def inputs(self) -> Tensor:
+        """The tokens that are read, `[tokens]` or one fewer."""
+        return self.tokens if self.context else self.tokens[:-1]
+
+    def labels(self, start: int, length: int, ignored: int) -> Tensor:
+        """The token after each of `length` inputs from `start` on, `ignored` where nothing is learned."""
+        if self.context:
+            return torch.full((length,), ignored)
+        targets = self.tokens[start + 1 : start + 1 + length]
+        return targets if self.learned is None else targets.where(self.learned[start + 1 : start + 1 + length], ignored)
+
+
 class DocumentRow(ABC):
     """Documents in an endless row: what lanes need to know of them.
 
@@ -153,6 +188,11 @@ class DocumentRow(ABC):
     def learned(self, index: int) -> Tensor | None:
         """Which tokens of one document may be labels, bool `[tokens]`; None: all of them."""
         return None
+
+    def pieces(self, index: int) -> list[Piece]:
+        """The pieces of one document, in the order in which they are read; none where it is left out."""
+        tokens = self.tokens(index)
+        return [Piece(tokens, self.learned(index))] if len(tokens) else []
 
     def name(self, index: int) -> str:
         """What errors and logs call a document: its index and how it begins."""

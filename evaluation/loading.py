@@ -88,6 +88,17 @@ def counted_positions(base: PretrainedConfig, memory: Any) -> int | None:
     """
     if isinstance(base, WholeConfig):
         return None
-    options = base.options() if isinstance(base, CompositeConfig) else memory.resolve(base_shape(base))
+    options = config_options(base, memory)
     shape = options.base
     return None if shape.rotary or options.window.kept_tokens < shape.max_positions else shape.max_positions
+
+
+def config_options(base: PretrainedConfig, memory: Any) -> Any:
+    """Return a memory's options on its base.
+
+    Args:
+        memory: what `memory_config` returns for the base model.
+    """
+    if isinstance(base, WholeConfig):
+        return base
+    return base.options() if isinstance(base, CompositeConfig) else memory.resolve(base_shape(base))

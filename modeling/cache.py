@@ -296,6 +296,37 @@ class MemoryCache(Cache):
             self._move_window(row, self.timeline.close(row), rotate)
         self._drop_columns()
 
+    def drop(self, rows: Sequence[int]) -> None:
+        """Forget the open segments of the given rows. Nothing of them enters the memory; what is in it stays.
+
+        So a second question can be asked after a first one that is not to be remembered.
+        """
+        for row in rows:
+            self.timeline.drop(row)
+        self._drop_columns()
+
+    def with_window(self, tokens: int) -> MemoryCache:
+        """Return a copy in which the next `tokens` tokens are one segment, and self-attention sees nothing before it.
+
+        A prompt of that length is seen as the base model sees it, and the memory only adds: with closed gates, what
+        follows is what the base model makes of the prompt alone.
+
+        Raises:
+            ValueError: a segment is open (read with flush=True first), or self-attention of this method counts on.
+        """
+        if self.window.unbounded or self.state.forward_is_segment:
+            raise ValueError(
+                "Self-attention of this method sees more than the open segment, so its prompts have no window of their "
+                "own: ask with the question alone."
+            )
+        if bool(self.timeline.open.any()):
+            raise ValueError("A segment is open: read() with flush=True before the prompt.")
+        twin = self.clone()
+        twin.forget_columns()
+        twin.window = LocalWindow(tokens)
+        twin.timeline.window = twin.window
+        return twin
+
     def _move_window(self, row: int, shift: Tensor, rotate: Rotate | None) -> None:
         """Cut the graph of a row's closed segment, and turn the keys that stay to their new positions."""
         if not bool(self.timeline.kept[row].any()):

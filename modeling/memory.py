@@ -34,6 +34,9 @@ class BaseShape:
         return f"{self.model_type}, {self.layers} layers of {self.hidden_size}"
 
 
+EVERYTHING = 2**40  # tokens that stay visible where nothing goes
+
+
 @dataclass(frozen=True)
 class LocalWindow:
     """What self-attention sees besides the open segment.
@@ -52,6 +55,11 @@ class LocalWindow:
     def positions(self) -> int:
         """How many positions the base model must offer."""
         return self.segment_tokens + self.kept_tokens + self.sink_tokens
+
+    @property
+    def unbounded(self) -> bool:
+        """Whether self-attention sees everything that was read."""
+        return self.positions >= EVERYTHING
 
 
 class SegmentCall:
@@ -103,6 +111,23 @@ class SegmentCall:
     def padded(self) -> bool:
         """Whether some column, old or new, holds nothing for some row."""
         return not bool(self.visible.all())
+
+
+@dataclass(frozen=True)
+class Gold:
+    """Where the answers to what the next forward asks are: what retrieval should find.
+
+    Attributes:
+        asking: which of the next columns are a question or its answer, bool `[rows, time]`.
+        passages: of each row, which tokens of its document hold the answer.
+    """
+
+    asking: Tensor
+    passages: Sequence[Sequence[range]]
+
+    def numbers(self, row: int) -> Tensor:
+        """The numbers of the tokens that hold a row's answer, `[tokens]`."""
+        return torch.tensor(sorted({number for passage in self.passages[row] for number in passage}), dtype=torch.long)
 
 
 class MemoryOptions(Protocol):
@@ -160,6 +185,7 @@ class MemoryState(ABC):
             hold them in pieces, and everything else of a state whole.
         own_layers: layers whose visible keys and values the state itself holds, so that the local cache does not.
         loss: what the method adds to the loss of the last forward; None for nothing.
+        gold: where the answers to what the next forward asks are; None where nobody knows.
         can_crop: the last tokens of open segments can be taken back.
         retrieves: tokens look up single tokens of the document, which `retrieved` names.
     """
@@ -169,6 +195,7 @@ class MemoryState(ABC):
     retrieves = False
     own_layers: frozenset[int] = frozenset()
     loss: Tensor | None = None
+    gold: Gold | None = None
     rings: dict[int, Ring] = {}
 
     @abstractmethod

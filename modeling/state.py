@@ -129,6 +129,11 @@ class Timeline:
         self.position[row, stay] = torch.arange(len(stay))
         return torch.where(self.kept[row], self.position[row] - before, 0)
 
+    def drop(self, row: int) -> None:
+        """Forget a row's open segment."""
+        self.tokens_read[row] -= int(self.open[row].sum())
+        self.open[row] = False
+
     def needed(self) -> Tensor | None:
         """Columns `[rows, kept]` to keep, None for all. Rows are packed once gaps make the columns twice too many."""
         if not self.columns:

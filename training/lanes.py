@@ -8,16 +8,18 @@ processes and batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cacheformers.common.documents import DocumentRow
+from cacheformers.common.documents import DocumentRow, Piece
 from cacheformers.common.loss import IGNORED
-from cacheformers.modeling.attach import new_memory
+from cacheformers.modeling.attach import find_decoder, new_memory, unwrap
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.memory import Gold
+from cacheformers.modeling.rotary import rotation
 
 
 @dataclass
@@ -31,6 +33,10 @@ class Step:
         attention_mask: 1 for tokens, `[lanes, segment_tokens]`.
         reset: whether the lane begins a document and must forget the one before, `[lanes]`.
         documents: index of the document that each lane reads.
+        close: lanes whose open segment must enter the memory before this one is read.
+        drop: lanes whose open segment must be forgotten before this one is read.
+        pieces: what each lane reads from.
+        teachers: of each lane, ids that end like its piece, for a teacher with full attention; None without.
     """
 
     input_ids: Tensor
@@ -38,6 +44,19 @@ class Step:
     attention_mask: Tensor
     reset: Tensor
     documents: list[int]
+    close: list[int] = field(default_factory=list)
+    drop: list[int] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    teachers: list[Tensor | None] = field(default_factory=list)
+
+    @property
+    def gold(self) -> Gold | None:
+        """Where the answers to what is asked in this segment are; None where nothing is asked."""
+        asking = torch.zeros_like(self.attention_mask, dtype=torch.bool)
+        for row, piece in enumerate(self.pieces):
+            if piece.gold:
+                asking[row, len(piece.tokens) - piece.asking : len(piece.inputs)] = True
+        return Gold(asking, [piece.gold for piece in self.pieces]) if asking.any() else None
 
     @property
     def targets(self) -> int:
@@ -60,6 +79,8 @@ class Lanes:
         segment_tokens: tokens a step.
         pad_id: fills up last segments; its value does not matter.
         own: the lanes that this instance reads (rows of its batch). Default: all.
+        contexts: read the contexts of questions; without a memory that is of no use.
+        teacher_tokens: give a teacher this many tokens of a document up to each segment's end, too.
     """
 
     def __init__(
@@ -70,66 +91,83 @@ class Lanes:
         seed: int,
         pad_id: int = 0,
         own: Sequence[int] | None = None,
+        contexts: bool = True,
+        teacher_tokens: int = 0,
     ) -> None:
+        self.contexts, self.teacher_tokens = contexts, teacher_tokens
         self.documents, self.count, self.segment_tokens = documents, count, segment_tokens
         self.seed, self.pad_id = seed, pad_id
         self.position = list(range(count) if own is None else own)  # each lane's place in the endless row
-        self.offset = [0] * len(self.position)  # inputs of its document that a lane has read
-        self._tokens: list[Tensor | None] = [None] * len(self.position)
-        self._learnt: list[Tensor | None] = [None] * len(self.position)
+        self.piece = [0] * len(self.position)  # number of the document's piece that a lane reads
+        self.offset = [0] * len(self.position)  # inputs of its piece that a lane has read
+        self._pieces: list[list[Piece] | None] = [None] * len(self.position)
 
     def step(self) -> Step:
         """Read the next segment of every lane."""
         shape = (len(self.position), self.segment_tokens)
         ids = torch.full(shape, self.pad_id)
         labels, mask = torch.full(shape, IGNORED), torch.zeros(shape, dtype=torch.long)
-        begins, documents = [], []
+        step = Step(ids, labels, mask, torch.zeros(len(self.position), dtype=torch.bool), [])
         for lane in range(len(self.position)):
-            tokens = self._current(lane)
-            start = self.offset[lane]
-            targets = tokens[start + 1 : start + 1 + self.segment_tokens]
-            length = len(targets)
-            ids[lane, :length] = tokens[start : start + length]
-            learned = self._learnt[lane]
-            if learned is not None:
-                targets = targets.where(learned[start + 1 : start + 1 + length], IGNORED)
-            labels[lane, :length] = targets
+            pieces, start = self._current(lane), self.offset[lane]
+            number = self.piece[lane]
+            piece = pieces[number]
+            inputs = piece.inputs[start : start + self.segment_tokens]
+            length = len(inputs)
+            ids[lane, :length] = inputs
+            labels[lane, :length] = piece.labels(start, length, IGNORED)
             mask[lane, :length] = 1
-            begins.append(start == 0)
-            documents.append(self._document(lane))
+            step.reset[lane] = number == start == 0
+            if number and not start:
+                (step.drop if pieces[number - 1].asked else step.close).append(lane)
+            step.documents.append(self._document(lane))
+            step.pieces.append(piece)
+            step.teachers.append(self._teacher(piece, start + length))
             self.offset[lane] += length
-            if self.offset[lane] + 1 >= len(tokens):
+            if self.offset[lane] >= len(piece.inputs):
                 self._advance(lane)
-        return Step(ids, labels, mask, torch.tensor(begins), documents)
+        return step
+
+    def _teacher(self, piece: Piece, end: int) -> Tensor | None:
+        if piece.asked or piece.context or not self.teacher_tokens:
+            return piece.teacher
+        return piece.tokens[max(0, end + 1 - self.teacher_tokens) : end + 1]
 
     def _document(self, lane: int) -> int:
         return self.documents.at(self.position[lane], self.seed)
 
-    def _current(self, lane: int) -> Tensor:
-        """Return the tokens of a lane's document, after passing over documents that are left out."""
-        tokens = self._tokens[lane]
-        while tokens is None or not len(tokens):
-            if tokens is not None:
-                self._advance(lane)
-            tokens = self.documents.tokens(self._document(lane))
-        if self._tokens[lane] is None:
-            self._learnt[lane] = self.documents.learned(self._document(lane))
-        self._tokens[lane] = tokens
-        return tokens
+    def _current(self, lane: int) -> list[Piece]:
+        """Return the pieces of a lane's document, after passing over documents that are left out."""
+        pieces = self._pieces[lane]
+        while not pieces:
+            if pieces is not None:
+                self._next_document(lane)
+            pieces = self.documents.pieces(self._document(lane))
+            if not self.contexts:
+                pieces = [piece for piece in pieces if not piece.context]
+        self._pieces[lane] = pieces
+        return pieces
 
     def _advance(self, lane: int) -> None:
-        self.position[lane] += self.count
+        self.piece[lane] += 1
         self.offset[lane] = 0
-        self._tokens[lane] = None
+        if self.piece[lane] >= len(self._current(lane)):
+            self._next_document(lane)
+
+    def _next_document(self, lane: int) -> None:
+        self.position[lane] += self.count
+        self.piece[lane] = self.offset[lane] = 0
+        self._pieces[lane] = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place of every lane, from which another instance with the same documents goes on."""
-        return {"position": list(self.position), "offset": list(self.offset)}
+        return {"position": list(self.position), "piece": list(self.piece), "offset": list(self.offset)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from the place of another instance with the same arguments."""
         self.position, self.offset = list(state["position"]), list(state["offset"])
-        self._tokens = [None] * len(self.position)
+        self.piece = list(state.get("piece", [0] * len(self.position)))  # checkpoints of earlier versions have none
+        self._pieces = [None] * len(self.position)
 
 
 @dataclass
@@ -138,6 +176,16 @@ class Group:
 
     lanes: Lanes
     memory: MemoryCache | None
+
+    def begin(self, model: nn.Module, batch: Step) -> None:
+        """Make the memory ready for a batch: forget, close or drop what was read before, and say where answers are."""
+        memory = self.memory
+        if memory is None:
+            return
+        memory.reset(batch.reset.nonzero()[:, 0].tolist())
+        memory.close(batch.close, rotation(find_decoder(unwrap(model))))
+        memory.drop(batch.drop)
+        memory.state.gold = batch.gold
 
     def own_loss(self) -> Tensor | float:
         """Return the term that a method adds to the loss (gated attention does), a mean over `own_targets` tokens."""
@@ -162,6 +210,7 @@ def make_groups(
     groups: int = 1,
     process: int = 0,
     processes: int = 1,
+    teacher_tokens: int = 0,
 ) -> list[Group]:
     """Divide the lanes of a run among processes, and each process's lanes among `groups` batches.
 
@@ -170,11 +219,20 @@ def make_groups(
         lanes: of the whole run; a multiple of `processes * groups`.
         tokens: that each lane reads in a step.
         remembers: give each group a memory.
+        teacher_tokens: see `Lanes`.
     """
     rows = lanes // (processes * groups)
     first = process * groups * rows
     made = []
     for start in range(first, first + groups * rows, rows):
-        own = Lanes(documents, lanes, tokens, seed, own=range(start, start + rows))
+        own = Lanes(
+            documents,
+            lanes,
+            tokens,
+            seed,
+            own=range(start, start + rows),
+            contexts=remembers,
+            teacher_tokens=teacher_tokens,
+        )
         made.append(Group(own, new_memory(model, rows) if remembers else None))
     return made

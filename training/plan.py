@@ -21,6 +21,7 @@ from cacheformers.hub.push import check_repo, create_repo
 from cacheformers.training.adapter import Adaptation, adapter_config
 from cacheformers.training.checkpoints import Checkpoints
 from cacheformers.training.estimate import Estimate, Work, estimate
+from cacheformers.training.lessons import LessonOptions, Lessons, check_lessons
 from cacheformers.training.methods import MethodOptions, chosen_options, names, of_other_methods
 from cacheformers.training.processes import check_division, make_accelerator
 from cacheformers.training.scratch import OF_ADAPTERS, Scratch, ScratchOptions
@@ -31,6 +32,7 @@ from cacheformers.training.settings import (
     check_output,
     check_resumable,
     check_train_options,
+    default_settings,
     resumed_settings,
 )
 
@@ -47,6 +49,7 @@ class Options:
     run: RunOptions
     evaluation: EvalOptions
     hub: HubOptions
+    lessons: LessonOptions
     scratch: ScratchOptions
     memory: MethodOptions
 
@@ -74,7 +77,16 @@ class Plan:
 
 def make_parser(arguments: Sequence[str] = (), description: str = "") -> RecipeParser:
     """Return the parser of all options, among them those of the method that the arguments choose."""
-    kinds = [StartOptions, DataOptions, TrainOptions, RunOptions, EvalOptions, HubOptions, ScratchOptions]
+    kinds = [
+        StartOptions,
+        DataOptions,
+        TrainOptions,
+        RunOptions,
+        EvalOptions,
+        HubOptions,
+        LessonOptions,
+        ScratchOptions,
+    ]
     memory = chosen_options(arguments)
     return RecipeParser([*kinds, memory], description, of_other_methods(memory))
 
@@ -114,7 +126,7 @@ def make_plan(options: Options) -> Plan:
     check_division(accelerator.num_processes, train, run.sharding, options.model.quantize)
     tokenizer = subject.tokenizer(accelerator)
     check_lengths(options.data, subject.memory)
-    documents = open_documents(options.data.train, tokenizer, options.data)
+    documents = train_documents(options, tokenizer, subject.memory)
     documents.check(subject.memory.segment_tokens)
     valid = valid_documents(options, tokenizer)
     if valid:
@@ -122,6 +134,7 @@ def make_plan(options: Options) -> Plan:
     settings = resumed_settings(
         options.data,
         train,
+        options.lessons,
         documents=documents.identity(),
         processes=accelerator.num_processes,
         deepspeed=False,  # earlier versions had it; their other checkpoints say this, and go on
@@ -130,7 +143,8 @@ def make_plan(options: Options) -> Plan:
     checkpoints = Checkpoints(Path(train.output) / "checkpoints", run.keep_checkpoints)
     resumed = checkpoints.newest() if run.resume else None
     if resumed is not None:
-        check_resumable(checkpoints.load(resumed)["settings"], settings, str(resumed))
+        defaults = default_settings(options.lessons, options.memory)
+        check_resumable({**defaults, **checkpoints.load(resumed)["settings"]}, settings, str(resumed))
     elif run.resume and checkpoints.paths():
         raise ValueError(
             f"All checkpoints in {checkpoints.folder} are damaged: look why, or start anew with --overwrite."
@@ -145,6 +159,26 @@ def make_subject(options: Options) -> Subject:
     if options.model.init == "scratch":
         return Scratch(options.model, options.train, options.scratch)
     return Adaptation(options.model, options.train, options.memory)
+
+
+def train_documents(options: Options, tokenizer: PreTrainedTokenizerBase, memory: Any) -> DocumentRow:
+    """Return what is trained on: documents, and questions if there are some.
+
+    Args:
+        memory: options of the memory on its base.
+    """
+    check_lessons(options.lessons, memory.segment_tokens)
+    documents = open_documents(options.data.train, tokenizer, options.data)
+    if options.lessons.questions is None:
+        return documents
+    return Lessons(
+        options.lessons,
+        documents,
+        tokenizer,
+        memory.segment_tokens,
+        teacher_tokens=memory.base.max_positions - memory.segment_tokens,
+        seed=options.train.seed,
+    )
 
 
 def valid_documents(options: Options, tokenizer: PreTrainedTokenizerBase) -> list[HeldOut]:

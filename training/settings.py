@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from cacheformers.methods import DEFAULT
 from cacheformers.modeling.method import METHODS, is_method
 
 # Where things are may differ when a run goes on; what they hold may not.
-PLACES = ("base", "train", "output", "device", "init", "model_config", "tokenizer")
+PLACES = ("base", "train", "questions", "output", "device", "init", "model_config", "tokenizer")
 
 FINISHED = {"an adapter": "adapter_config.json", "a model": "config.json"}  # files without which there is none
 
@@ -176,6 +176,12 @@ def resumed_settings(*options: Any, **more: Any) -> dict[str, Any]:
     """
     settings = {name: value for group in options for name, value in asdict(group).items() if name not in PLACES}
     return {**settings, **more}
+
+
+def default_settings(*options: Any) -> dict[str, Any]:
+    """Collect the defaults of options: what a checkpoint means that was written before there was one of them."""
+    found = {field.name: field.default for group in options for field in fields(group)}
+    return {name: value for name, value in found.items() if value is not MISSING and name not in PLACES}
 
 
 def check_resumable(saved: dict[str, Any], here: dict[str, Any], checkpoint: str) -> None:

@@ -6,6 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,16 +14,25 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedTokenizerBase
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+)
 from transformers.cache_utils import DynamicLayer
 
 from cacheformers.evaluation.loading import peak_bytes, progress
+from cacheformers.evaluation.longbench.gold import GoldHits
 from cacheformers.evaluation.longbench.methods import PromptMaker
 from cacheformers.evaluation.longbench.predictions import Predictions, prediction_line
 from cacheformers.evaluation.longbench.prompts import Encoded
 from cacheformers.evaluation.longbench.records import Record
-from cacheformers.evaluation.longbench.tasks import TASKS, Task
-from cacheformers.modeling.attach import unwrap
+from cacheformers.evaluation.longbench.tasks import Task
+from cacheformers.modeling.attach import new_memory, unwrap
+from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.reading import read
 from cacheformers.modeling.whole import is_whole
 
@@ -107,22 +117,61 @@ def answer(
             everything is one prompt, as always for a model whose own attention is its memory.
         cache_size: number of entries, instead of the memory's configured one.
     """
-    memory: Cache | None = None
-    device, spare = next(model.parameters()).device, 0
-    rows = [prompt.ids for prompt in prompts]
-    reads_itself = is_whole(unwrap(model))
-    if remembers and not reads_itself:
-        contexts = [prompt.ids[: prompt.question] for prompt in prompts]
-        memory = read(model, contexts, progress=False, cache_size=cache_size)
-        rows = [prompt.ids[prompt.question :] for prompt in prompts]
-    elif not reads_itself:
+    if remembers and not is_whole(unwrap(model)):
+        memory = remembered(model, prompts, task, cache_size=cache_size)
+        return generated(model, tokenizer, [prompt.asked for prompt in prompts], task, memory)
+    rows, spare = [prompt.ids for prompt in prompts], 0
+    cache: Cache | None = None
+    if not is_whole(unwrap(model)):
         # On a CPU and in half precision, SDPA serves new tokens much faster with a mask: a column of padding makes one.
-        spare = int(device.type == "cpu" and unwrap(model).dtype.itemsize == 2)
-        memory = prefill(model, rows, room=task.new_tokens, spare=spare)
+        spare = int(next(model.parameters()).device.type == "cpu" and unwrap(model).dtype.itemsize == 2)
+        cache = prefill(model, rows, room=task.new_tokens, spare=spare)
+    return generated(model, tokenizer, rows, task, cache, spare)
+
+
+def remembered(
+    model: Any, prompts: Sequence[Encoded], task: Task, content: str = "own", cache_size: int | None = None
+) -> MemoryCache:
+    """Read what stands before the questions of prompts, and make the memory ready for what is asked.
+
+    Args:
+        content: 'none' reads nothing.
+        cache_size: number of entries, instead of the memory's configured one.
+    """
+    if content == "none":
+        memory = new_memory(model, len(prompts), cache_size)
+    else:
+        memory = read(model, [prompt.read for prompt in prompts], progress=False, cache_size=cache_size)
+    if prompts[0].shown is None:
+        return memory
+    return memory.with_window(max(len(prompt.asked) for prompt in prompts) + task.new_tokens)
+
+
+def generated(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Sequence[int]],
+    task: Task,
+    memory: Cache | None,
+    spare: int = 0,
+    watch: LogitsProcessor | None = None,
+) -> list[list[int]]:
+    """Generate the ids that follow each row, up to and including the end token.
+
+    Args:
+        memory: what was read before; it goes on in place.
+        spare: columns of padding before the longest row.
+        watch: is called before each token is chosen.
+    """
     config = generation_config(model, tokenizer, task)
+    device = next(model.parameters()).device
     ids, mask = left_padded(rows, config.pad_token_id, 0 if memory is None else spare)
     output = model.generate(
-        input_ids=ids.to(device), attention_mask=mask.to(device), past_key_values=memory, generation_config=config
+        input_ids=ids.to(device),
+        attention_mask=mask.to(device),
+        past_key_values=memory,
+        generation_config=config,
+        logits_processor=LogitsProcessorList([] if watch is None else [watch]),
     )
     return [up_to_end(row, config.eos_token_id) for row in output[:, ids.shape[1] :].tolist()]
 
@@ -182,7 +231,8 @@ def characters_read(batch: Batch, max_length: int | None) -> int:
 def check_prompts(maker: PromptMaker, records: dict[str, list[Record]]) -> None:
     """Raise ValueError if a prompt does not fit, before the model is loaded. Processes share the work."""
     state = PartialState()
-    if maker.method.positions is None and maker.method.capacity is None:
+    method = maker.method
+    if method.always_cuts or method.positions is None and method.capacity is None:
         return
     own = [record for task in records.values() for record in task][state.process_index :: state.num_processes]
     problems: list[str] = []
@@ -223,14 +273,25 @@ def answered(
     for batch in work:
         start = time.perf_counter()
         prompts = [maker(record) for record in batch]
-        rows = answer(model, maker.tokenizer, prompts, TASKS[batch[0].task], maker.method.remembers)
+        task, hits = batch[0].form, [{} for _ in batch]
+        if maker.method.remembers and not is_whole(unwrap(model)):
+            memory = remembered(model, prompts, task, maker.method.content)
+            watch = (
+                GoldHits(memory, prompts) if memory.state.retrieves and any(map(attrgetter("gold"), prompts)) else None
+            )
+            rows = generated(model, maker.tokenizer, [prompt.asked for prompt in prompts], task, memory, watch=watch)
+            if watch is not None:
+                hits = [watch.found(row, len(ids)) for row, ids in enumerate(rows)]
+        else:
+            rows = answer(model, maker.tokenizer, prompts, task, maker.method.remembers)
         texts = [str(maker.tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
         cost = {"seconds": (time.perf_counter() - start) / len(batch), "peak_bytes": peak_bytes(model)}
         times = [
             {
                 **{"task": record.task, "_id": record.id, "prompt_tokens": len(prompt.ids), "new_tokens": len(row)},
                 **{"cut_again_to": prompt.cut, **cost},
+                **({"gold_hits": own} if own else {}),
             }
-            for record, prompt, row in zip(batch, prompts, rows, strict=True)
+            for record, prompt, row, own in zip(batch, prompts, rows, hits, strict=True)
         ]
         yield batch, texts, times

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,26 @@ from transformers.utils.hub import cached_file
 
 from cacheformers.common.base_model import ModelOptions, base_config, base_identity, weights_identity
 from cacheformers.common.recipe import option
-from cacheformers.evaluation.loading import counted_positions, load, memory_config
-from cacheformers.evaluation.longbench.prompts import Encoded, Prompt, after_context, cut_middle, encode, fill, in_chat
+from cacheformers.evaluation.loading import config_options, counted_positions, load, memory_config
+from cacheformers.evaluation.longbench.prompts import (
+    Encoded,
+    Prompt,
+    after_context,
+    cut_beginning,
+    cut_middle,
+    encode,
+    fill,
+    in_chat,
+)
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.retrieval import Retriever, check_retriever, retrieved
-from cacheformers.evaluation.longbench.tasks import MAX_LENGTHS, TASKS, Task
+from cacheformers.evaluation.longbench.tasks import MAX_LENGTHS, Task
+from cacheformers.modeling.whole import WholeConfig
 
 METHODS = ("truncation", "full", "retrieval", "position-interpolation", "memory")
+# What self-attention sees once the memory has read the context -> the method whose prompt that is.
+MEMORY_PROMPTS = {"question": None, "cut": "truncation", "tail": "tail", "retrieved": "retrieval"}
+MEMORY_CONTENTS = ("own", "none", "other", "shuffled")
 
 
 @dataclass
@@ -70,6 +85,17 @@ class LongBenchOptions:
     forget: bool = option(
         False, help="Memory: let it forget the beginning of contexts that it cannot hold. Default: that is an error."
     )
+    memory_prompt: str = option(
+        "question",
+        help="Memory: what self-attention sees after the whole context was read: 'question' (the question alone), "
+        "'cut' (the prompt of truncation, cut in the middle), 'tail' (the prompt's last tokens), 'retrieved' (the "
+        "prompt of retrieval). All but 'question' are cut to --max_length, and then nothing else is.",
+    )
+    memory_content: str = option(
+        "own",
+        help="Memory, to control what it is good for: 'own' (the record's context is read), 'none' (nothing is), "
+        "'other' (the context of the task's next record), 'shuffled' (its own, its segments in a random order).",
+    )
     overwrite: bool = option(False, help="Start anew where there are predictions of other settings.")
     plots: bool = option(True, help="Draw plots (needs matplotlib).")
 
@@ -77,6 +103,9 @@ class LongBenchOptions:
         unknown = [name for name in self.methods if name not in METHODS]
         if unknown:
             raise ValueError(f"methods: {', '.join(unknown)} is none of {', '.join(METHODS)}.")
+        for name, known in (("memory_prompt", MEMORY_PROMPTS), ("memory_content", MEMORY_CONTENTS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
         given = asdict(self)
         for name, least in (("limit", 1), ("max_length", 2), ("batch", 1), ("chunk_words", 1), ("chunks", 1)):
             if given[name] is not None and given[name] < least:
@@ -110,6 +139,9 @@ class Method:
         max_length: prompts are cut in the middle to this many tokens; None: they are not.
         positions: prompt and answer must fit into this many; None: they need not.
         capacity: tokens that the memory can hold; None: any number. Where it is set, `positions` is None.
+        shown: the method whose prompt self-attention sees after the memory has read. None: the question alone.
+        content: what the memory reads, one of `MEMORY_CONTENTS`.
+        segment_tokens: of the memory.
     """
 
     name: str
@@ -118,6 +150,13 @@ class Method:
     max_length: int | None
     positions: int | None = None
     capacity: int | None = None
+    shown: Method | None = None
+    content: str = "own"
+    segment_tokens: int = 0
+
+    @property
+    def retrieves(self) -> bool:
+        return self.name == "retrieval" or (self.shown is not None and self.shown.retrieves)
 
     @property
     def remembers(self) -> bool:
@@ -125,11 +164,11 @@ class Method:
 
     @property
     def always_cuts(self) -> bool:
-        return self.name in ("truncation", "retrieval")
+        return self.name in ("truncation", "retrieval", "tail")
 
-    def room(self, task: str) -> int | None:
+    def room(self, task: Task) -> int | None:
         """Return how many tokens a prompt may have (of a memory: before the question); None for any number."""
-        return self.capacity if self.positions is None else self.positions - TASKS[task].new_tokens
+        return self.capacity if self.positions is None else self.positions - task.new_tokens
 
 
 def make_method(
@@ -148,8 +187,11 @@ def make_method(
             raise ValueError("The method memory takes a model with a memory: give an --adapter that has one.")
         held = None if options.forget else getattr(adapter if has_memory else config, "cache_size", None)
         title = f"{Path(options.adapter).name if options.adapter else model}-memory"
-        positions = counted_positions(config, memory)
-        return Method(name, title, options.adapter, options.max_length, positions, held)
+        title += "" if options.memory_prompt == "question" else f"-{options.memory_prompt}"
+        title += "" if options.memory_content == "own" else f"-{options.memory_content}"
+        own = Method(name, title, options.adapter, options.max_length, counted_positions(config, memory), held)
+        own = replace(own, content=options.memory_content, segment_tokens=config_options(config, memory).segment_tokens)
+        return own if options.memory_prompt == "question" else with_prompt(own, options, config, memory)
     if built_in:
         raise ValueError(f"{base} has a memory that cannot be taken off: only the method memory can use it.")
     used = None if has_memory else options.adapter
@@ -165,9 +207,38 @@ def make_method(
     if name == "retrieval":
         check_retriever(options.retriever)
         title += "-bm25" if options.retriever == "bm25" else "-embeddings"
-    if max_length is None and positions not in MAX_LENGTHS:
+    return Method(name, title, used, max_length or official_limit(positions), positions)
+
+
+def with_prompt(method: Method, options: LongBenchOptions, config: PretrainedConfig, memory: Any) -> Method:
+    """Return a method with a memory whose prompt is another method's, after the whole context was read.
+
+    Raises:
+        ValueError: self-attention of this memory sees more than a prompt.
+    """
+    if isinstance(config, WholeConfig) or config_options(config, memory).window.unbounded:
+        raise ValueError(
+            f"memory_prompt {options.memory_prompt!r}: self-attention of this method sees more than the open segment, "
+            "so a prompt has no window of its own. Leave it out."
+        )
+    name = MEMORY_PROMPTS[options.memory_prompt]
+    assert name is not None
+    if name == "retrieval":
+        check_retriever(options.retriever)
+    positions = config.get_text_config().max_position_embeddings
+    shown = Method(name, name, None, options.max_length or official_limit(positions), positions)
+    return replace(method, max_length=None, shown=shown)
+
+
+def official_limit(positions: int) -> int:
+    """Return the official limit of prompts for a model of so many positions.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if positions not in MAX_LENGTHS:
         raise ValueError(f"There is no official limit for a model of {positions:,} positions: give --max_length.")
-    return Method(name, title, used, max_length or MAX_LENGTHS[positions], positions)
+    return MAX_LENGTHS[positions]
 
 
 def load_model(method: Method, model: ModelOptions, options: LongBenchOptions, device: torch.device) -> nn.Module:
@@ -188,6 +259,7 @@ class PromptMaker:
     tokenizer: PreTrainedTokenizerBase
     templates: Mapping[str, str]
     retriever: Retriever | None = None
+    records: Mapping[str, list[Record]] = field(default_factory=dict)
 
     def using(self, retriever: Retriever | None) -> PromptMaker:
         """Return the same with a retriever."""
@@ -195,37 +267,64 @@ class PromptMaker:
 
     def __call__(self, record: Record) -> Encoded:
         """Return what the model reads of a record."""
-        template, context = self.templates[record.task], None
-        if self.retriever is not None:
+        if self.method.shown is not None:
+            shown = replace(self, method=self.method.shown)(record)
+            return replace(self.whole(record), shown=shown, cut=shown.cut)
+        return self.whole(record)
+
+    def whole(self, record: Record) -> Encoded:
+        """Return the prompt of a record, with what the memory reads in place of its context."""
+        template, context = self.templates[record.form.name], None
+        if self.method.content == "other":
+            context = self.after(record).context
+        elif self.method.name == "retrieval" and self.retriever is not None:
             query = record.input.strip() or after_context(template, record)
             context = retrieved(record.context, query, self.retriever, self.options.chunk_words, self.options.chunks)
-        prompt, limit, room = fill(template, record, context), self.method.max_length, self.method.room(record.task)
-        found = self.encoded(prompt, record.task, limit)
-        if limit is None or room is None or limit > room:
-            return found  # it has not grown too long by being cut: `check` says what else is wrong
-        while (taken := self.taken(found)) > room and limit > 2:
-            limit = max(2, min(limit - 1, limit * room // taken))
-            found = replace(self.encoded(prompt, record.task, limit), cut=limit)
-        return found
+        prompt, limit, room = fill(template, record, context), self.method.max_length, self.method.room(record.form)
+        found = self.encoded(prompt, record, limit)
+        if limit is not None and room is not None and limit <= room:
+            while (taken := self.taken(found)) > room and limit > 2:
+                limit = max(2, min(limit - 1, limit * room // taken))
+                found = replace(self.encoded(prompt, record, limit), cut=limit)
+        # Otherwise it has not grown too long by being cut: `check` says what else is wrong.
+        return shuffled(found, record, self.method.segment_tokens) if self.method.content == "shuffled" else found
 
-    def encoded(self, prompt: Prompt, task: str, limit: int | None) -> Encoded:
+    def encoded(self, prompt: Prompt, record: Record, limit: int | None) -> Encoded:
         """Cut the prompt to a limit as the official code does, and tokenize it again, in its chat template."""
         if limit is not None:
-            prompt = cut_middle(prompt, self.tokenizer, limit)
-        if self.options.chat and TASKS[task].chat:
+            cut = cut_beginning if self.method.name == "tail" else cut_middle
+            prompt = cut(prompt, self.tokenizer, limit)
+        if self.options.chat and record.form.chat:
             prompt = in_chat(prompt, self.tokenizer)
-        return encode(prompt, self.tokenizer, split=self.method.remembers)
+        gold: list[tuple[int, int]] = []
+        if self.method.content == "own" and self.method.remembers and limit is None:
+            start = prompt.question - len(record.context)
+            gold = [(start + first, start + last) for first, last in record.gold]
+        return encode(prompt, self.tokenizer, self.method.remembers or self.options.memory_prompt != "question", gold)
+
+    def after(self, record: Record) -> Record:
+        """Return the next record of a task that has another context; the first follows the last.
+
+        Raises:
+            ValueError: all records of the task have the same context.
+        """
+        own = self.records[record.task]
+        place = next(number for number, other in enumerate(own) if other.id == record.id)
+        for other in [*own[place + 1 :], *own[:place]]:
+            if other.context != record.context:
+                return other
+        raise ValueError(f"memory_content 'other': the records of {record.task} all have the same context.")
 
     def taken(self, prompt: Encoded) -> int:
         """Return how much of the method's room a prompt takes."""
         return len(prompt.ids) if self.method.positions is not None else prompt.question
 
     def check(self, record: Record) -> None:
-        """Raise ValueError if a record's prompt does not fit."""
+        """Raise ValueError if a record's prompt does not fit (what is always cut is not looked at)."""
         method, what = self.method, f"{record.task}, record {record.id}"
-        encoded = self(record)
+        encoded = self.whole(record)
         if method.positions is not None:
-            needed = len(encoded.ids) + TASKS[record.task].new_tokens
+            needed = len(encoded.ids) + record.form.new_tokens
             if needed > method.positions:
                 raise ValueError(
                     f"{what}: prompt and answer take {needed:,} positions, with the method {method.name} the model has "
@@ -239,9 +338,18 @@ class PromptMaker:
             )
 
 
+def shuffled(prompt: Encoded, record: Record, segment_tokens: int) -> Encoded:
+    """Put the segments of what a memory reads into another order, always the same for a record."""
+    pieces = [prompt.read[start : start + segment_tokens] for start in range(0, prompt.question, segment_tokens)]
+    random.Random(record.id).shuffle(pieces)
+    return replace(prompt, ids=[*chain(*pieces), *prompt.ids[prompt.question :]])
+
+
 def check_limit(maker: PromptMaker, tasks: list[Task]) -> None:
-    """Raise ValueError if prompts that a method always cuts, and their answers, do not fit the model's positions."""
-    method, longest, turn = maker.method, max(task.new_tokens for task in tasks), 0
+    """Raise ValueError if prompts that are always cut, and their answers, do not fit the model's positions."""
+    method, longest, turn = maker.method.shown or maker.method, max(task.new_tokens for task in tasks), 0
+    if not method.always_cuts:
+        return
     assert method.max_length is not None and method.positions is not None
     if maker.options.chat:
         turn = len(encode(in_chat(fill("{context}", EMPTY), maker.tokenizer), maker.tokenizer).ids)
@@ -287,6 +395,10 @@ def method_settings(method: Method, answering: dict[str, Any], options: LongBenc
         more = {"rope_factor": options.rope_factor}
     elif method.remembers:
         more = {"forget": options.forget}
+        if method.shown is not None:
+            more["memory_prompt"] = method_settings(method.shown, answering, options)
+        if method.content != "own":
+            more["memory_content"] = method.content
     return {
         "method": method.name,
         **answering,

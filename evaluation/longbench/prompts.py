@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +33,31 @@ class Encoded:
     Attributes:
         question: number of ids up to the end of the context.
         cut: the smaller limit of a prompt that was cut again because it did not fit.
+        gold: ranges of ids that hold the answer's passages, where they are known and nothing is cut.
+        shown: what self-attention sees, after the ids before the question were read into a memory. Default: the rest.
     """
 
     ids: list[int]
     question: int
     cut: int | None = None
+    gold: tuple[range, ...] = ()
+    shown: Encoded | None = None
+
+    @property
+    def read(self) -> list[int]:
+        """The ids that a memory reads."""
+        return self.ids[: self.question]
+
+    @property
+    def asked(self) -> list[int]:
+        """The ids that follow what a memory has read."""
+        return self.ids[self.question :] if self.shown is None else self.shown.ids
+
+    @property
+    def asking(self) -> int:
+        """Number of ids of `asked` from the end of its context on."""
+        shown = self if self.shown is None else self.shown
+        return len(shown.ids) - shown.question
 
 
 def fill(template: str, record: Record, context: str | None = None) -> Prompt:
@@ -64,6 +85,15 @@ def cut_middle(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_length: i
     return Prompt(text, len(text) - len(kept))
 
 
+def cut_beginning(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Prompt:
+    """Keep the decoded last `max_length` tokens of a longer prompt."""
+    ids = tokenizer(prompt.text, verbose=False).input_ids
+    if len(ids) <= max_length:
+        return prompt
+    text = str(tokenizer.decode(ids[-max_length:], skip_special_tokens=True))
+    return Prompt(text, max(0, len(text) - (len(prompt.text) - prompt.question)))
+
+
 def in_chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """Put the prompt as the user's turn into the tokenizer's chat template, ready for the model's turn.
 
@@ -80,11 +110,17 @@ def in_chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     return Prompt(text, start + min(prompt.question - stripped, len(body)), special=False)
 
 
-def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, split: bool = False) -> Encoded:
+def encode(
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    split: bool = False,
+    gold: Iterable[tuple[int, int]] = (),
+) -> Encoded:
     """Tokenize the whole prompt.
 
     Args:
         split: find where the question begins (takes a fast tokenizer): at the first token that is wholly in it.
+        gold: `(start, end)` in characters of the prompt, whose tokens are looked up (with `split`).
     """
     encoded: Any = tokenizer(
         prompt.text, add_special_tokens=prompt.special, return_offsets_mapping=split, verbose=False
@@ -93,4 +129,15 @@ def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, split: bool = Fal
     if not split:
         return Encoded(ids, 0)
     inside = (place for place, (start, _) in enumerate(encoded.offset_mapping) if start >= prompt.question)
-    return Encoded(ids, min(next(inside, len(ids)), len(ids) - 1))
+    question = min(next(inside, len(ids)), len(ids) - 1)
+    return Encoded(ids, question, gold=tuple(tokens_of(encoded.offset_mapping, span) for span in gold))
+
+
+def tokens_of(offsets: Sequence[tuple[int, int]], span: tuple[int, int]) -> range:
+    """Return the numbers of the tokens that share a character with a span.
+
+    Args:
+        offsets: where each token is, `(start, end)` in characters, in order.
+    """
+    inside = [place for place, (start, end) in enumerate(offsets) if start < span[1] and span[0] < end]
+    return range(inside[0], inside[-1] + 1) if inside else range(0)

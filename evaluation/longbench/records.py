@@ -17,6 +17,7 @@ from datasets import load_dataset
 from cacheformers.common.documents import fingerprint
 from cacheformers.common.sources import HUB_ID, UNREADABLE
 from cacheformers.evaluation.longbench.metrics import PARAGRAPHS
+from cacheformers.evaluation.longbench.tasks import TASKS, Task
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 FIELDS = {"input": str, "context": str, "answers": list, "length": int}
@@ -30,6 +31,8 @@ class Record:
         id: unique within the task.
         length: words, or characters in Chinese, as in the data.
         all_classes: the labels of a classification task, as in the data.
+        template: the LongBench task whose prompt and metric it has; the task itself in LongBench's own data.
+        gold: where in the context the answer's passages are, `(start, end)` in characters; empty if nobody knows.
     """
 
     task: str
@@ -39,6 +42,13 @@ class Record:
     answers: list[str]
     length: int
     all_classes: list[str] | None
+    template: str = ""
+    gold: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def form(self) -> Task:
+        """The LongBench task whose prompt and metric it has."""
+        return TASKS[self.template or self.task]
 
     @property
     def characters(self) -> int:
@@ -76,6 +86,13 @@ def limited(records: list[Record], limit: int | None, seed: int | None) -> list[
         return records
     picked = range(limit) if seed is None else sorted(random.Random(seed).sample(range(len(records)), limit))
     return [records[place] for place in picked]
+
+
+def own_tasks(data: str) -> list[str]:
+    """Return the tasks in a folder if none of them is LongBench's: sets of one's own, in the same form."""
+    files = sorted(file for file in Path(data).glob("*") if file.name.endswith(SUFFIXES))
+    names = [file.name.partition(".")[0] for file in files]
+    return [] if any(name.removesuffix("_e") in TASKS for name in names) else names
 
 
 def task_file(folder: Path, name: str) -> Path:
@@ -146,15 +163,24 @@ def checked(task: str, number: int, row: Any, where: str) -> Record:
     if not row["context"].strip():
         raise ValueError(f"{where} has an empty context.")
     classes = row.get("all_classes")
-    if task in ("trec", "lsht") and not classes:
-        raise ValueError(f"{where} has no all_classes, which {task} is scored with.")
+    template = task if task in TASKS else str(row.get("template"))
+    if template not in TASKS:
+        raise ValueError(
+            f"{where}: {task} is not a task of LongBench, so its records need a field template that names one, whose "
+            f"prompt and metric they have: {', '.join(TASKS)}."
+        )
+    if template in ("trec", "lsht") and not classes:
+        raise ValueError(f"{where} has no all_classes, which {template} is scored with.")
     if classes and not (isinstance(classes, list) and all(isinstance(label, str) for label in classes)):
         raise ValueError(f"{where} has all_classes that are not a list of texts: {task} cannot be scored.")
-    check_paragraphs(task, answers, where)
+    check_paragraphs(template, answers, where)
+    gold = tuple((int(start), int(end)) for start, end in row.get("gold") or ())
+    if any(not 0 <= start < end <= len(row["context"]) for start, end in gold):
+        raise ValueError(f"{where} has a gold passage outside its context of {len(row['context']):,} characters.")
     id = str(row.get("_id", number))
     texts = {"_id": [id], "input": [row["input"]], "context": [row["context"]], "answers": answers}
     check_surrogates({**texts, "all_classes": classes or []}, where)
-    return Record(task, id, row["input"], row["context"], answers, row["length"], classes)
+    return Record(task, id, row["input"], row["context"], answers, row["length"], classes, template, gold)
 
 
 def check_paragraphs(task: str, answers: list[str], where: str) -> None:

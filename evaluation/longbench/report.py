@@ -14,6 +14,7 @@ import numpy as np
 
 from cacheformers.common.environment import origin_lines
 from cacheformers.common.plots import COLOURS, MARKERS, bars, beside, new_figure
+from cacheformers.evaluation.longbench.gold import gold_summary
 from cacheformers.evaluation.longbench.metrics import score
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.tasks import BUCKETS, TASKS, bucket
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 def task_scores(records: Sequence[Record], predictions: Sequence[str]) -> dict[str, Any]:
     """Score a task (0 to 100, rounded as in the official code), each bucket, and each record."""
     values = [
-        score(record.task, prediction, record.answers, record.all_classes or ())
+        score(record.form.name, prediction, record.answers, record.all_classes or ())
         for record, prediction in zip(records, predictions, strict=True)
     ]
     places = [bucket(record.length) for record in records]
@@ -37,18 +38,29 @@ def task_scores(records: Sequence[Record], predictions: Sequence[str]) -> dict[s
     }
     return {
         "score": rounded(values),
-        "metric": TASKS[records[0].task].metric,
+        "template": records[0].form.name,
+        "metric": records[0].form.metric,
         "buckets": {name: {"score": rounded(found), "records": len(found)} for name, found in by_bucket.items()},
         "records": [
-            {"_id": record.id, "length": record.length, "score": value}
-            for record, value in zip(records, values, strict=True)
+            {"_id": record.id, "length": record.length, "score": value, "abstained": abstains(prediction)}
+            for record, value, prediction in zip(records, values, predictions, strict=True)
         ],
     }
+
+
+def abstains(prediction: str) -> bool:
+    """Whether a prediction says that the text does not answer the question, in the word of the prompts of qasper."""
+    return prediction.strip().lower().startswith("unanswerable")
 
 
 def rounded(values: Sequence[float]) -> float | None:
     """Round a mean as the official code does; None for no values, where that gives NaN, which JSON does not have."""
     return round(100 * sum(values) / len(values), 2) if values else None
+
+
+def category(name: str, numbers: dict[str, Any]) -> str:
+    """Return the heading of a task in the papers' tables; a task of one's own has that of its template."""
+    return TASKS[numbers.get("template", name)].category
 
 
 def averages(tasks: dict[str, Any]) -> dict[str, float]:
@@ -59,7 +71,7 @@ def averages(tasks: dict[str, Any]) -> dict[str, float]:
     """
     found: dict[str, list[float]] = {}
     for name, numbers in tasks.items():
-        found.setdefault(TASKS[name].category, []).append(numbers["score"])
+        found.setdefault(category(name, numbers), []).append(numbers["score"])
     means = {category: mean(scores) for category, scores in found.items()}
     return {**means, "average": mean(numbers["score"] for numbers in tasks.values())}
 
@@ -105,7 +117,12 @@ def common_tasks(results: Sequence[dict[str, Any]]) -> list[str]:
     Raises:
         ValueError: there are none, or their records differ.
     """
-    names = [name for name in TASKS if all(name in result["tasks"] for result in results)]
+    every = {name: category(name, numbers) for name, numbers in results[0]["tasks"].items()}
+    shared = [name for name in every if all(name in result["tasks"] for result in results)]
+    places, categories = list(TASKS), list(dict.fromkeys(task.category for task in TASKS.values()))
+    names = sorted(
+        shared, key=lambda name: (categories.index(every[name]), places.index(name) if name in TASKS else len(TASKS))
+    )
     if not names:
         raise ValueError("The results have no task in common.")
     for name in names:
@@ -141,6 +158,8 @@ def make_result(
         "seconds_per_record": mean(line["seconds"] for line in times),
         "prompt_tokens_per_record": mean(line["prompt_tokens"] for line in times),
         "peak_bytes": max(line["peak_bytes"] for line in times),
+        "gold_hits": gold_summary(times),
+        "abstained": mean(record["abstained"] for numbers in tasks.values() for record in numbers["records"]),
         "records_cut_again": sum(line["cut_again_to"] is not None for line in times),
         "tasks": tasks,
     }
@@ -166,16 +185,21 @@ def joint_table(results: Sequence[dict[str, Any]]) -> str:
     lines = [cells("task", "records", *titles), cells("---", "---:", *["---:"] * len(titles))]
     shared = [{name: result["tasks"][name] for name in names} for result in results]
     means = [averages(tasks) for tasks in shared]
-    for category, group in groupby(names, key=lambda name: TASKS[name].category):
+    for heading, group in groupby(names, key=lambda name: category(name, shared[0][name])):
         for name in group:
             count = len(shared[0][name]["records"])
             lines.append(cells(name, str(count), *(f"{tasks[name]['score']:.2f}" for tasks in shared)))
-        lines.append(cells(f"*{category}*", "", *(f"*{each[category]:.2f}*" for each in means)))
+        lines.append(cells(f"*{heading}*", "", *(f"*{each[heading]:.2f}*" for each in means)))
     lines.append(cells("**average of tasks**", "", *(f"**{each['average']:.2f}**" for each in means)))
     for name in BUCKETS:
         means_of_tasks = (bucket_average(tasks, name) for tasks in shared)
         lines.append(cells(f"length {name}", "", *("-" if mean is None else f"{mean:.2f}" for mean in means_of_tasks)))
     lines.append(cells("seconds per record", "", *(f"{result['seconds_per_record']:.2f}" for result in results)))
+    if any(result.get("gold_hits") for result in results):
+        hits = [
+            [layer["records"] for layer in result.get("gold_hits", {}).get("layers", {}).values()] for result in results
+        ]
+        lines.append(cells("answer's passage retrieved", "", *(f"{max(own):.0%}" if own else "-" for own in hits)))
     lines.append(cells("peak memory (GiB)", "", *(f"{result['peak_bytes'] / 2**30:.2f}" for result in results)))
     origins = origin_lines(results)
     return "\n".join([*lines, *(["", *origins] if origins else []), *differences(titles, shared)]) + "\n"

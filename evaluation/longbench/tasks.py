@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,18 +83,23 @@ def bucket(length: int) -> str:
     return BUCKETS[(length >= 4000) + (length >= 8000)]
 
 
-def chosen_tasks(names: list[str] | None, e: bool) -> list[Task]:
-    """Return tasks in the papers' order: those of these names, or all of LongBench or LongBench-E.
+def chosen_tasks(names: list[str] | None, e: bool, own: Sequence[str] = ()) -> list[str]:
+    """Return the names of tasks in the papers' order: those given, or all of LongBench or LongBench-E.
+
+    Args:
+        own: tasks of the data that LongBench does not have. They are known too, and by default they are all.
 
     Raises:
         ValueError: one does not exist; names those that do.
     """
-    known = E_TASKS if e else tuple(TASKS)
+    known = [*(E_TASKS if e else TASKS), *own]
     unknown = [name for name in names or [] if name not in known]
     if unknown:
         which = "LongBench-E has" if e else "LongBench has"
         raise ValueError(f"tasks: {', '.join(unknown)} does not exist; {which} {', '.join(known)}.")
-    return [TASKS[name] for name in known if names is None or name in names]
+    if names is None and own:
+        return list(own)
+    return [name for name in known if names is None or name in names]
 
 
 # SHA-256 of each template of the official config/dataset2prompt.json (UTF-8).

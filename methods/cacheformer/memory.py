@@ -28,7 +28,7 @@ from cacheformers.methods.cacheformer.cacheformer import (
 )
 from cacheformers.methods.cacheformer.state import CacheFormerState
 from cacheformers.modeling.attending import AttentionInputs, unrotated
-from cacheformers.modeling.memory import BaseShape, LocalWindow, MemoryState, SegmentCall
+from cacheformers.modeling.memory import EVERYTHING, BaseShape, LocalWindow, MemoryState, SegmentCall
 from cacheformers.modeling.settings import (
     MethodOptions,
     MethodSettings,
@@ -37,8 +37,6 @@ from cacheformers.modeling.settings import (
     chosen_layers,
     setting,
 )
-
-EVERYTHING = 2**40  # tokens that stay visible to layers without the method
 
 
 @dataclass(repr=False)  # transformers prints a configuration

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cacheformers.modeling.memory import LocalWindow
+from cacheformers.modeling.memory import EVERYTHING, LocalWindow
 from cacheformers.modeling.settings import (
     MethodOptions,
     MethodSettings,
@@ -14,8 +14,6 @@ from cacheformers.modeling.settings import (
     chosen_layers,
     setting,
 )
-
-EVERYTHING = 2**40  # tokens that stay visible
 
 
 @dataclass(repr=False)  # transformers prints a configuration

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
-from cacheformers.methods.neurocache.neurocache import NeurocacheParts, NeurocacheState, gate_statistics, make_parts
+from cacheformers.methods.neurocache.neurocache import NeurocacheParts, NeurocacheState, make_parts, training_statistics
 from cacheformers.methods.neurocache.neurocache import branch as neurocache_branch
 from cacheformers.methods.neurocache.options import NeurocacheOptions, NeurocacheSettings, layer_numbers
 from cacheformers.methods.neurocache.reference import ReferenceState, reference_branch
@@ -111,7 +111,7 @@ register(
         starts_as="the base model (zero gates)",
         stores="entries",
         rates={"gate": "gate", "scores": "gate"},
-        statistics=gate_statistics,
+        statistics=training_statistics,
         starts={"states": start_from_states},
         test_settings={"cache_size": 40, "topk": 4, "retrieval_map": {1: 1}, "search": "exact"},
     )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from cacheformers.methods.neurocache.options import NeurocacheOptions
-from cacheformers.modeling.memory import SegmentCall, keep_columns
+from cacheformers.modeling.memory import Gold, SegmentCall, keep_columns
 from cacheformers.modeling.method import gathered, tenths
 from cacheformers.modeling.rings import RingState, token_numbers
 from cacheformers.modeling.search import get_search
@@ -34,6 +34,8 @@ COMPRESSION_EPS = 1e-5
 # (docs/results/neurocache_recipe.md, 1d).
 NEARNESS, BESIDE, FOLLOWING, NOTHING = 15.0, -2.6, 3.8, 22.0
 NOTHING_STEP = 3.0  # of the score of nothing, for a parameter that moves by one
+
+TEMPERATURE = 0.05  # of `retrieval_loss`; scores lie between -2 and 0 for entries that the norm leaves as they are
 
 
 class Gate(nn.Module):
@@ -187,16 +189,38 @@ class NeurocacheReading:
     new_hits: dict[int, Tensor] = field(default_factory=dict)
     new_queries: dict[int, Tensor] = field(default_factory=dict)
     retrieved: dict[int, Retrieved] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    gold: Gold | None = None
     encoder: NeurocacheParts = NeurocacheParts()
 
 
-def gate_statistics(parts: Sequence[NeurocacheParts], memories: Sequence[Any]) -> dict[str, Any]:
-    """Summarize the size of the gates, |tanh(gate)| of every head: mean, largest, and the number in each tenth."""
+def training_statistics(parts: Sequence[NeurocacheParts], memories: Sequence[Any]) -> dict[str, Any]:
+    """Summarize gates and retrieval.
+
+    Returns:
+        gate_mean, gate_max, gate_histogram: of |tanh(gate)| of every head; the histogram counts each tenth.
+        gold_hits: where the last segment asked, the share of its asking tokens that retrieved the answer's passage.
+    """
+    found: dict[str, Any] = {}
     gates = [part.gate.weight for part in parts if part.gate is not None]
-    if not gates:
-        return {}
-    sizes = torch.tanh(gathered(gates)).abs()
-    return {"gate_mean": float(sizes.mean()), "gate_max": float(sizes.max()), "gate_histogram": tenths(sizes)}
+    if gates:
+        sizes = torch.tanh(gathered(gates)).abs()
+        found = {"gate_mean": float(sizes.mean()), "gate_max": float(sizes.max()), "gate_histogram": tenths(sizes)}
+    hits = [share for memory in memories if (share := gold_share(memory.state)) is not None]
+    return {**found, "gold_hits": sum(hits) / len(hits)} if hits else found
+
+
+def gold_share(state: NeurocacheState) -> float | None:
+    """The share of asking tokens that retrieved a token of the passages that answer; None where nothing was asked."""
+    if state.gold is None:
+        return None
+    found: list[Tensor] = []
+    for numbers in state.retrieved().values():
+        for row, asking in enumerate(state.gold.asking):
+            time = min(len(asking), numbers.shape[1])
+            asked = numbers[row, -time:][asking[:time]].cpu()
+            found.append(torch.isin(asked, state.gold.numbers(row)).any(-1))
+    return float(torch.cat(found).float().mean()) if found else None
 
 
 class NeurocacheState(RingState):
@@ -227,7 +251,7 @@ class NeurocacheState(RingState):
             for _, storing in options.retrieval_map
         }
         super().__init__(rings, ("hits", "queries"))
-        self.stores = dict(options.retrieval_map)
+        self.stores, self.retrieval_weight = dict(options.retrieval_map), options.retrieval_weight
 
     @property
     def hits(self) -> dict[int, Tensor]:
@@ -239,9 +263,15 @@ class NeurocacheState(RingState):
 
     def begin(self) -> NeurocacheReading:
         stores = {layer: ring.view() for layer, ring in self.rings.items()}
-        return NeurocacheReading(stores, dict(self.hits), dict(self.open["queries"]))
+        return NeurocacheReading(stores, dict(self.hits), dict(self.open["queries"]), gold=self.gold)
+
+    def loss_targets(self, read: Sequence[int], new: Sequence[int]) -> int:
+        """How many tokens of the next forward `loss` is a mean over: those that ask."""
+        return int(self.gold.asking.sum()) if self.gold is not None and self.retrieval_weight else 0
 
     def end(self, reading: NeurocacheReading) -> None:
+        losses = list(reading.losses.values())
+        self.loss = self.retrieval_weight * torch.stack(losses).mean() if losses else None
         self.add(
             keys=reading.new_entries, values=reading.new_values, hits=reading.new_hits, queries=reading.new_queries
         )
@@ -268,6 +298,9 @@ def branch(
             entries = reading.encoder.encode(hidden.detach())  # a factor of 1 gives back what it is given
         if layer in retrieving:
             retrieve(options, layer, retrieving[layer], entries, hidden, call, training)
+            if training and options.retrieval_weight and reading.gold is not None and torch.is_grad_enabled():
+                ring = reading.stores[retrieving[layer]]
+                reading.losses[layer] = retrieval_loss(options, ring, reading.encoder, hidden, reading.gold)
         if layer in storing:
             ring = reading.stores[layer]
             reading.new_entries[layer] = entries.to(ring.keys.dtype)
@@ -342,6 +375,40 @@ def search_rows(options: NeurocacheOptions, ring: Ring, queries: Tensor, call: S
                 found = search(flat, entries, options.topk, options.similarity)[1].view(len(group), time, -1)
             hits[chosen] = found
     return hits
+
+
+def retrieval_loss(
+    options: NeurocacheOptions, ring: Ring, encoder: NeurocacheParts, hidden: Tensor, gold: Gold
+) -> Tensor:
+    """How far the tokens that ask are from retrieving the passages that answer; its gradient reaches W_p and its norm.
+
+        loss(t) = - log( sum_{i in gold} exp s(t, i) / sum_i exp s(t, i) ),  i over all entries of the row
+        s(t, i) = - |e_t - e_i|^2 / (2 d TEMPERATURE)   (similarity "dot": e_t . e_i / (d TEMPERATURE))
+
+    Args:
+        hidden: x of the retrieval layer, `[rows, time, h]`.
+
+    Returns:
+        The mean over the asking tokens of rows that hold their passage; 0 where there are none.
+    """
+    losses = [encoder.encode(hidden[:1, :1].detach()).sum() * 0]  # every process has the same graph
+    for row in range(ring.rows):
+        asking = gold.asking[row, : hidden.shape[1]].to(hidden.device)
+        first = ring.entries(row).first
+        places = gold.numbers(row) - first
+        places = places[(places >= 0) & (places < ring.count(row))]
+        if ring.values is None or not asking.any() or not len(places):
+            continue
+        slots = ring.slots(torch.arange(ring.count(row)).expand(ring.rows, 1, -1))[row, 0].to(ring.values.device)
+        entries = encoder.encode(ring.values.flatten(0, 1)[slots].to(hidden.device, hidden.dtype))  # [m, d]
+        queries = encoder.encode(hidden[row, asking].detach())  # [asking, d]
+        scores = queries @ entries.T
+        if options.similarity == "l2":  # |e_t|^2 is the same for all entries
+            scores = scores - entries.square().sum(-1) / 2
+        chances = torch.log_softmax(scores / (options.width * TEMPERATURE), -1)
+        losses.append(-torch.logsumexp(chances[:, places.to(chances.device)], -1))
+    found = torch.cat([loss.reshape(-1) for loss in losses])
+    return found.sum() / max(len(found) - 1, 1)
 
 
 class ContextSources(NamedTuple):

@@ -46,6 +46,12 @@ class NeurocacheSettings(SearchSettings, LocalWindowSettings):
         "Beyond the paper: cache attention knows how near each hit was and where a state stands beside it, "
         "and can attend to nothing. Measured better where it was tried.",
     )
+    retrieval_weight: float = setting(
+        0.0,
+        "Beyond the paper: weight, in `memory.state.loss`, of a contrastive loss by which questions learn to "
+        "retrieve the passages that hold their answers, where training data say which (see `retrieval_loss`).",
+        free=True,
+    )
     compatibility: str | None = setting(
         None,
         "'reference' computes what the published package computes, 'reference-fixed-heads' the same with "
@@ -98,6 +104,9 @@ class NeurocacheOptions(StoreOptions, NeurocacheSettings, LocalWindowOptions):
             )
         check_at_least(1, self, "cache_size", "compression_factor", "topk")
         check_at_least(1, self, "neighborhood_size", "context_size")
+        check_at_least(0, self, "retrieval_weight")
+        if self.retrieval_weight and self.compression_factor == 1:
+            raise ValueError("retrieval_weight trains the compression W_p, which a compression_factor of 1 lacks.")
         if size % self.compression_factor:
             raise ValueError(f"compression_factor {self.compression_factor} does not divide the hidden size {size}.")
         if self.topk > self.cache_size or self.neighborhood_size > self.cache_size:

@@ -15,6 +15,7 @@ from recipe import make_text
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from cacheformers import eval_longbench
+from cacheformers.adapters.folders import load_adapter_config
 from cacheformers.evaluation.longbench.methods import LongBenchOptions, PromptMaker, make_method
 from cacheformers.evaluation.longbench.tasks import TASKS, load_templates
 
@@ -110,4 +111,5 @@ def prompt_maker(folder: Path, method: str, **more: Any) -> PromptMaker:
     base = str(folder / "base")
     config = AutoModelForCausalLM.from_pretrained(base).config
     tokenizer = AutoTokenizer.from_pretrained(base)
-    return PromptMaker(make_method(method, options, base, config, None), options, tokenizer, load_templates(TASKS))
+    adapter = None if options.adapter is None else load_adapter_config(options.adapter)
+    return PromptMaker(make_method(method, options, base, config, adapter), options, tokenizer, load_templates(TASKS))

@@ -1,0 +1,278 @@
+"""Learning to answer: exercises from pools, lessons in lanes, a teacher with full attention, retrieval's own loss."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from peft import get_peft_model
+from recipe import largest_difference, make_text, write_documents
+
+import cacheformers
+from cacheformers import train_adapt
+from cacheformers.common.documents import DataOptions, open_documents
+from cacheformers.common.loss import IGNORED, token_losses
+from cacheformers.evaluation.longbench.records import Record
+from cacheformers.methods.neurocache.neurocache import TEMPERATURE, retrieval_loss
+from cacheformers.modeling.attach import find_decoder
+from cacheformers.modeling.memory import Gold
+from cacheformers.modeling.search.store import Ring
+from cacheformers.training.distillation import distilled, taught
+from cacheformers.training.exercises import LAYOUTS, Exercises, load_pools
+from cacheformers.training.lanes import Lanes, Step
+from cacheformers.training.lessons import LessonOptions, Lessons
+
+POSITIONS, SEGMENT = 1024, 256
+
+
+def document(task: str, number: int) -> dict:
+    """A document of a pool, whose answers are in it."""
+    words = make_text(24, 1000 * len(task) + number).split()
+    context = " ".join(words)
+    questions = [
+        {"input": f"which words are at {start}?", "answers": [" ".join(words[start : start + 2])]} for start in (3, 9)
+    ]
+    if task == "multihop_qa":
+        context = "\n\n".join(f"Title {number} {part}\n{' '.join(words[part * 6 : part * 6 + 6])}" for part in range(4))
+        questions = [{"input": "which two?", "answers": [words[13]], "passages": [0, 2]}]
+    if task in ("intent", "dialogue_summary", "abstract_tldr"):
+        questions = [{"input": "", "answers": [f"label {number % 3}"]}]
+    if task == "babi":
+        context = "\n".join(f"fact {number} {line}" for line in range(5))
+        questions = [
+            {"input": "where?", "answers": [f"{number}"], "lines": 3},
+            {"input": "who?", "answers": ["1"], "lines": 5},
+        ]
+    if task == "code":
+        context = "\n".join(f"a line of code number {line}" for line in range(20))
+        questions = []
+    return {"task": task, "source": "made", "title": f"{task} {number}", "context": context, "questions": questions}
+
+
+@pytest.fixture(name="pool")
+def pool_fixture(folder: Path, make_base, byte_tokenizer) -> Path:
+    """A base that reads bytes, and ten documents of every task."""
+    base = make_base("llama_gqa", torch.float32, vocab_size=259, max_position_embeddings=POSITIONS)
+    base.save_pretrained(folder / "base")
+    byte_tokenizer.save_pretrained(folder / "base")
+    write_documents(folder / "train.jsonl", 300, 400, 300)
+    (folder / "pool").mkdir()
+    for task in LAYOUTS:
+        if task != "fewshot_qa":  # made of wiki_qa
+            lines = [json.dumps(document(task, number)) for number in range(10)]
+            (folder / "pool" / f"{task}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def lessons(pool: Path, tokenizer, seed: int = 0, **options: object) -> Lessons:
+    chosen = LessonOptions(
+        **{
+            **{"questions": [str(pool / "pool")], "shortest_context": 300, "longest_context": 700},
+            **{"questions_per_context": 2, "prompt_tokens": 150, **options},
+        }
+    )
+    books = open_documents([str(pool / "train.jsonl")], tokenizer, DataOptions(train=[]))
+    return Lessons(chosen, books, tokenizer, SEGMENT, POSITIONS - SEGMENT, seed)
+
+
+@pytest.mark.parametrize("task", LAYOUTS)
+def test_gold_passages_hold_the_answers(pool, task):
+    pools = load_pools([str(pool / "pool")], len, ["a book\nof lines\n" * 50])
+    exercises = Exercises({task: pools[task]}, 0, 300, 900, questions=3)
+    made = [exercises.make(number) for number in range(6)]
+    assert len({exercise.context for exercise in made}) > 1 and made[2] == exercises.make(2)
+    for exercise in made:
+        assert 1 <= len(exercise.questions) <= 3
+        for question in exercise.questions:
+            passages = [exercise.context[start:end] for start, end in question.gold]
+            if task in ("story_qa", "wiki_qa", "paper_qa", "zh_qa", "meeting_qa", "multihop_qa"):
+                assert question.answer in "".join(passages)
+            if task == "babi":
+                assert len(passages) in (3, 5) and all(text.startswith("fact ") for text in passages)
+            if task == "abstract_tldr":
+                assert passages[0].startswith(question.answer) and re.fullmatch(r"Paragraph \d+", question.answer)
+            if task == "intent":
+                assert passages and all(text.endswith(f"Type: {question.answer}") for text in passages)
+            if task == "code":
+                assert question.answer.startswith("a line of code") and exercise.context.endswith("\n")
+
+
+def test_passages_that_were_not_read_are_unanswerable(pool):
+    pools = load_pools([str(pool / "pool" / "wiki_qa.jsonl")], len)
+    exercises = Exercises({"wiki_qa": pools["wiki_qa"]}, 0, 300, 500, questions=4, unanswerable=0.5)
+    asked = [question for number in range(20) for question in exercises.make(number).questions]
+    absent = [question for question in asked if question.answer == "unanswerable"]
+    assert 0.2 < len(absent) / len(asked) < 0.6 and not any(question.gold for question in absent)
+
+
+def test_lanes_read_a_context_and_ask_about_it(pool, byte_tokenizer):
+    made = lessons(pool, byte_tokenizer, books_share=0.0)
+    lanes = Lanes(made, 1, SEGMENT, 0)
+    for number in range(4):
+        exercise = made.exercises.make(number)
+        pieces = made.pieces(number)
+        steps = []
+        while lanes.position[0] == number:
+            steps.append(lanes.step())
+        reading = [step for step in steps if not step.pieces[0].asked]
+        asking = steps[len(reading) :]
+        assert len(asking) == len(exercise.questions) and not any(step.targets for step in reading)
+        assert reading[0].reset.all() and not any(step.reset.any() for step in steps[1:])
+        assert asking[0].close == [0] and all(step.drop == [0] and not step.close for step in asking[1:])
+        read = torch.cat([step.input_ids[0][step.attention_mask[0].bool()] for step in reading])
+        assert torch.equal(read, pieces[0].tokens) and exercise.context in byte_tokenizer.decode(read)
+        for step, question in zip(asking, exercise.questions, strict=True):
+            learned = byte_tokenizer.decode(step.labels[0][step.labels[0] != IGNORED], skip_special_tokens=True)
+            assert learned.strip() == question.answer[: len(learned.strip())] and learned.strip()
+            gold = step.gold
+            assert (gold is None) == (not question.gold)
+            if gold is not None:
+                found = byte_tokenizer.decode(read[gold.numbers(0)])
+                assert found == "".join(exercise.context[start:end] for start, end in sorted(question.gold))
+                assert gold.asking[0].sum() == step.pieces[0].asking - 1  # the last token asks nothing
+
+
+def test_questions_are_asked_as_in_the_evaluation(pool, byte_tokenizer):
+    made = lessons(pool, byte_tokenizer, books_share=0.0)
+    exercise = made.exercises.make(0)
+    question = exercise.questions[0]
+    form = exercise.template
+    record = Record(form, "0", question.input, exercise.context, [question.answer], 0, None, form)
+    prompt, asked = made.maker(record), made.pieces(0)[1]
+    assert torch.equal(asked.tokens[: len(prompt.asked)], torch.tensor(prompt.asked)) and len(prompt.asked) <= 150
+    assert len(asked.inputs) <= SEGMENT and asked.teacher is not None and len(asked.teacher) > len(asked.tokens)
+
+
+def test_lanes_go_on_in_the_middle_of_a_lesson(pool, byte_tokenizer):
+    made = lessons(pool, byte_tokenizer, books_share=0.3)
+    lanes = Lanes(made, 2, SEGMENT, 0)
+    for _ in range(7):
+        lanes.step()
+    other = Lanes(lessons(pool, byte_tokenizer, books_share=0.3), 2, SEGMENT, 0)
+    other.load_state_dict(json.loads(json.dumps(lanes.state_dict())))
+    kinds = set()
+    for _ in range(20):
+        one, two = lanes.step(), other.step()
+        assert torch.equal(one.input_ids, two.input_ids) and torch.equal(one.labels, two.labels)
+        assert (one.close, one.drop) == (two.close, two.drop)
+        kinds |= {piece.asked or piece.context for piece in one.pieces}
+    assert kinds == {True, False}  # books among them
+
+
+def test_retrieval_loss_is_its_definition(make_model):
+    """Against loops over tokens and entries, in float64, with gradients; what is old is forgotten."""
+    model = make_model("llama_gqa", retrieval_weight=1.0)
+    memory = next(part for part in find_decoder(model.base_model.model).layers if hasattr(part.self_attn, "memory"))
+    layer = memory.self_attn.memory
+    options, encoder = layer.options, layer.parts("default") if callable(layer.parts) else layer.parts
+    generator = torch.Generator().manual_seed(0)
+    ring = Ring(2, 12, options.width, options.base.hidden_size, torch.float64, torch.device("cpu"))
+    states = torch.randn(2, 20, options.base.hidden_size, generator=generator, dtype=torch.float64)
+    for row in range(2):
+        ring.append(row, encoder.encode(states[row]).detach(), states[row])
+    hidden = torch.randn(2, 5, options.base.hidden_size, generator=generator, dtype=torch.float64)
+    asking = torch.zeros(2, 8, dtype=torch.bool)
+    asking[0, 1:4] = asking[1, :2] = True
+    gold = Gold(asking, [[range(10, 13)], [range(0, 3)]])  # the second row has forgotten its passage
+    found = retrieval_loss(options, ring, encoder, hidden, gold)
+
+    losses = []
+    for t in range(1, 4):
+        query = encoder.encode(hidden[0, t])
+        scores = [
+            -(query - encoder.encode(states[0, i])).square().sum() / (2 * options.width * TEMPERATURE)
+            for i in range(8, 20)
+        ]
+        chances = torch.softmax(torch.stack(scores), 0)
+        losses.append(-torch.log(chances[2:5].sum()))
+    expected = torch.stack(losses).mean()
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    trained = [encoder.down.weight, encoder.norm.weight, encoder.norm.bias]
+    for one, other in zip(torch.autograd.grad(found, trained), torch.autograd.grad(expected, trained), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)
+
+
+def test_a_teacher_is_the_base_with_full_attention(make_model, make_base):
+    model, base = make_model("llama_gqa", torch.float64), make_base("llama_gqa", torch.float64)
+    frozen = [name for name, parameter in model.named_parameters() if "gate" in name]
+    for name, parameter in model.named_parameters():
+        if name in frozen:
+            parameter.requires_grad_(False)
+    before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    ids = torch.randint(3, 128, (60,), generator=torch.Generator().manual_seed(0))
+    logits = base(input_ids=ids[None]).logits[0, -5:-1]
+    torch.testing.assert_close(taught(model, ids, 4), logits)
+    assert before == {name: parameter.requires_grad for name, parameter in model.named_parameters()} and frozen
+
+    labels = torch.full((2, 9), IGNORED)
+    labels[0, 3:7] = ids[-4:]
+    step = Step(labels, labels, labels != IGNORED, torch.zeros(2).bool(), [0, 0], teachers=[ids, None])
+    mine = torch.randn(2, 9, 128, dtype=torch.float64, requires_grad=True)
+    losses = token_losses(mine, labels)
+    found = distilled(model, losses, mine, step, 0.25)
+    wanted, own = torch.softmax(logits, -1), torch.softmax(mine[0, 3:7], -1)
+    divergence = (wanted * (wanted / own).log()).sum(-1)
+    torch.testing.assert_close(
+        found[0, 3:7].double(), 0.75 * losses[0, 3:7].double() + 0.25 * divergence, rtol=1e-4, atol=1e-5
+    )
+    assert torch.equal(found[1], losses[1]) and not found[0, :3].any()
+
+
+GIVEN = {"segment_tokens": SEGMENT, "cache_size": 800, "topk": 4, "retrieval_map": 1, "r": 4, "steps": 4}
+TAUGHT = {"shortest_context": 300, "longest_context": 600, "questions_per_context": 2, "prompt_tokens": 150}
+
+
+def train(pool: Path, output: str, finished: bool = True, **more: object) -> dict:
+    """Run the recipe; return its result, if it is to come to its end."""
+    given = {"base": pool / "base", "train": pool / "train.jsonl", "output": pool / output, **GIVEN, **TAUGHT, **more}
+    train_adapt.main([*(f"--{name}={value}" for name, value in given.items()), "--questions", str(pool / "pool")])
+    assert (pool / output / "train_result.json").exists() == finished
+    return json.loads((pool / output / "train_result.json").read_text()) if finished else {}
+
+
+def test_a_run_learns_from_questions(pool):
+    """Stopped and resumed it is the same run; the memory of contexts is trained with distillation and gold passages."""
+    more = {"distill": 0.5, "retrieval_weight": 0.1, "log_every": 1, "books_share": 0.2, "distill_all": True}
+    whole = train(pool, "whole", **more)
+    assert len(whole["losses"]) == 4 and any("gold_hits" in entry for entry in whole["log"])
+    for _ in range(3):
+        train(pool, "parts", **more, stop_after=1e-6, resume=(pool / "parts").exists(), finished=False)
+    parts = train(pool, "parts", **more, resume=True)
+    assert parts["losses"] == whole["losses"] and largest_difference(pool / "parts", pool / "whole") == 0
+
+
+def test_lora_alone_learns_from_the_same_questions(pool):
+    result = train(pool, "lora", method="lora", books_share=0.0)
+    memory = train(pool, "memory", books_share=0.0)
+    assert result["losses"][0] == pytest.approx(memory["losses"][0], rel=1e-3)  # gates are closed at first
+
+
+def test_what_cannot_be_learned_is_refused(pool, capsys):
+    for more, message in (
+        ({"prompt_tokens": 250}, "fewer than 64"),
+        ({"shortest_context": 900}, "shortest_context 900"),
+        ({"prompt": "all"}, "prompt must be one of"),
+        ({"distill": 2.0}, "distill must be between"),
+        ({"chat": True}, "no chat template"),
+    ):
+        with pytest.raises(SystemExit):
+            train(pool, "bad", **more)
+        assert message in capsys.readouterr().err
+    (pool / "pool" / "wiki_qa.jsonl").write_text('{"task": "other", "context": "a", "questions": []}\n')
+    with pytest.raises(SystemExit):
+        train(pool, "bad")
+    assert "has no task of" in capsys.readouterr().err
+    assert cacheformers.NeurocacheAdapterConfig().retrieval_weight == 0
+    with pytest.raises(ValueError, match="compression_factor of 1"):
+        get_peft_model(
+            train_base(pool), cacheformers.NeurocacheAdapterConfig(compression_factor=1, retrieval_weight=1.0)
+        )
+
+
+def train_base(pool: Path):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(pool / "base")

@@ -1,0 +1,437 @@
+"""Exercises: long contexts with questions, put together from a pool of short documents; a seed decides everything.
+
+A pool is JSON lines, one document each: `task`, `context`, `title` (may be empty) and `questions`, a list of
+`{"input": ..., "answers": [...]}` whose first answer is learned. The task decides the layout (`LAYOUTS`). Where the
+answers' passages are is known, so that retrieval can be trained and measured.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cacheformers.evaluation.longbench.records import file_rows
+from cacheformers.evaluation.longbench.retrieval import UNIT
+
+Span = tuple[int, int]
+HARD = 24  # passages most like the question that are drawn into its context at most
+ROOM = 0.96  # of the wanted tokens that pieces may fill
+ABSTAIN = "unanswerable"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a context.
+
+    Attributes:
+        gold: where in the context the answer's passages are, in characters; empty where there are none.
+    """
+
+    input: str
+    answer: str
+    gold: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A context and the questions that are asked once it was read.
+
+    Attributes:
+        template: the LongBench task whose prompt is used.
+    """
+
+    template: str
+    context: str
+    questions: list[Question]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an exercise should be like: tokens of its context, number of questions, share that cannot be answered."""
+
+    tokens: int
+    questions: int
+    unanswerable: float
+
+
+class Pool:
+    """The documents of one task.
+
+    Args:
+        count: number of tokens of a text.
+        books: texts between whose lines facts are hidden.
+    """
+
+    def __init__(self, documents: list[dict[str, Any]], count: Callable[[str], int], books: Sequence[str] = ()) -> None:
+        self.documents, self._count, self.books = documents, count, books
+        self._counts: dict[str, int] = {}
+
+    def count(self, text: str) -> int:
+        """Count the tokens of a text, once."""
+        if text not in self._counts:
+            self._counts[text] = self._count(text)
+        return self._counts[text]
+
+    @cached_property
+    def asked(self) -> list[dict[str, Any]]:
+        """The documents with questions."""
+        return [document for document in self.documents if document["questions"]]
+
+    @cached_property
+    def index(self) -> Any:
+        import bm25s
+
+        index = bm25s.BM25()
+        index.index([UNIT.findall(document["context"].lower()) for document in self.documents], show_progress=False)
+        return index
+
+    def nearest(self, query: str) -> list[dict[str, Any]]:
+        """The documents most like a query, by BM25, nearest first."""
+        scores = self.index.get_scores(UNIT.findall(query.lower()))
+        return [self.documents[place] for place in (-scores).argsort(kind="stable")[: 2 * HARD]]
+
+    def shuffled(self, rng: random.Random, documents: Sequence[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+        chosen = list(self.documents if documents is None else documents)
+        rng.shuffle(chosen)
+        return chosen
+
+    def filled(self, texts: Sequence[str], tokens: float) -> list[int]:
+        """The places of the texts that fit into so many tokens, the first one always."""
+        spent, chosen = 0, []
+        for place, text in enumerate(texts):
+            need = self.count(text) + 8
+            if chosen and spent + need > tokens:
+                if spent > 0.9 * tokens:
+                    break
+                continue
+            spent += need
+            chosen.append(place)
+        return chosen
+
+
+Layout = Callable[[Pool, Wanted, random.Random], Exercise]
+
+
+def joined(parts: Sequence[str], separator: str) -> tuple[str, list[Span]]:
+    """Join parts; return the text and where each part is in it."""
+    spans, start = [], 0
+    for part in parts:
+        spans.append((start, start + len(part)))
+        start += len(part) + len(separator)
+    return separator.join(parts), spans
+
+
+def documents_among_others(template: str, heading: str = "", ask: str = "{input}", most: int | None = None) -> Layout:
+    """Whole documents under headings; with more than one, questions say which is meant.
+
+    Args:
+        heading: with the field `{title}`.
+        ask: with the fields `{title}` and `{input}`.
+        most: how many documents a context has at most.
+    """
+
+    def layout(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
+        order = pool.shuffled(rng, pool.asked)[: most or len(pool.asked)]
+        texts = [f"{heading.format(**document)}\n{document['context']}".lstrip("\n") for document in order]
+        chosen = pool.filled(texts, ROOM * wanted.tokens)
+        rng.shuffle(chosen)
+        context, spans = joined([texts[place] for place in chosen], "\n\n\n")
+        pairs = [
+            (order[place]["title"] or " ".join(order[place]["context"].split()[:8]), question, span)
+            for place, span in zip(chosen, spans, strict=True)
+            for question in order[place]["questions"]
+        ]
+        rng.shuffle(pairs)
+        questions = [
+            Question(
+                ask.format(title=title, input=question["input"]) if len(chosen) > 1 else question["input"],
+                question["answers"][0],
+                (span,),
+            )
+            for title, question, span in pairs[: wanted.questions]
+        ]
+        return Exercise(template, context, questions)
+
+    return layout
+
+
+def passages(template: str, label: str, to_number: bool = False) -> Layout:
+    """Numbered passages, among them those that are most like the first question.
+
+    Args:
+        label: with the field `{}` for the number.
+        to_number: the answer is the number of the passage that the question describes.
+    """
+
+    def layout(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
+        document = rng.choice(pool.asked)
+        question = rng.choice(document["questions"])
+        query = question["answers"][0] if to_number else question["input"]
+        hard = [other for other in pool.nearest(query) if other is not document][: rng.randrange(4, HARD + 1)]
+        order = list({id(each): each for each in [document, *hard, *pool.shuffled(rng)]}.values())
+        bodies = [
+            each["context"] if to_number else f"{each['title']}\n{each['context']}".lstrip("\n") for each in order
+        ]
+        chosen = pool.filled(bodies, ROOM * wanted.tokens)
+        left_out = [place for place in range(len(order)) if place not in set(chosen)]
+        rng.shuffle(chosen)
+        parts = [label.format(number) + bodies[place] for number, place in enumerate(chosen, 1)]
+        context, spans = joined(parts, "\n\n")
+        asked = [0, *(place for place in rng.sample(chosen, len(chosen)) if place and order[place]["questions"])]
+        questions = []
+        for place in asked[: wanted.questions]:
+            own = question if place == 0 else rng.choice(order[place]["questions"])
+            number = chosen.index(place) + 1
+            if to_number:
+                answer = re.sub(r"\{\}.*", str(number), label, flags=re.DOTALL)
+                questions.append(Question(own["answers"][0], answer, (spans[number - 1],)))
+            elif left_out and rng.random() < wanted.unanswerable:
+                absent = order[rng.choice(left_out)]
+                if absent["questions"]:
+                    questions.append(Question(rng.choice(absent["questions"])["input"], ABSTAIN))
+            else:
+                questions.append(Question(own["input"], own["answers"][0], (spans[number - 1],)))
+        return Exercise(template, context, questions)
+
+    return layout
+
+
+def multihop(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
+    """Questions over several passages (`passages` of a question says which), whose contexts are mixed."""
+    order = pool.shuffled(rng, pool.asked)
+    parts: list[tuple[str, int, int]] = []  # text, the document's place in the order, its place in the document
+    spent = 0
+    for place, document in enumerate(order):
+        own = document["context"].split("\n\n")
+        need = sum(pool.count(text) + 8 for text in own)
+        if parts and spent + need > ROOM * wanted.tokens:
+            break
+        parts += [(text, place, number) for number, text in enumerate(own)]
+        spent += need
+    rng.shuffle(parts)
+    context, spans = joined([f"Passage {number}:\n{text}" for number, (text, _, _) in enumerate(parts, 1)], "\n\n")
+    where = {(place, number): span for (_, place, number), span in zip(parts, spans, strict=True)}
+    inside = sorted({place for _, place, _ in parts})
+    questions = []
+    for place in inside[: wanted.questions]:
+        question = order[place]["questions"][0]
+        gold = tuple(sorted(where[place, number] for number in question.get("passages", ())))
+        questions.append(Question(question["input"], question["answers"][0], gold))
+    return Exercise("hotpotqa", context, questions)
+
+
+def answered(document: dict[str, Any]) -> str:
+    """The answer of a document with one question."""
+    answer: str = document["questions"][0]["answers"][0]
+    return answer
+
+
+def examples(
+    template: str, shot: str, asked: str, separator: str = "\n", longest: int = 60, same: bool = False
+) -> Layout:
+    """Many solved examples, then some to solve.
+
+    Args:
+        shot, asked: with the fields `{context}`, `{input}` and, in `shot`, `{answer}`.
+        longest: words of an answer; documents with longer ones are left out.
+        same: what helps are the examples with the same answer (classification).
+    """
+
+    def layout(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
+        sources = sorted({document["source"] for document in pool.asked})
+        source = rng.choice(sources)
+        fitting = [
+            document
+            for document in pool.shuffled(rng, pool.asked)
+            if (not same or document["source"] == source)
+            and len(answered(document).split()) <= longest
+            and pool.count(document["context"]) < wanted.tokens // 4
+        ]
+        if same:  # with few classes each has examples; the longer the context, the more there are
+            labels = sorted({answered(document) for document in fitting})
+            labels = rng.sample(labels, min(len(labels), max(8, wanted.tokens // 220)))
+            fitting = [document for document in fitting if answered(document) in labels]
+        solving, shown = fitting[: wanted.questions], fitting[wanted.questions :]
+        if same:  # an example of every asked class comes first, so that it is there
+            needed = {answered(document) for document in solving}
+            first = [next((each for each in shown if answered(each) == label), None) for label in sorted(needed)]
+            helpful = [document for document in first if document is not None]
+            shown = helpful + [document for document in shown if all(document is not each for each in helpful)]
+
+        def text(form: str, document: dict[str, Any]) -> str:
+            question = document["questions"][0]
+            return form.format(context=document["context"], input=question["input"], answer=answered(document))
+
+        shots = [text(shot, document) for document in shown]
+        chosen = pool.filled(shots, ROOM * wanted.tokens)
+        rng.shuffle(chosen)
+        context, spans = joined([shots[place] for place in chosen], separator)
+        questions = []
+        for document in solving:
+            answer = answered(document)
+            alike = [
+                span for place, span in zip(chosen, spans, strict=True) if same and answered(shown[place]) == answer
+            ]
+            questions.append(Question(text(asked, document), answer, tuple(alike)))
+        return Exercise(template, context, questions)
+
+    return layout
+
+
+def completion(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
+    """Source files of a package, then the beginning of one whose next line is asked for."""
+    document = rng.choice(pool.documents)
+    package = document["title"].rpartition("/")[0]
+    others = [
+        each for each in pool.shuffled(rng) if each is not document and each["title"].rpartition("/")[0] == package
+    ]
+    lines = document["context"].split("\n")
+    places = [place for place, line in enumerate(lines) if place >= 10 and 15 <= len(line.strip()) <= 100]
+    place = rng.choice(places) if places else len(lines) - 1
+    own = f"# {document['title']}\n" + "\n".join(lines[:place])[-12000:]
+    texts = [own, *(f"# {each['title']}\n{each['context']}\n" for each in others)]
+    chosen = pool.filled(texts, ROOM * wanted.tokens)
+    context = "\n".join([*(texts[number] for number in chosen[1:]), own]) + "\n"
+    return Exercise("lcc", context, [Question("", lines[place])])
+
+
+def facts(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
+    """bAbI's facts, in order, between the lines of a book (the construction of BABILong, arXiv 2406.10149)."""
+    document = rng.choice(pool.asked)
+    questions = rng.sample(document["questions"], min(wanted.questions, len(document["questions"])))
+    lines = document["context"].split("\n")
+    last = max(question.get("lines", len(lines)) for question in questions)
+    questions = [question for question in questions if question.get("lines", len(lines)) == last]
+    parts = lines[:last]
+    book = rng.choice(pool.books).splitlines() if pool.books else []
+    start = rng.randrange(len(book) // 2 + 1)
+    noise = [line.strip() for line in book[start : start + wanted.tokens] if line.strip()]
+    kept = pool.filled(noise, ROOM * wanted.tokens) if noise else []
+    borders = sorted(rng.randrange(len(kept) + 1) for _ in parts)
+    mixed: list[tuple[str, bool]] = []
+    before = 0
+    for border, fact in zip(borders, parts, strict=True):
+        mixed += [(noise[place], False) for place in kept[before:border]] + [(fact, True)]
+        before = border
+    mixed += [(noise[place], False) for place in kept[before:]]
+    context, spans = joined([text for text, _ in mixed], " ")
+    gold = tuple(span for span, (_, is_fact) in zip(spans, mixed, strict=True) if is_fact)
+    return Exercise(
+        "multifieldqa_en", context, [Question(each["input"], each["answers"][0], gold) for each in questions]
+    )
+
+
+QA_SHOT = "Passage:\n{context}\nQuestion:\n{input}\nAnswer:\n"
+LAYOUTS: dict[str, Layout] = {
+    "story_qa": documents_among_others("narrativeqa", "Story: {title}", 'In the story "{title}": {input}'),
+    "paper_qa": documents_among_others("qasper", "Paper:", 'In the paper that begins "{title}": {input}'),
+    "abstract_qa": documents_among_others("qasper", "Paper:", 'In the paper that begins "{title}": {input}'),
+    "thread_summary": documents_among_others("qmsum", "Thread: {title}", 'Summarize the e-mail thread "{title}".'),
+    "meeting_qa": documents_among_others("qmsum", most=1),
+    "story_summary": documents_among_others("qmsum", most=1),
+    "visit_note": documents_among_others("gov_report", most=1),
+    "wiki_qa": passages("hotpotqa", "Passage {}:\n"),
+    "zh_qa": passages("dureader", "文章{}\n"),
+    "abstract_tldr": passages("passage_retrieval_en", "Paragraph {}: ", to_number=True),
+    "multihop_qa": multihop,
+    "fewshot_qa": examples("triviaqa", f"{QA_SHOT}{{answer}}\n\n", QA_SHOT, ""),
+    "intent": examples("trec", "Question: {context}\nType: {answer}", "Question: {context}\nType:", same=True),
+    "dialogue_summary": examples(
+        "samsum", "Dialogue: {context}\nSummary: {answer}\n", "Dialogue: {context}\nSummary: "
+    ),
+    "code": completion,
+    "babi": facts,
+}
+# Tasks made of another task's documents.
+ALSO = {"wiki_qa": ("fewshot_qa",)}
+
+
+@dataclass
+class Exercises:
+    """An endless row of exercises.
+
+    Attributes:
+        pools: task -> its documents.
+        shortest, longest: tokens of contexts, between which lengths are drawn evenly on a logarithmic scale.
+        questions: asked after one reading.
+        unanswerable: share of questions about passages that were not read, where the task has passages.
+    """
+
+    pools: dict[str, Pool]
+    seed: int
+    shortest: int
+    longest: int
+    questions: int
+    unanswerable: float = 0.0
+    tasks: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tasks = sorted(self.pools)
+
+    def make(self, number: int) -> Exercise:
+        """Make an exercise; its number and the seed decide everything."""
+        rng = random.Random(f"{self.seed}/{number}")
+        while True:
+            task = rng.choice(self.tasks)
+            tokens = round(math.exp(rng.uniform(math.log(self.shortest), math.log(self.longest))))
+            exercise = LAYOUTS[task](self.pools[task], Wanted(tokens, self.questions, self.unanswerable), rng)
+            if exercise.context.strip() and exercise.questions:
+                return exercise
+
+
+def load_pools(paths: Sequence[str], count: Callable[[str], int], books: Sequence[str] = ()) -> dict[str, Pool]:
+    """Load the pools of files.
+
+    Args:
+        paths: files of JSON lines, or folders of them.
+        count, books: see `Pool`.
+
+    Raises:
+        FileNotFoundError, ValueError: there are none; a document is damaged or of an unknown task.
+    """
+    documents: dict[str, list[dict[str, Any]]] = {}
+    for path in (file for name in paths for file in pool_files(Path(name))):
+        for where, row in file_rows(path):
+            check_document(row, where)
+            for task in (row["task"], *ALSO.get(row["task"], ())):
+                documents.setdefault(task, []).append({"title": "", "source": "", **row})
+    if not documents:
+        raise ValueError(f"There is no document in {', '.join(paths)}.")
+    return {task: Pool(own, count, books) for task, own in documents.items()}
+
+
+def pool_files(path: Path) -> list[Path]:
+    """The files of a pool: one, or all of a folder."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist.")
+    if path.is_file():
+        return [path]
+    found = sorted(file for file in path.iterdir() if file.name.endswith((".jsonl", ".jsonl.gz")))
+    if not found:
+        raise FileNotFoundError(f"{path} holds no .jsonl or .jsonl.gz.")
+    return found
+
+
+def check_document(row: Any, where: str) -> None:
+    """Raise ValueError unless a row is a document of a pool."""
+    if not isinstance(row, dict) or row.get("task") not in LAYOUTS:
+        raise ValueError(f"{where} has no task of {', '.join(LAYOUTS)}, which decides how contexts are put together.")
+    if not isinstance(row.get("context"), str) or not row["context"].strip():
+        raise ValueError(f"{where} has no context.")
+    questions = row.get("questions")
+    if not isinstance(questions, list) or not all(is_question(question) for question in questions):
+        raise ValueError(
+            f'{where} needs questions: a list of {{"input": TEXT, "answers": [TEXT, ...]}}, or an empty one.'
+        )
+
+
+def is_question(question: Any) -> bool:
+    """Whether this is a question with an answer."""
+    answers = question.get("answers") if isinstance(question, dict) else None
+    return isinstance(answers, list) and bool(answers) and all(isinstance(text, str) and text for text in answers)

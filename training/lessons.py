@@ -1,0 +1,236 @@
+"""Lessons: exercises as tokens. A context is read into the memory, then its questions are asked one after another.
+
+A question is asked as in the evaluation (`eval_longbench.py --memory_prompt`): the same templates, chat form and cut.
+Only its answer is learned, and it is forgotten before the next one.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from cacheformers.common.documents import DocumentRow, Piece, fingerprint
+from cacheformers.common.recipe import option
+from cacheformers.evaluation.longbench.methods import MEMORY_PROMPTS, LongBenchOptions, Method, PromptMaker
+from cacheformers.evaluation.longbench.prompts import Encoded
+from cacheformers.evaluation.longbench.records import Record
+from cacheformers.evaluation.longbench.retrieval import make_retriever
+from cacheformers.evaluation.longbench.tasks import TASKS, load_templates
+from cacheformers.training.exercises import LAYOUTS, Exercise, Exercises, load_pools
+
+MIXTURE = 1000  # exercises and books repeat their order of kinds after this many
+
+
+@dataclass
+class LessonOptions:
+    """Questions to learn from, and a teacher; without --questions only the teacher matters."""
+
+    questions: list[str] | None = option(
+        None,
+        help="Pools of short documents with questions: files of JSON lines, or folders of them. Long contexts are put "
+        "together from them as training goes on, read into the memory, and then asked about; only answers are "
+        f"learned. Fields: task (one of {', '.join(LAYOUTS)}), context, title, questions with input and answers.",
+    )
+    shortest_context: int = option(
+        2048, help="Tokens of the shortest context; lengths up to the longest are drawn on a logarithmic scale."
+    )
+    longest_context: int = option(32768, help="Tokens of the longest context.")
+    questions_per_context: int = option(4, help="Questions that are asked after a context was read.")
+    books_share: float = option(
+        0.2, help="Share of documents that are --train's instead, of which all tokens are learned, so as not to forget."
+    )
+    unanswerable: float = option(
+        0.0, help="Share of questions about passages that were not read; 'unanswerable' is learned as their answer."
+    )
+    prompt: str = option(
+        "cut",
+        help="What self-attention sees when a question is asked: 'cut', 'tail', 'retrieved' or 'question', as with "
+        "eval_longbench.py --memory_prompt.",
+    )
+    prompt_tokens: int = option(896, help="Length to which that prompt is cut. Answers follow in the same segment.")
+    chat: bool = option(False, help="Put prompts into the tokenizer's chat template, as eval_longbench.py --chat does.")
+    distill: float = option(
+        0.0,
+        help="Share of the loss that is the KL divergence from the base without the adapter, which sees the whole "
+        "prompt with full attention, as far as its positions go (self-distillation). The rest is cross entropy.",
+    )
+    distill_all: bool = option(
+        False, help="With distill: not only on answers, but on the books' tokens, too (a second pass over them)."
+    )
+
+
+LessonOptions._argument_group_name = "questions (recipes that teach to answer)"  # type: ignore[attr-defined]
+
+
+def check_lessons(options: LessonOptions, segment_tokens: int) -> None:
+    """Raise ValueError for numbers out of range, or prompts that leave no room for answers."""
+    if not 0 <= options.distill <= 1:
+        raise ValueError(f"distill must be between 0 and 1, got {options.distill}.")
+    if options.questions is None:
+        if options.distill and not options.distill_all:
+            raise ValueError("distill without --questions has no answers to learn: add --distill_all, or questions.")
+        return
+    low, high = options.shortest_context, options.longest_context
+    if not 0 < low <= high:
+        raise ValueError(f"shortest_context {low} must be greater than 0, and at most longest_context {high}.")
+    if options.prompt not in MEMORY_PROMPTS:
+        raise ValueError(f"prompt must be one of {', '.join(MEMORY_PROMPTS)}, got {options.prompt!r}.")
+    if options.questions_per_context < 1 or options.prompt_tokens < 2:
+        raise ValueError("questions_per_context must be at least 1, and prompt_tokens at least 2.")
+    for name in ("books_share", "unanswerable"):
+        if not 0 <= getattr(options, name) < 1:
+            raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(options, name)}.")
+    if options.prompt_tokens + 64 > segment_tokens:
+        raise ValueError(
+            f"prompt_tokens {options.prompt_tokens} leaves fewer than 64 of segment_tokens {segment_tokens} for chat "
+            "template and answer: a prompt and its answer are one segment. Choose smaller prompts or larger segments."
+        )
+
+
+class Lessons(DocumentRow):
+    """Exercises in an endless row, among them documents of which everything is learned.
+
+    Args:
+        books: documents to learn as they are.
+        segment_tokens: most tokens of a prompt and its answer.
+        teacher_tokens: length to which prompts are cut for a teacher with full attention.
+        seed: of the exercises. (Their order is the row's; lanes take every n-th.)
+    """
+
+    def __init__(
+        self,
+        options: LessonOptions,
+        books: DocumentRow,
+        tokenizer: PreTrainedTokenizerBase,
+        segment_tokens: int,
+        teacher_tokens: int,
+        seed: int,
+    ) -> None:
+        assert options.questions is not None
+        if not tokenizer.is_fast:
+            raise ValueError("--questions needs a fast tokenizer, to find the question in a prompt.")
+        if options.chat and tokenizer.chat_template is None:
+            raise ValueError("The base has no chat template: leave out --chat.")
+        super().__init__(tokenizer, 2, [*books.sources, *options.questions])
+        self.options, self.books, self.segment_tokens = options, books, segment_tokens
+        texts = [text for text in books._first_texts() if text]
+        self.exercises = Exercises(
+            load_pools(options.questions, self._count, texts),
+            seed,
+            options.shortest_context,
+            options.longest_context,
+            options.questions_per_context,
+            options.unanswerable,
+        )
+        templates = load_templates(TASKS)
+        form = LongBenchOptions(data="", methods=["memory"], chat=options.chat, memory_prompt=options.prompt)
+        name = MEMORY_PROMPTS[options.prompt]
+        shown = None if name is None else Method(name, name, None, options.prompt_tokens, segment_tokens - 64)
+        retriever = make_retriever("bm25", torch.device("cpu")) if name == "retrieval" else None
+        own = Method("memory", "memory", None, None, shown=shown)
+        self.maker = PromptMaker(own, form, tokenizer, templates, retriever)
+        teacher = Method("truncation", "teacher", None, teacher_tokens, teacher_tokens)
+        self.teacher = PromptMaker(teacher, form, tokenizer, templates)
+
+    def __str__(self) -> str:
+        return f"exercises of {len(self.exercises.pools)} tasks, with {self.books}"
+
+    def at(self, position: int, seed: int) -> int:
+        """An exercise's number is its position."""
+        return position
+
+    def text(self, index: int) -> str | None:
+        book = self.book(index)
+        return self.exercises.make(index).context if book is None else self.books.text(book)
+
+    def release(self, position: int) -> None:
+        """Nothing to do: exercises are made when their turn comes."""
+
+    def check(self, segment_tokens: int) -> None:
+        """Make the first exercise.
+
+        Raises:
+            ValueError: the books are not long enough, or nothing is to be learned.
+        """
+        if self.options.books_share:
+            self.books.check(segment_tokens)
+        self.pieces(next(index for index in range(MIXTURE) if self.book(index) is None))
+
+    def book(self, index: int) -> int | None:
+        """Which of the books a place of the row holds; None for an exercise."""
+        rng = random.Random(f"{self.exercises.seed}/kind/{index}")
+        return self.books.at(index, self.exercises.seed) if rng.random() < self.options.books_share else None
+
+    def pieces(self, index: int) -> list[Piece]:
+        """The context, then each question with its answer; or a book."""
+        book = self.book(index)
+        if book is not None:
+            tokens = self.books.tokens(book)[: self.options.longest_context]
+            return [Piece(tokens)] if len(tokens) else []
+        exercise = self.exercises.make(index)
+        made = [self.asked(exercise, number) for number in range(len(exercise.questions))]
+        return [Piece(torch.tensor(made[0][0].read), learned=torch.zeros(made[0][0].question).bool(), context=True)] + [
+            piece for _, piece in made
+        ]
+
+    def asked(self, exercise: Exercise, number: int) -> tuple[Encoded, Piece]:
+        """A question of an exercise as the evaluation asks it, followed by its answer."""
+        question = exercise.questions[number]
+        record = Record(
+            exercise.template,
+            str(number),
+            question.input,
+            exercise.context,
+            [question.answer],
+            0,
+            None,
+            exercise.template,
+            question.gold,
+        )
+        prompt = self.maker(record)
+        answer = self.answer_ids(question.answer, record, prompt)
+        answer = answer[: self.segment_tokens + 1 - len(prompt.asked)]
+        ids = torch.tensor([*prompt.asked, *answer])
+        learned = torch.zeros(len(ids), dtype=torch.bool)
+        learned[len(prompt.asked) :] = True
+        piece = Piece(
+            ids,
+            learned=learned,
+            asked=True,
+            asking=prompt.asking + len(answer),
+            gold=prompt.gold,
+            teacher=torch.tensor([*self.teacher(record).ids, *answer]),
+        )
+        return prompt, piece
+
+    def answer_ids(self, answer: str, record: Record, prompt: Encoded) -> list[int]:
+        """The answer as the model is to write it, with what ends it."""
+        in_chat = self.options.chat and record.form.chat
+        text = answer if in_chat or record.form.category == "Code completion" else f" {answer}"
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = ids[: record.form.new_tokens - 1]
+        if record.form.first_line or record.form.category == "Code completion":
+            return [*ids, *self.tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]]
+        return [*ids, self.tokenizer.eos_token_id]
+
+    def name(self, index: int) -> str:
+        book = self.book(index)
+        return f"exercise {index}" if book is None else self.books.name(book)
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same to go on with these lessons."""
+        pools = {task: fingerprint([each["context"] for each in pool.documents[:16]]) for task, pool in self._pools()}
+        return {**self.books.identity(), "pools": {task: pools[task] for task in sorted(pools)}}
+
+    def _pools(self) -> Any:
+        return self.exercises.pools.items()
+
+    def _count(self, text: str) -> int:
+        return len(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _first_texts(self) -> list[str | None]:
+        return [self.text(0)]
