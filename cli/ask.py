@@ -115,7 +115,7 @@ def shown_text(
 
 
 def prompt(tokenizer: PreTrainedTokenizerBase, question: str, text: str = "") -> Tensor:
-    """Encode a question, after the text that is shown, `[1, tokens]`, in the tokenizer's chat template if it has one."""
+    """Encode a question after the text that is shown, in the tokenizer's chat template if it has one, `[1, tokens]`."""
     text = f"{text}\n\n" if text else ""
     if tokenizer.chat_template is None:
         return tokenizer(f"{text}\nQuestion: {question}\nAnswer:", return_tensors="pt").input_ids

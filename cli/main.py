@@ -172,8 +172,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--prompt",
         choices=("question", "tail", "cut", "retrieved"),
         default="question",
-        help="what self-attention sees: the question alone, or before it the text's end, its beginning and end, or what "
-        "BM25 finds (default: question)",
+        help="what self-attention sees: the question alone, or before it the text's end, its beginning and end, or "
+        "what BM25 finds (default: question)",
     )
     command.add_argument(
         "--prompt-tokens", type=int, default=896, metavar="N", help="text that --prompt shows, in tokens (default: 896)"

@@ -148,7 +148,8 @@ class Lessons(DocumentRow):
         return self.exercises.make(index).context if book is None else self.books.text(book)
 
     def release(self, position: int) -> None:
-        """Nothing to do: exercises are made when their turn comes."""
+        """Let go of books; exercises are made when their turn comes."""
+        self.books.release(position)
 
     def check(self, segment_tokens: int) -> None:
         """Make the first exercise.

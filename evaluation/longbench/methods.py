@@ -291,15 +291,15 @@ class PromptMaker:
 
     def encoded(self, prompt: Prompt, record: Record, limit: int | None) -> Encoded:
         """Cut the prompt to a limit as the official code does, and tokenize it again, in its chat template."""
+        whole = prompt
         if limit is not None:
             cut = cut_beginning if self.method.name == "tail" else cut_middle
             prompt = cut(prompt, self.tokenizer, limit)
+        known = self.method.remembers and self.method.content == "own" and prompt is whole
         if self.options.chat and record.form.chat:
             prompt = in_chat(prompt, self.tokenizer)
-        gold: list[tuple[int, int]] = []
-        if self.method.content == "own" and self.method.remembers and limit is None:
-            start = prompt.question - len(record.context)
-            gold = [(start + first, start + last) for first, last in record.gold]
+        start = prompt.question - len(record.context)
+        gold = [(start + first, start + last) for first, last in record.gold if known]
         return encode(prompt, self.tokenizer, self.method.remembers or self.options.memory_prompt != "question", gold)
 
     def after(self, record: Record) -> Record:

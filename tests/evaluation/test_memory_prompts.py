@@ -89,7 +89,7 @@ def test_own_sets_take_the_prompt_and_metric_of_their_template(data, adapter, ca
         start = made["context"].index(" ", 200) + 1
         rows.append({**made, "gold": [[start, start + 40]]})
     write_rows(data / "sets" / "wiki_qa.jsonl", rows)
-    given = arguments(data, f"--adapter={adapter}", f"--data={data / 'sets'}", method="memory")
+    given = arguments(data, f"--adapter={adapter}", f"--data={data / 'sets'}", "--max_length=4000", method="memory")
     given = [word for word in given if word not in ("--tasks", "hotpotqa", "trec", "samsum", "passage_count")]
     eval_longbench.main(given)
     found = result(data, "remembering-memory")

@@ -33,11 +33,13 @@ GIB = 2**30
 # Recipe -> the configuration of its base that ships, the processes and the GPU (GiB) that its header speaks of.
 ESTIMATED = {
     "demo": ("smollm2-135m", 1, 3),
+    "llama2_7b_answers": ("llama-2-7b", 8, 80),
     "llama2_7b_longpile": ("llama-2-7b", 8, 80),
     "mistral_7b_longpile": ("mistral-7b", 8, 80),
     "opt_1.3b_pg19": ("opt-1.3b", 8, 80),
     "passkey": ("smollm2-135m", 1, 2),
     "qlora_7b": ("mistral-7b", 1, 24),
+    "smollm2_answers": ("smollm2-135m", 1, 3),
     "smollm2_books": ("smollm2-135m", 1, 2),
 }
 OTHER_METHODS = {"smollm2_cacheformer": "cacheformer_on_base"}  # whose estimate takes minutes
