@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from peft import LoraConfig
 
 from cacheformers.modeling.memory import BaseShape
-from cacheformers.modeling.saving import saved
+from cacheformers.modeling.pretrained import saved
 
 
 class MemoryPeftType(str):

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from cacheformers.adapters.folders import check_base_folder, load_adapter_config, new_folder
-from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
+from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM
 from cacheformers.modeling.method import is_method, method_named
 

@@ -14,21 +14,20 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.layer import MemoryLayer, incomplete
-from cacheformers.modeling.attach import (
+from cacheformers.modeling.architectures import (
     ARCHITECTURES,
-    add_hooks,
     architecture,
     attention_modules,
     base_shape,
-    check_whole,
-    check_window,
+    check_offloading,
     find_decoder,
-    put_memory,
     split_projections,
 )
 from cacheformers.modeling.attention import restore_attention, route_attention
 from cacheformers.modeling.generation import GenerationChecks
 from cacheformers.modeling.method import method_named
+from cacheformers.modeling.rotary import check_rotation
+from cacheformers.modeling.segments import add_hooks, put_memory
 
 CANNOT_MERGE = (
     "A memory cannot be merged into the base weights: it is computation, not a weight update. Keep the adapter, "
@@ -66,8 +65,8 @@ class MemoryTuner(LoraModel):
         base = base_shape(model.config)  # type: ignore[arg-type]
         config.check_base(model, base)  # like all checks: before anything is changed
         options = config.resolve(base)
-        check_whole(model, options.layers)
-        check_window(model, options)
+        check_offloading(model, options.layers)
+        check_rotation(model, options)
         method = method_named(config.peft_type)
         if method.attend is not None:
             route_attention(model)  # type: ignore[arg-type]

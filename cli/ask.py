@@ -19,7 +19,7 @@ from cacheformers.cli.model import load_model
 from cacheformers.common.plots import heat_map, save_figures
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import read_index
-from cacheformers.modeling.tracing import Trace
+from cacheformers.modeling.reading import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from cacheformers.common.documents import DocumentRow
 from cacheformers.common.loss import IGNORED
-from cacheformers.modeling.attach import new_memory
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.segments import new_memory
 
 
 @dataclass

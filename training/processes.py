@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from cacheformers.modeling.attach import active_memories, find_decoder, unwrap
+from cacheformers.modeling.architectures import find_decoder, unwrap
+from cacheformers.modeling.segments import active_memories
 from cacheformers.training.settings import RunOptions, TrainOptions
 
 

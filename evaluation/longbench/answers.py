@@ -22,9 +22,8 @@ from cacheformers.evaluation.longbench.predictions import Predictions, predictio
 from cacheformers.evaluation.longbench.prompts import Encoded
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.tasks import TASKS, Task
-from cacheformers.modeling.attach import unwrap
+from cacheformers.modeling.architectures import is_whole, unwrap
 from cacheformers.modeling.reading import read
-from cacheformers.modeling.whole import is_whole
 
 
 class ReservedLayer(DynamicLayer):

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from cacheformers.modeling.attach import active_options, find_decoder, layer_devices, match_rows, unwrap
+from cacheformers.modeling.architectures import find_decoder, layer_devices, unwrap
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import DTYPES, Index, MemoryFileError, Piece, Row, Shards, Store, read_index
 from cacheformers.modeling.memory import BaseShape
 from cacheformers.modeling.method import method_named
 from cacheformers.modeling.origin import Origin, Source, tokenizer_hash
+from cacheformers.modeling.segments import match_rows, required_options
 
 
 def load_memory(
@@ -65,9 +66,7 @@ def assemble(
     decoder: Any = None if model is None else find_decoder(unwrap(model))
     memory = empty_memory(folder, index, options, decoder)
     if decoder is not None:
-        active = active_options(decoder)
-        if active is None:
-            raise ValueError("No memory adapter is active on this model: enable it, or set it with set_adapter().")
+        active = required_options(decoder)
         try:
             match_rows(decoder, memory, memory.batch_size, active)
         except ValueError as error:
@@ -111,7 +110,11 @@ def frozen(value: Any) -> Any:
 
 def empty_memory(folder: Path, index: Index, options: Any, decoder: Any) -> MemoryCache:
     """Make a memory with room for what the index describes; raise MemoryFileError if the options make another one."""
-    devices = dict.fromkeys(options.layers, torch.device("cpu")) if decoder is None else layer_devices(decoder, options)
+    devices = (
+        dict.fromkeys(options.layers, torch.device("cpu"))
+        if decoder is None
+        else layer_devices(decoder, options.layers)
+    )
     keep_values = any(store.value_width is not None for store in index.stores.values())
     capacity = next((store.capacity for store in index.stores.values()), None)
     state = options.new_state(len(index.rows), devices, torch.float32, keep_values, capacity)
