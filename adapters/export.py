@@ -73,11 +73,7 @@ def export(
 
 
 def to_model(adapted: PeftModel) -> CompositeForCausalLM:
-    """Convert an adapted model into a model class that computes the same. The adapted model is consumed.
-
-    Raises:
-        ValueError: the active adapter is not of this package, or its base is quantized.
-    """
+    """Convert an adapted model into a model class that computes the same. The adapted model is consumed."""
     config: Any = adapted.active_peft_config
     if not is_method(config.peft_type):
         raise ValueError(f"An adapter of type {config.peft_type} is active: only memories can be exported.")

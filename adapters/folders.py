@@ -69,11 +69,7 @@ def not_found(place: str | Path, file: str) -> str:
 
 @contextmanager
 def new_folder(out: str | Path) -> Iterator[Path]:
-    """Yield a folder to fill, which becomes `out` at the end of the block, or is removed after an error.
-
-    Raises:
-        ValueError: `out` exists and is not an empty folder.
-    """
+    """Yield a folder to fill, which becomes `out` (new or empty) at the end, or is removed after an error."""
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists already: choose another folder to write.")

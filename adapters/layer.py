@@ -57,11 +57,7 @@ class MemoryLayer(MethodOnLayer, nn.Module, BaseTunerLayer):
 
     @property
     def options(self) -> Any:
-        """Options of the active adapter, None while adapters are disabled or the active one has no memory here.
-
-        Raises:
-            ValueError: several adapters with a memory are active here.
-        """
+        """Options of the active adapter, None while adapters are disabled or it has no memory here."""
         if self.disable_adapters:
             return None
         active = [name for name in self.active_adapters if name in self.adapter_options]

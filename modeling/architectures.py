@@ -81,11 +81,7 @@ class WholeConfig(SavedConfig):
         raise NotImplementedError
 
     def base_shape(self) -> BaseShape:
-        """Describe the model as a decoder that is shown at most one row at a time.
-
-        Raises:
-            ValueError: options that contradict each other.
-        """
+        """Describe the model as a decoder that sees one row at a time; raise ValueError for contradicting options."""
         raise NotImplementedError
 
 
@@ -95,11 +91,7 @@ def is_whole(model: nn.Module) -> bool:
 
 
 def architecture(config: PretrainedConfig) -> Architecture:
-    """Look up the architecture of a base model.
-
-    Raises:
-        ValueError: the table has no entry for this model type; names the supported ones.
-    """
+    """Look up the architecture of a base model; raise ValueError if its model type is not in the table."""
     model_type = getattr(config, "model_type", None)
     if isinstance(config, WholeConfig):
         raise ValueError(
@@ -132,11 +124,7 @@ def base_shape(config: PretrainedConfig) -> BaseShape:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the transformers model inside compile, DDP and PEFT wrappers.
-
-    Raises:
-        TypeError: there is none.
-    """
+    """Return the transformers model inside compile, DDP and PEFT wrappers; raise TypeError if there is none."""
     while not isinstance(model, PreTrainedModel):
         inner = next((model._modules[name] for name in WRAPPED_AS if name in model._modules), None)
         if inner is None:
@@ -146,11 +134,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def find_decoder(model: nn.Module) -> nn.Module:
-    """Find the module that loops over the layers, in a causal language model or a model without a head.
-
-    Raises:
-        ValueError: the model's type is not supported.
-    """
+    """Find the module that loops over the layers; raise ValueError if the model is not supported."""
     model = getattr(model, "base_language_model", model)  # in this package's model classes
     path = architecture(model.config).decoder  # type: ignore[arg-type]
     for prefix in (path, path.partition(".")[2], ""):
@@ -178,11 +162,7 @@ def split_projections(weights: list[Tensor], shape: BaseShape) -> tuple[Tensor, 
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return the device on which a module computes.
-
-    Raises:
-        ValueError: accelerate offloads its weights between calls.
-    """
+    """Return the device on which a module computes; raise ValueError if accelerate offloads its weights."""
     device = next(module.parameters()).device
     if device.type == "meta":
         raise ValueError(OFFLOADED)

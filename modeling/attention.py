@@ -158,11 +158,7 @@ def former_attention(implementation: str) -> str:
 
 
 def route_attention(model: PreTrainedModel) -> None:
-    """Make every layer call `attention`, which without an active memory computes what the layer did before.
-
-    Raises:
-        ValueError: the model's attention cannot be routed.
-    """
+    """Make every layer call `attention`; raise ValueError if the former function cannot take the masks."""
     former = former_attention(model.config._attn_implementation)
     if former not in FORMER:
         raise ValueError(
@@ -179,11 +175,7 @@ def restore_attention(model: PreTrainedModel) -> None:
 
 
 def keep_inputs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Pre-hook of self-attention: keep its input and rotation in the call's scratch, for `attention`.
-
-    Raises:
-        ValueError: the model no longer calls `attention`, so the memory would be ignored.
-    """
+    """Pre-hook of self-attention: keep its input and rotation in the call's scratch, for `attention`."""
     call = kwargs.get("memory_state")
     if isinstance(call, SegmentCall):
         implementation: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]

@@ -335,21 +335,12 @@ class MemoryCache(Cache):
             ids: `[rows, time]`; `generate` compares its prompt with them.
         """
         self._drop_columns()
-        timeline, window = self.timeline, self.window
-        full = bool((timeline.open.sum(1) + real.sum(1) == window.segment_tokens).all())
+        window = self.window
+        full = bool((self.timeline.open.sum(1) + real.sum(1) == window.segment_tokens).all())
         nothing_stays = window.kept_tokens == 0 and window.sink_tokens == 0
         spared = torch.is_grad_enabled() and full and nothing_stays  # a training step does not read these keys again
-        return SegmentCall(
-            memory=self,
-            reading=self.state.begin(),
-            local=LocalCache(self.local, self.columns, not spared, self.state.own_layers),
-            real=real,
-            open=torch.cat([timeline.open, real], 1),
-            visible=torch.cat([timeline.used, real], 1),
-            positions=torch.cat([timeline.position, timeline.new_positions(real)], 1),
-            window_tokens=(timeline.kept & ~timeline.sink).sum(1).tolist(),
-            ids=real.long() if ids is None else ids,
-        )
+        local = LocalCache(self.local, self.columns, not spared, self.state.own_layers)
+        return SegmentCall(self, self.state.begin(), local, real, real.long() if ids is None else ids)
 
     def end(self, call: SegmentCall) -> None:
         """Store what a forward left behind, as new columns of the rows' open segments."""

@@ -69,21 +69,13 @@ class CompositeConfig(SavedConfig):
         return METHODS[self.model_type]
 
     def options(self) -> Any:
-        """Resolve the method's settings against this base.
-
-        Raises:
-            ValueError: the settings do not fit the base, or the base is not supported.
-        """
+        """Resolve the method's settings against this base; raise ValueError if they do not fit."""
         config: Any = self
         return config.resolve(base_shape(config.text_config))
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, but refuse the configuration of another kind of model.
-
-        Raises:
-            ValueError: the configuration has another `model_type`.
-        """
+        """As in transformers, but raise ValueError for the configuration of another kind of model."""
         kind = config_dict.get("model_type", cls.model_type)
         if kind != cls.model_type:
             causal = cls.__name__.replace("Config", "ForCausalLM")

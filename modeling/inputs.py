@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cacheformers.modeling.memory import MemoryOptions
 from cacheformers.modeling.method import MethodOnLayer
 
 UNREAD_FORWARDS = 8  # of training, after which a memory that was never read is reported
@@ -25,7 +24,7 @@ def check_positions(position_ids: Tensor | None, real: Tensor) -> None:
         raise ValueError("position_ids leave positions out, but a memory counts every token itself: do not pass them.")
 
 
-def watch_training(memory: MethodOnLayer, options: MemoryOptions, real: Tensor, carried: bool) -> None:
+def watch_training(memory: MethodOnLayer, options: Any, real: Tensor, carried: bool) -> None:
     """Warn once if training forwards never read the memory, because every row is short and starts without one.
 
     Args:
@@ -51,7 +50,7 @@ def watch_training(memory: MethodOnLayer, options: MemoryOptions, real: Tensor, 
         )
 
 
-def check_arguments(decoder: Any, options: MemoryOptions, kwargs: dict[str, Any], keep: int | None) -> None:
+def check_arguments(decoder: Any, options: Any, kwargs: dict[str, Any], keep: int | None) -> None:
     """Raise ValueError for arguments and settings that a memory cannot follow.
 
     Args:
@@ -91,16 +90,6 @@ def check_shape(ids: Any) -> None:
             f"input_ids is empty, shape {tuple(ids.shape)}: there is nothing to read. (To go on with what generate() "
             "returned, pass all ids since the last read(), not only the new ones.)"
         )
-
-
-def check_causal(options: MemoryOptions, kwargs: dict[str, Any], keep: int | None) -> None:
-    """Raise ValueError if `generate(use_cache=False)` reads with a rule that looks ahead.
-
-    No cache passes by that could refuse. What `generate` asks for is known by the positions that it gives to a forward
-    of which it wants one logit.
-    """
-    if keep == 1 and kwargs.get("use_cache") is False and kwargs.get("position_ids") is not None:
-        refuse_looking_ahead(options)
 
 
 def refuse_looking_ahead(options: Any) -> None:

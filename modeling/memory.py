@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -79,21 +79,13 @@ class SegmentCall:
         rotate: turns keys `[rows, heads, columns, d_head]` by `[rows, columns]` positions; None without rotation.
     """
 
-    def __init__(
-        self,
-        memory: Any,
-        reading: Any,
-        local: Any,
-        real: Tensor,
-        open: Tensor,
-        visible: Tensor,
-        positions: Tensor,
-        window_tokens: list[int],
-        ids: Tensor,
-    ) -> None:
-        self.memory, self.reading, self.local = memory, reading, local
-        self.real, self.open, self.visible, self.positions = real, open, visible, positions
-        self.window_tokens, self.ids = window_tokens, ids
+    def __init__(self, memory: Any, reading: Any, local: Any, real: Tensor, ids: Tensor) -> None:
+        self.memory, self.reading, self.local, self.real, self.ids = memory, reading, local, real, ids
+        timeline = memory.timeline
+        self.open = torch.cat([timeline.open, real], 1)
+        self.visible = torch.cat([timeline.used, real], 1)
+        self.positions = torch.cat([timeline.position, timeline.new_positions(real)], 1)
+        self.window_tokens: list[int] = (timeline.kept & ~timeline.sink).sum(1).tolist()
         self.rotate: Callable[[Tensor, Tensor], Tensor] | None = None
         self.earlier: list[Tensor] | None = None
         self.keep: int | None = None
@@ -105,32 +97,6 @@ class SegmentCall:
     def padded(self) -> bool:
         """Whether a column, old or new, holds no token for one of the rows."""
         return not bool(self.visible.all())
-
-
-class MemoryOptions(Protocol):
-    """A method's options, resolved against a base model."""
-
-    @property
-    def window(self) -> Any: ...
-
-    @property
-    def signature(self) -> dict[str, Any]: ...
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Layers with a memory."""
-
-    @property
-    def attention_layers(self) -> tuple[int, ...]:
-        """Layers whose output the method changes: LoRA's, unless others are named."""
-
-    @property
-    def near_tokens(self) -> int | None:
-        """The longest text that does not read the memory, in tokens; None where no training depends on it."""
-
-    def new_state(
-        self, rows: int, devices: dict[int, torch.device], dtype: torch.dtype, keep_values: bool, cache_size: int | None
-    ) -> Any: ...
 
 
 class MemoryState(ABC):

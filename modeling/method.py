@@ -97,11 +97,7 @@ METHODS: dict[str, MemoryMethod] = {}
 
 
 def method_named(name: str) -> MemoryMethod:
-    """Find a method by its name, a former name, or its PEFT type.
-
-    Raises:
-        KeyError: no such method is registered.
-    """
+    """Find a method by its name, a former name, or its PEFT type; raise KeyError if it is not registered."""
     wanted = name.lower()
     found = (method for method in METHODS.values() if wanted == method.name or wanted in method.former_names)
     method = next(found, None)

@@ -39,9 +39,8 @@ class SavedConfig(PretrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # transformers leaves it without types
-        config, model, causal = self.class_names()
-        self.auto_map = {"AutoConfig": config, "AutoModel": model, "AutoModelForCausalLM": causal}
-        self.auto_map = {auto: f"{SHIM}.{name}" for auto, name in self.auto_map.items()}
+        autos = ("AutoConfig", "AutoModel", "AutoModelForCausalLM")
+        self.auto_map = {auto: f"{SHIM}.{name}" for auto, name in zip(autos, self.class_names(), strict=True)}
 
     def class_names(self) -> tuple[str, str, str]:
         """Return the names of the configuration and of the models without and with a head."""

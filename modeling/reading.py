@@ -70,7 +70,7 @@ def read(
     if not (decoder.training or memory.origin.identity):
         memory.origin.identity = identity(decoder)
     device = device_of(decoder)
-    step = options.segment_tokens  # type: ignore[attr-defined]
+    step = options.segment_tokens
     time = torch.arange(ids.shape[1])
     with tqdm(total=int(lengths.sum()), unit=" tokens", unit_scale=True, desc="Reading", disable=not progress) as bar:
         for start in range(0, ids.shape[1], step):
@@ -209,14 +209,11 @@ class Trace(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         retrieved = list(self.memory.state.retrieved().values())
         if not self.chosen:
-            columns = min(self._columns(), retrieved[0].shape[1])
+            # The rest of the question is in closed segments.
+            columns = min(int(self.memory.timeline.open.sum()), self.memory.visible, retrieved[0].shape[1])
             self.asked = [numbers(retrieved, column) for column in range(-columns, -1)]
         self.chosen.append(numbers(retrieved, -1))
         return scores
-
-    def _columns(self) -> int:
-        """Count the columns of the question in the open segment (the rest of the question is in closed ones)."""
-        return min(int(self.memory.timeline.open.sum()), self.memory.visible)
 
     def passages(self, retrieved: list[Tensor], tokens: int, most: int) -> list[Passage]:
         """Return the passages of `tokens` tokens that were retrieved most often, at most `most` of them."""

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from cacheformers.modeling.architectures import architecture, attention_modules, find_decoder
 from cacheformers.modeling.attention import turn
 from cacheformers.modeling.cache import LocalCache, Rotate
-from cacheformers.modeling.memory import MemoryOptions
 
 SHIFT = 5  # positions by which the check turns keys
 TOLERANCE = 0.05  # of the largest number of a key: above bfloat16's rounding, far below any other way of turning
@@ -31,7 +30,7 @@ def rotation(decoder: nn.Module) -> Rotate | None:
     return rotate
 
 
-def check_rotation(model: nn.Module, options: MemoryOptions) -> None:
+def check_rotation(model: nn.Module, options: Any) -> None:
     """Check, for a sliding window, that `rotation` turns the keys of every layer as the base model itself does.
 
     Each layer makes keys of the same states at two ranges of positions; the first keys, turned, must equal the second.

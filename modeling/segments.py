@@ -20,7 +20,7 @@ from cacheformers.modeling.architectures import architecture, attention_modules,
 from cacheformers.modeling.attention import former_attention, keep_inputs
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.inputs import check_arguments, check_positions, real_tokens, watch_training
-from cacheformers.modeling.memory import MemoryOptions, SegmentCall
+from cacheformers.modeling.memory import SegmentCall
 from cacheformers.modeling.method import MethodOnLayer
 from cacheformers.modeling.origin import identify
 from cacheformers.modeling.rotary import rotation
@@ -32,19 +32,15 @@ def active_memories(decoder: nn.Module) -> list[MethodOnLayer]:
     return [memory for memory in memories if memory is not None and memory.options is not None]
 
 
-def active_options(decoder: nn.Module) -> MemoryOptions | None:
-    """Return the options of the active memory adapter, None where there is none.
-
-    Raises:
-        ValueError: the adapter was loaded from an incomplete file.
-    """
+def active_options(decoder: nn.Module) -> Any:
+    """Return the options of the active memory adapter, if any; raise ValueError if its file was incomplete."""
     memories = active_memories(decoder)
     for memory in memories:
         memory.check_loaded()
     return memories[0].options if memories else None
 
 
-def required_options(decoder: nn.Module) -> MemoryOptions:
+def required_options(decoder: nn.Module) -> Any:
     """Return the options of the active memory adapter; raise ValueError if there is none."""
     options = active_options(decoder)
     if options is None:
@@ -113,11 +109,7 @@ def before_model(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[A
 
 
 def before_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """Pre-hook of the decoder: run every piece but the last, and prepare the last.
-
-    Raises:
-        ValueError: arguments that a memory cannot follow, or a memory of another model or batch.
-    """
+    """Pre-hook of the decoder: check the arguments, run every piece but the last, and prepare the last."""
     given = kwargs.get("memory_state")
     if isinstance(given, SegmentCall):
         return None
@@ -156,32 +148,25 @@ def before_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
         )
     earlier: list[Tensor] = []
     for start, end in pieces[:-1]:
-        call = prepare(decoder, memory, real[:, start:end], ids[:, start:end])
-        output = decoder(**piece_inputs(decoder, call, kwargs, start, end))
-        remaining = ids.shape[1] - end
-        if keep is None or keep > remaining:
+        output = decoder(**begin_piece(decoder, memory, kwargs, real, start, end))
+        if keep is None or keep > ids.shape[1] - end:
             earlier.append(output.last_hidden_state)
-    last = pieces[-1][0]
-    call = prepare(decoder, memory, real[:, last:], ids[:, last:])
+    inputs = begin_piece(decoder, memory, kwargs, real, *pieces[-1])
+    call: SegmentCall = inputs["memory_state"]
     call.earlier, call.keep = earlier, keep
     call.returned = memory is passed or kwargs.get("use_cache") is not False
     call.forgets = memory.state.forward_is_segment and kwargs.get("use_cache") is False
-    return (), piece_inputs(decoder, call, kwargs, *pieces[-1])
+    return (), inputs
 
 
-def prepare(decoder: nn.Module, memory: MemoryCache, real: Tensor, ids: Tensor) -> SegmentCall:
-    """Close full segments, and begin a piece.
-
-    Args:
-        real: which columns are tokens, `[rows, time]`.
-        ids: `[rows, time]`.
-
-    Raises:
-        ValueError: a token would get a position that the base model does not have.
-    """
+def begin_piece(
+    decoder: nn.Module, memory: MemoryCache, kwargs: dict[str, Any], real: Tensor, start: int, end: int
+) -> dict[str, Any]:
+    """Close full segments, and return the decoder's arguments for the columns `start` to `end`."""
     rotate = rotation(decoder)
     memory.close(memory.timeline.full_rows(), rotate)
-    call = memory.begin(real, ids)
+    ids = kwargs["input_ids"][:, start:end]
+    call = memory.begin(real[:, start:end], ids)
     call.rotate = rotate
     config: Any = decoder.config
     most = config.max_position_embeddings
@@ -189,12 +174,6 @@ def prepare(decoder: nn.Module, memory: MemoryCache, real: Tensor, ids: Tensor) 
         raise ValueError(
             f"This base model has {most} positions, and this method does not restart them: the text is too long."
         )
-    return call
-
-
-def piece_inputs(decoder: nn.Module, call: SegmentCall, kwargs: dict[str, Any], start: int, end: int) -> dict[str, Any]:
-    """Return the decoder's arguments for the columns `start` to `end`."""
-    ids = kwargs["input_ids"][:, start:end]
     checkpointing = decoder.training and getattr(decoder, "gradient_checkpointing", False)
     drops_cache = checkpointing and call.local.columns == 0
     return {
@@ -290,11 +269,7 @@ def wanted(decoder: nn.Module, kwargs: dict[str, Any], name: str) -> bool:
 
 
 def as_memory(decoder: nn.Module, cache: Cache | None, rows: int) -> MemoryCache:
-    """Create a memory in place of the empty cache that `generate` passes.
-
-    Raises:
-        ValueError: the cache holds tokens, or is of a kind that cannot carry a memory.
-    """
+    """Create a memory in place of the empty cache that `generate` passes; raise ValueError for any other cache."""
     if cache is not None and (type(cache) is not DynamicCache or getattr(cache, "offloading", False)):
         raise ValueError(
             f"{type(cache).__name__} (static, quantized, offloaded or assisted) cannot carry a memory: leave "
@@ -308,12 +283,8 @@ def as_memory(decoder: nn.Module, cache: Cache | None, rows: int) -> MemoryCache
     return new_memory(decoder, rows)
 
 
-def match_rows(decoder: nn.Module, memory: MemoryCache, rows: int, options: MemoryOptions) -> None:
-    """Check that a memory fits the model and the batch; expand it where its rows divide the batch (beams).
-
-    Raises:
-        ValueError: it was made with another model or adapter, or for another number of rows.
-    """
+def match_rows(decoder: nn.Module, memory: MemoryCache, rows: int, options: Any) -> None:
+    """Raise ValueError unless a memory fits model and batch; expand it if its rows divide the batch (beams)."""
     if memory.signature != options.signature:
         ours, theirs = options.signature, memory.signature
         differing = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))

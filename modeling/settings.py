@@ -28,11 +28,7 @@ class MethodSettings:
     """Base of the settings classes, which become part of a method's adapter config and configuration."""
 
     def resolve(self, base: BaseShape) -> Any:
-        """Resolve the settings against one base model.
-
-        Raises:
-            ValueError: a setting does not fit the base model or another setting.
-        """
+        """Resolve the settings against one base model; raise ValueError if they do not fit it or each other."""
         registered = METHODS.values()
         method = next((known for known in registered if isinstance(self, (known.adapter_config, known.config))), None)
         if method is None:
@@ -111,7 +107,14 @@ class StoreOptions:
 
 @dataclass(kw_only=True)
 class MethodOptions:
-    """Settings resolved against one base model. A method's options class inherits from its settings and this."""
+    """Settings resolved against one base model. A method's options class inherits from its settings and this.
+
+    It also has, as fields or properties:
+        window: the local window.
+        layers: layers with a memory.
+        attention_layers: layers whose output the method changes, and which get LoRA by default.
+        near_tokens: the longest text that does not read the memory, in tokens; None where training needs no reading.
+    """
 
     base: BaseShape
 
@@ -154,7 +157,18 @@ class LocalWindowOptions(MethodOptions, LocalWindowSettings):
         check_at_least(1, self, "segment_tokens")
         check_at_least(0, self, "window_tokens", "sink_tokens")
         check_choices(self, local_window=("segment", "sliding"))
-        check_window(self.local_window, self.window, self.base)
+        window, base = self.window, self.base
+        if self.local_window == "sliding" and not base.rotary:
+            raise ValueError(
+                f"local_window='sliding' moves keys to new positions, which {base.model_type} cannot do (its positions "
+                "are learned embeddings): use local_window='segment'."
+            )
+        if window.positions > base.max_positions:
+            raise ValueError(
+                f"segment_tokens {window.segment_tokens} + window_tokens {window.kept_tokens} + sink_tokens "
+                f"{window.sink_tokens} = {window.positions} positions, but this base model has {base.max_positions}. "
+                "Choose a smaller segment_tokens."
+            )
 
     @property
     def window(self) -> LocalWindow:
@@ -199,18 +213,3 @@ def check_at_least(least: int, options: Any, *names: str) -> None:
     for name in names:
         if getattr(options, name) < least:
             raise ValueError(f"{name} must be at least {least}, got {getattr(options, name)}.")
-
-
-def check_window(local_window: str, window: LocalWindow, base: BaseShape) -> None:
-    """Raise ValueError if the base model's positions do not allow the local window."""
-    if local_window == "sliding" and not base.rotary:
-        raise ValueError(
-            f"local_window='sliding' moves keys to new positions, which {base.model_type} cannot do (its positions are "
-            "learned embeddings): use local_window='segment'."
-        )
-    if window.positions > base.max_positions:
-        raise ValueError(
-            f"segment_tokens {window.segment_tokens} + window_tokens {window.kept_tokens} + sink_tokens "
-            f"{window.sink_tokens} = {window.positions} positions, but this base model has {base.max_positions}. "
-            "Choose a smaller segment_tokens."
-        )

@@ -56,11 +56,7 @@ class Timeline:
         return self.open | self.kept
 
     def clone(self) -> Timeline:
-        twin = copy.copy(self)
-        twin.open, twin.kept, twin.sink = self.open.clone(), self.kept.clone(), self.sink.clone()
-        twin.position = self.position.clone()
-        twin.closed, twin.tokens_read = list(self.closed), list(self.tokens_read)
-        return twin
+        return copy.deepcopy(self)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return everything as tensors."""
@@ -85,8 +81,8 @@ class Timeline:
 
     def keep(self, columns: Tensor) -> None:
         """Keep only the columns `[rows, kept]`, chosen for each row."""
-        self.open, self.kept = self.open.gather(1, columns), self.kept.gather(1, columns)
-        self.sink, self.position = self.sink.gather(1, columns), self.position.gather(1, columns)
+        for name in self.COLUMNS:
+            setattr(self, name, getattr(self, name).gather(1, columns))
 
     def reset(self, rows: Sequence[int]) -> None:
         """Forget what the given rows have read."""
