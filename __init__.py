@@ -39,12 +39,12 @@ from cacheformers.methods.neurocache import (
 )
 from cacheformers.methods.neurocache.start import start_from_states
 from cacheformers.methods.windowed import WindowedAdapterConfig, WindowedConfig, WindowedForCausalLM, WindowedModel
-from cacheformers.modeling.attach import new_memory
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import MemoryFileError
 from cacheformers.modeling.files.load import load_memory
 from cacheformers.modeling.method import MemoryMethod
 from cacheformers.modeling.reading import read, read_text
+from cacheformers.modeling.segments import new_memory
 
 __version__ = "0.1.0.dev0"
 __all__ = [

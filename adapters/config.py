@@ -1,4 +1,4 @@
-"""The PEFT config that every memory method extends with its own settings."""
+"""The PEFT config that every memory method extends with its settings."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 from peft import LoraConfig
 
 from cacheformers.modeling.memory import BaseShape
-from cacheformers.modeling.saving import saved
+from cacheformers.modeling.pretrained import saved
 
 
 class MemoryPeftType(str):
-    """A PEFT type of this package. PEFT's own enumeration is closed; PEFT and transformers only read `value`."""
+    """A PEFT type of this package. PEFT's enumeration is closed, but PEFT and transformers only read `value`."""
 
     @property
     def value(self) -> str:
@@ -21,10 +21,10 @@ class MemoryPeftType(str):
 
 @dataclass
 class MemoryAdapterConfig(LoraConfig):
-    """What every method's config has: LoRA's fields, with defaults for training beside a memory.
+    """The config of every method: LoRA's fields, with defaults for training together with a memory.
 
     `target_modules` defaults to the feed-forward block of the layers that the method changes, as in Neurocache's paper;
-    `target_modules=[]` trains no LoRA at all.
+    `target_modules=[]` trains no LoRA.
     """
 
     kind: ClassVar[MemoryPeftType]  # set when the method is registered
@@ -32,10 +32,11 @@ class MemoryAdapterConfig(LoraConfig):
     r: int = field(default=16, metadata={"help": "Rank of LoRA."})
     lora_alpha: int = field(default=32, metadata={"help": "LoRA's scaling is lora_alpha / r."})
     task_type: str | None = field(  # type: ignore[assignment]  # PEFT says TaskType, and takes its values
-        default="CAUSAL_LM", metadata={"help": "What PEFT takes the model for; a memory is for language models."}
+        default="CAUSAL_LM", metadata={"help": "The task that PEFT assumes; memories are for language models."}
     )
     made_for: str | None = field(
-        default=None, metadata={"help": "What the base model is that the adapter was made for. Fills in by itself."}
+        default=None,
+        metadata={"help": "The kind of base model that the adapter was made for. Set automatically."},
     )
 
     def __post_init__(self) -> None:
@@ -48,11 +49,7 @@ class MemoryAdapterConfig(LoraConfig):
             raise ValueError("DoRA is not supported beside a memory: set use_dora=False.")
 
     def check_base(self, model: Any, base: BaseShape) -> None:
-        """Remember what a new adapter is made for; check that one from a file is put on such a base.
-
-        Raises:
-            ValueError: it was made for another; names both.
-        """
+        """Store the base of a new adapter; raise ValueError if one from a file was made for another kind of base."""
         if self.inference_mode and self.made_for not in (None, base.description):
             theirs = self.base_model_name_or_path or "a base without a name"
             here = getattr(model, "name_or_path", "") or type(model).__name__
@@ -63,6 +60,6 @@ class MemoryAdapterConfig(LoraConfig):
         self.made_for = base.description
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Save it as `adapter_config.json`, with a model card; a card that a person wrote stays."""
+        """Save it as `adapter_config.json`, with a model card unless a person has written one."""
         super().save_pretrained(save_directory, **kwargs)
         saved(save_directory)

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from cacheformers.adapters.folders import check_base_folder, load_adapter_config, new_folder
-from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
+from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM
 from cacheformers.modeling.method import is_method, method_named
 
@@ -38,15 +38,15 @@ def export(
 
     Args:
         adapter: folder or Hub id of the adapter.
-        out: folder to write; it must not exist, or be empty.
-        base: folder or Hub id of the base model; default: what the adapter names.
-        dtype: of the base's weights ("auto": as they are saved). LoRA is merged in float32 and rounded once; the
-            memory's weights stay in float32, as in the adapter.
+        out: folder to write; it must be new or empty.
+        base: folder or Hub id of the base model; default: the one that the adapter names.
+        dtype: of the base's weights ("auto": as saved). LoRA is merged in float32 and rounded once; the memory's
+            weights stay in float32, as in the adapter.
         max_shard_size: of one safetensors file.
 
     Raises:
-        ValueError: no adapter of this package, or one that does not fit its base. Nothing has been written then.
-        OSError: the adapter, its base or files of them are missing, or cannot be written.
+        ValueError: not an adapter of this package, or it does not fit its base. Nothing is written.
+        OSError: files of the adapter or its base are missing, or cannot be written.
     """
     config: Any = load_adapter_config(adapter)
     if not is_method(config.peft_type):
@@ -73,11 +73,7 @@ def export(
 
 
 def to_model(adapted: PeftModel) -> CompositeForCausalLM:
-    """The model class that computes what an adapted model computes. The adapted model is used up.
-
-    Raises:
-        ValueError: the active adapter is none of this package's, or its base is quantized.
-    """
+    """Convert an adapted model into a model class that computes the same. The adapted model is consumed."""
     config: Any = adapted.active_peft_config
     if not is_method(config.peft_type):
         raise ValueError(f"An adapter of type {config.peft_type} is active: only memories can be exported.")
@@ -114,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("adapter", help="folder or Hub id of the adapter")
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--base", help="folder or Hub id of the base model; default: what the adapter names")
+    parser.add_argument("--base", help="folder or Hub id of the base model; default: the one that the adapter names")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the base's weights; auto: as saved")
     parser.add_argument("--max-shard-size", default="5GB", help="of one safetensors file (default: %(default)s)")
     given = parser.parse_args(arguments)

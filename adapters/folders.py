@@ -1,4 +1,4 @@
-"""Folders of adapters and models: looked for, told apart, and written whole or not at all."""
+"""Folders of adapters and models: find them, tell them apart, and write them completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ from transformers.utils.hub import cached_file
 
 
 def check_base_folder(base: str | Path, adapter: str | Path = "", option: str = "--base") -> None:
-    """Raise an error that says where a base model was looked for if it is neither a folder nor on the Hub.
+    """Raise FileNotFoundError unless a base model is a folder or on the Hub; the error says where it was searched for.
 
-    transformers reports a folder that does not exist as a network problem or as a wrong Hub id.
+    transformers reports a missing folder as a network problem or as a wrong Hub id.
 
     Args:
-        base: folder or Hub id. A Hub id is looked up on the Hub, or offline in its cache.
-        adapter: the adapter that names this base, if one does.
-        option: with which the command takes a base.
-
-    Raises:
-        FileNotFoundError: names the folder, what the Hub answered, and what to do.
+        base: folder or Hub id, which is searched for on the Hub, or offline in its cache.
+        adapter: the adapter that names this base, if any.
+        option: the command's option for a base.
     """
     missing = not_found(base, "config.json")
     if not missing:
@@ -35,12 +32,7 @@ def check_base_folder(base: str | Path, adapter: str | Path = "", option: str = 
 
 
 def check_adapter_folder(adapter: str | Path) -> None:
-    """Raise an error that says where an adapter was looked for if it is neither a folder nor on the Hub.
-
-    Raises:
-        FileNotFoundError: names the folder, what the Hub answered, and what to do.
-        ValueError: the folder holds a model.
-    """
+    """Raise FileNotFoundError unless an adapter is a folder or on the Hub, and ValueError if it is a model."""
     folder = Path(adapter)
     if (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
         raise ValueError(
@@ -56,24 +48,13 @@ def check_adapter_folder(adapter: str | Path) -> None:
 
 
 def load_adapter_config(place: str | Path) -> PeftConfig:
-    """Load the configuration of an adapter.
-
-    Args:
-        place: folder or Hub id.
-
-    Raises:
-        FileNotFoundError, ValueError: it is not there, or holds a model (see `check_adapter_folder`).
-    """
+    """Load the configuration of an adapter from a folder or the Hub, checked by `check_adapter_folder`."""
     check_adapter_folder(place)
     return PeftConfig.from_pretrained(str(place))
 
 
 def not_found(place: str | Path, file: str) -> str:
-    """Where a folder or Hub id was looked for, and the answers; empty if it is there.
-
-    Args:
-        file: one that the repository must hold.
-    """
+    """Return where a folder or Hub id with a file was searched for, and the Hub's answer; empty if it exists."""
     if Path(place).is_dir():
         return ""
     missing, name = f"there is no folder {Path(place).absolute()}", str(place)
@@ -88,11 +69,7 @@ def not_found(place: str | Path, file: str) -> str:
 
 @contextmanager
 def new_folder(out: str | Path) -> Iterator[Path]:
-    """A folder to fill; it becomes `out` at the end of the block, and nothing is left of it after an error.
-
-    Raises:
-        ValueError: `out` exists and is not an empty folder.
-    """
+    """Yield a folder to fill, which becomes `out` (new or empty) at the end, or is removed after an error."""
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists already: choose another folder to write.")
@@ -107,12 +84,12 @@ def new_folder(out: str | Path) -> Iterator[Path]:
 
 
 def own_base(adapter: str) -> str:
-    """Return the name of the base model that an adapter was trained on."""
+    """Return the name of the base model of an adapter."""
     return PeftConfig.from_pretrained(adapter).base_model_name_or_path or ""
 
 
 def own_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of an adapter or a model; that of its base for an adapter saved without one."""
+    """Load the tokenizer of an adapter or a model; for an adapter without one, that of its base."""
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What PEFT sees on an attention module: a tuner layer without a base layer, one flat container per trained part."""
+"""The tuner layer on an attention module: it has no base layer, and one flat container per trained part."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ PREFIX = "lora_mem_"
 
 
 class MemoryLayer(MethodOnLayer, nn.Module, BaseTunerLayer):
-    """The memory of one attention module, for every adapter that augments it.
+    """The memories of one attention module, by adapter.
 
-    Parameter names follow the rules that let PEFT and transformers find them: `memory.lora_mem_q.<adapter>.weight`.
+    PEFT and transformers find parameters by names such as `memory.lora_mem_q.<adapter>.weight`.
     """
 
     other_param_names = ()
@@ -26,8 +26,8 @@ class MemoryLayer(MethodOnLayer, nn.Module, BaseTunerLayer):
         self.method, self.layer = method, layer
         self.adapter_layer_names = tuple(PREFIX + part for part in method.parts._fields)
         self.adapter_options: dict[str, Any] = {}
-        self.awaited: set[str] = set()  # adapters whose tensors are to come from a file
-        self.beside: dict[str, list[tuple[str, nn.Module]]] = {}  # LoRA and saved modules, on one layer for all
+        self.awaited: set[str] = set()  # adapters whose tensors are still to be loaded from a file
+        self.beside: dict[str, list[tuple[str, nn.Module]]] = {}  # LoRA and saved modules, only on the lowest layer
         for name in self.adapter_layer_names:
             setattr(self, name, nn.ModuleDict())
         self._disable_adapters = False
@@ -45,23 +45,19 @@ class MemoryLayer(MethodOnLayer, nn.Module, BaseTunerLayer):
         """Create an adapter's parts on this layer.
 
         Args:
-            base_weights: W_q, W_k, W_v, W_o to start from; None where they are about to be loaded.
-            device, dtype: of the new parameters; the meta device creates them empty.
+            base_weights: W_q, W_k, W_v, W_o to start from; None if the parts are loaded later.
+            device, dtype: of the new parameters; on the meta device they are empty.
         """
         self.adapter_options[name] = options
         with torch.device("meta" if device.type == "meta" else "cpu"):
             parts = self.method.make_parts(options, self.layer, base_weights)
         for part, module in parts.items():
-            empty = any(parameter.is_meta for parameter in module.parameters())  # PEFT is about to fill them
+            empty = any(parameter.is_meta for parameter in module.parameters())  # PEFT fills them later
             getattr(self, PREFIX + part)[name] = module.to(dtype) if empty else module.to(device, dtype)
 
     @property
     def options(self) -> Any:
-        """Options of the active adapter, None while adapters are disabled or the active one has nothing here.
-
-        Raises:
-            ValueError: more than one adapter with a memory is active here.
-        """
+        """Options of the active adapter, None while adapters are disabled or it has no memory here."""
         if self.disable_adapters:
             return None
         active = [name for name in self.active_adapters if name in self.adapter_options]
@@ -70,17 +66,13 @@ class MemoryLayer(MethodOnLayer, nn.Module, BaseTunerLayer):
         return self.adapter_options[active[0]] if active else None
 
     def check_loaded(self) -> None:
-        """Refuse to run an adapter of which a tensor was not in the file (transformers and PEFT only log it).
-
-        Raises:
-            ValueError: names what is missing.
-        """
+        """Raise ValueError if tensors of an active adapter were not in its file (transformers and PEFT only log it)."""
         for name in self.active_adapters:
             if name in self.awaited:
                 raise ValueError(incomplete(name, self._missing(name)))
 
     def _missing(self, name: str) -> list[str]:
-        """An adapter's tensors that transformers did not mark as loaded: this layer's, and those it looks after."""
+        """Return the adapter's tensors, here and in `beside`, that transformers did not mark as loaded."""
         own = {f"layer {self.layer}: {key}": p for key, p in self.named_parameters() if f".{name}." in key}
         beside = {
             f"{path}.{key}": p for path, module in self.beside.get(name, []) for key, p in module.named_parameters()
@@ -88,13 +80,13 @@ class MemoryLayer(MethodOnLayer, nn.Module, BaseTunerLayer):
         return [key for key, p in {**own, **beside}.items() if not getattr(p, "_is_hf_initialized", False)]
 
     def train(self, mode: bool = True) -> MemoryLayer:
-        # transformers calls this when it has loaded an adapter; what it loaded is marked.
+        # transformers calls this after it has loaded an adapter, and marks loaded tensors.
         self.awaited = {name for name in self.awaited if self._missing(name)}
         super().train(mode)
         return self
 
     def parts(self, name: str) -> Any:
-        """An adapter's trained parts on this layer."""
+        """Return an adapter's trained parts on this layer."""
         held = {part: getattr(self, PREFIX + part) for part in self.method.parts._fields}
         return self.method.parts(**{part: modules[name] for part, modules in held.items() if name in modules})
 
@@ -103,7 +95,7 @@ class MemoryLayer(MethodOnLayer, nn.Module, BaseTunerLayer):
         return self.parts(next(name for name in self.active_adapters if name in self.adapter_options))
 
     def delete_adapter(self, adapter_name: str) -> None:
-        self.adapter_options.pop(adapter_name, None)  # first: PEFT chooses the next active one among those left
+        self.adapter_options.pop(adapter_name, None)  # first, because PEFT activates one of the others
         super().delete_adapter(adapter_name)
         self.beside.pop(adapter_name, None)
         self.awaited.discard(adapter_name)
@@ -112,11 +104,11 @@ class MemoryLayer(MethodOnLayer, nn.Module, BaseTunerLayer):
         return sorted(self.adapter_options)
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: Any = None) -> None:
-        """Nothing to do: `add_adapter` creates the parts on their device, and there is no base layer."""
+        """Do nothing: there is no base layer, and `add_adapter` creates the parts on their device."""
 
 
 def incomplete(adapter: str, missing: list[str]) -> str:
-    """The message for an adapter that lacks tensors."""
+    """Write the message for an adapter that lacks tensors."""
     shown = ", ".join(sorted(missing)[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
     return (
         f"Adapter {adapter!r} is incomplete: its file had no tensors for {shown}. The file is damaged, or belongs to "

@@ -1,4 +1,4 @@
-"""The tuner: LoRA as PEFT has it, and a memory attached to attention modules, in one adapter."""
+"""The tuner: PEFT's LoRA and a memory on attention modules, in one adapter."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.layer import MemoryLayer, incomplete
-from cacheformers.modeling.attach import (
+from cacheformers.modeling.architectures import (
     ARCHITECTURES,
-    add_hooks,
     architecture,
     attention_modules,
     base_shape,
-    check_whole,
-    check_window,
+    check_offloading,
     find_decoder,
-    put_memory,
     split_projections,
 )
 from cacheformers.modeling.attention import restore_attention, route_attention
 from cacheformers.modeling.generation import GenerationChecks
 from cacheformers.modeling.method import method_named
+from cacheformers.modeling.origin import place
+from cacheformers.modeling.rotary import check_rotation
+from cacheformers.modeling.segments import add_hooks, put_memory
 
 CANNOT_MERGE = (
     "A memory cannot be merged into the base weights: it is computation, not a weight update. Keep the adapter, "
@@ -38,9 +38,9 @@ CANNOT_MERGE = (
 
 
 class MemoryTuner(LoraModel):
-    """One tuner for every memory method: LoRA first, then the memory beside self-attention or inside it."""
+    """The tuner of every memory method: LoRA first, then the memory beside self-attention or inside it."""
 
-    # LoRA's layers and ours: PEFT only asks whether a module is one of its layers.
+    # PEFT only asks whether a module is a tuner layer: LoRA's and ours both are.
     tuner_layer_cls = BaseTunerLayer  # type: ignore[assignment]
     target_module_mapping: dict[str, Any] = {name: entry.feed_forward for name, entry in ARCHITECTURES.items()}
 
@@ -60,19 +60,19 @@ class MemoryTuner(LoraModel):
         low_cpu_mem_usage: bool = False,
         state_dict: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        config: Any = copy.copy(self.peft_config[adapter_name])  # the user's object may serve another base
+        config: Any = copy.copy(self.peft_config[adapter_name])  # the user may put the same config on another base
         self.peft_config[adapter_name] = config
         self._check_alone(adapter_name)
         base = base_shape(model.config)  # type: ignore[arg-type]
-        config.check_base(model, base)  # like all checks: before anything is changed
+        config.check_base(model, base)  # all checks come before the first change
         options = config.resolve(base)
-        check_whole(model, options.layers)
-        check_window(model, options)
+        check_offloading(model, options.layers)
+        check_rotation(model, options)
         method = method_named(config.peft_type)
         if method.attend is not None:
             route_attention(model)  # type: ignore[arg-type]
         super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
-        # PeftModel does this by itself, transformers' own loading does not: the same adapter must compute the same.
+        # PeftModel does this, but transformers' loading does not, and both must compute the same.
         self._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
         decoder = find_decoder(model)
         attentions = attention_modules(decoder)
@@ -101,19 +101,19 @@ class MemoryTuner(LoraModel):
             self.register_load_state_dict_post_hook(check_complete)  # type: ignore[no-untyped-call]
 
     def _part_dtype(self, base: torch.dtype, autocast: bool) -> torch.dtype:
-        """Parts are trained in float32 on a half-precision or quantized base, as PEFT does with LoRA."""
+        """Return the precision of parts: float32 on a half-precision or quantized base, like LoRA in PEFT."""
         half = not base.is_floating_point or base in (torch.float16, torch.bfloat16)
         return torch.float32 if half and autocast else base
 
     def _check_alone(self, adapter_name: str) -> None:
-        """Refuse two methods on one base: their memories would need one cache. (LoRA alone needs none.)"""
+        """Raise ValueError for two methods on one base: a cache holds one memory. (LoRA alone may be there.)"""
         configs = {name: config for name, config in self.peft_config.items() if isinstance(config, MemoryAdapterConfig)}
         kinds = {name: config.peft_type for name, config in configs.items()}
         for attention in attention_modules(find_decoder(self.model)):
             memory = getattr(attention, "memory", None)
             if memory is not None and not isinstance(memory, MemoryLayer):
                 raise ValueError(
-                    f"{type(attention).__name__} already has a child named 'memory': this model has one of its own."
+                    f"{type(attention).__name__} already has a child named 'memory': this model has a memory already."
                 )
         others = {str(kind) for kind in kinds.values() if kind != kinds[adapter_name]}
         if others:
@@ -122,20 +122,20 @@ class MemoryTuner(LoraModel):
             )
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """Pass on to the base model. PEFT asks for it at once, and a base without a head has none."""
+        """Call the base model's. PEFT looks this up at once, and a base without a head has none."""
         return self.model.prepare_inputs_for_generation(*args, **kwargs)
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Delete an adapter; if it was active, activate the first of those left, on every layer."""
+        """Delete an adapter; if it was active, activate the first of the others, on every layer."""
         was_active = adapter_name in self.active_adapters
         super().delete_adapter(adapter_name)
-        if was_active and self.peft_config:  # a layer of the deleted adapter alone would name none
+        if was_active and self.peft_config:  # layers that only the deleted adapter had activate none
             self.set_adapter(min(self.peft_config))
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError(
-            "Memories cannot be combined by weight: each adapter remembers in its own way. Train one on both data "
-            "sets, or switch with set_adapter()."
+            "Memories cannot be combined by weight: each adapter remembers differently. Train one on both data sets, "
+            "or switch with set_adapter()."
         )
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
@@ -153,13 +153,13 @@ class MemoryTuner(LoraModel):
         return super()._unload_and_optionally_merge(merge, *args, **kwargs)
 
     def merge_lora(self) -> PreTrainedModel:
-        """The base with LoRA and saved modules merged into it, without memories. The adapter is used up."""
+        """Return the base with LoRA and saved modules merged, without memories. The adapter is consumed."""
         self.detach_memories()
         super()._unload_and_optionally_merge(safe_merge=True)
         return self.model
 
     def detach_memories(self) -> None:
-        """Take memories and hooks off; the base computes what it did before."""
+        """Remove memories and hooks, so that the base computes what it did before."""
         decoder: Any = find_decoder(self.model)
         for attention in attention_modules(decoder):
             if hasattr(attention, "memory"):
@@ -173,21 +173,17 @@ class MemoryTuner(LoraModel):
 
 
 def check_complete(tuner: nn.Module, incompatible: Any) -> None:
-    """After PEFT loaded a file: every adapter of which some tensors came must have got all of them.
-
-    Raises:
-        ValueError: names what is missing.
-    """
+    """Raise ValueError if PEFT has loaded a part of an adapter, or tensors of another one (hook after loading)."""
     missing = {key.removeprefix("base_model.") for key in incompatible.missing_keys}
     keys = [key for key, _ in tuner.named_parameters()]
     unknown = [key for key in incompatible.unexpected_keys if ".lora_mem_" in key]
     if unknown:
         raise ValueError(f"The file holds tensors that this adapter does not have: {sorted(unknown)[:5]}.")
-    trained = any(is_adapter_key(key, name) for key in keys for name in tuner.peft_config)  # type: ignore[union-attr]
+    trained = any(place(key, tuner.peft_config)[0] == "adapter" for key in keys)  # type: ignore[arg-type]
     if trained and missing.issuperset(keys):
         raise ValueError("No tensor of the file fits this model: it belongs to another base or method.")
     for name in list(tuner.peft_config):  # type: ignore[arg-type]
-        own = [key for key in keys if is_adapter_key(key, name)]
+        own = [key for key in keys if place(key, [name])[0] == "adapter"]
         lacking = missing.intersection(own)
         if lacking and len(lacking) < len(own):
             raise ValueError(incomplete(name, sorted(lacking)))
@@ -197,17 +193,8 @@ def check_complete(tuner: nn.Module, incompatible: Any) -> None:
                     module.awaited.discard(name)
 
 
-def is_adapter_key(key: str, adapter: str) -> bool:
-    """Whether a parameter name belongs to an adapter."""
-    parts = key.split(".")
-    return any(
-        (holder.startswith("lora_") or holder == "modules_to_save") and name == adapter
-        for holder, name in zip(parts, parts[1:], strict=False)
-    )
-
-
 def projection_weights(attention: nn.Module, config: PretrainedConfig) -> tuple[Tensor, ...]:
-    """A layer's own W_q, W_k, W_v, W_o, dequantized, without LoRA."""
+    """Return a layer's W_q, W_k, W_v, W_o, dequantized, without LoRA."""
     modules = []
     for name in architecture(config).projections:
         module = getattr(attention, name)
@@ -216,7 +203,7 @@ def projection_weights(attention: nn.Module, config: PretrainedConfig) -> tuple[
 
 
 def adapter_modules(model: nn.Module, adapter: str) -> list[tuple[str, nn.Module]]:
-    """What an adapter trains apart from its memory: LoRA's matrices and saved modules."""
+    """Return what an adapter trains besides its memory: LoRA's matrices and saved modules."""
     return [
         (name, module)
         for name, module in model.named_modules()

@@ -15,9 +15,9 @@ from cacheformers.modeling.method import METHODS, MemoryMethod
 
 
 def register(method: MemoryMethod) -> None:
-    """Make a memory method known everywhere. Registering a method of the same name again replaces it.
+    """Register a memory method, or replace the method of the same name.
 
-    From then on `get_peft_model` takes its adapter config, `AutoModelForCausalLM` loads its adapters and models, and
+    Then `get_peft_model` accepts its adapter config, `AutoModelForCausalLM` loads its adapters and models, and
     `train_adapt.py --method NAME` trains it.
     """
     METHODS[method.name] = method
@@ -29,20 +29,20 @@ def register(method: MemoryMethod) -> None:
         PEFT_TYPE_TO_PREFIX_MAPPING[kind] = "lora_"
     register_model(method.config, method.model, method.causal_lm)
     for documented in (method.adapter_config, method.config):
-        if "Settings of the method:" in documented.__doc__:  # registered once more
+        if "Settings of the method:" in documented.__doc__:  # registered before
             continue
         documented.__doc__ = f"{documented.__doc__}\n\n    Settings of the method:\n{described(method.adapter_config)}"
 
 
 def register_model(config: Any, model: Any, causal_lm: Any) -> None:
-    """Make model classes known to transformers' Auto classes."""
+    """Register model classes with transformers' Auto classes."""
     AutoConfig.register(config.model_type, config, exist_ok=True)
     AutoModel.register(config, model, exist_ok=True)
     AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
 
 
 def described(config: Any) -> str:
-    """A line of help for each setting, for the docstrings of a method's configs."""
+    """Write one line of help per setting, for the docstrings of a method's configs."""
     return "\n".join(
         f"        {entry.name}: {entry.metadata['help']}" for entry in fields(config) if "free" in entry.metadata
     )

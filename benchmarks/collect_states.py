@@ -19,7 +19,8 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheformers.common.sources import load_texts
-from cacheformers.modeling.attach import active_memories, find_decoder, unwrap
+from cacheformers.modeling.architectures import find_decoder, unwrap
+from cacheformers.modeling.segments import active_memories
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import cacheformers
-from cacheformers.modeling.attach import architecture, base_shape
+from cacheformers.modeling.architectures import architecture, base_shape
 from cacheformers.modeling.method import method_named
 from cacheformers.train_adapt import read_segment
 from cacheformers.training.estimate import Estimate, Work, estimate, segments_before

@@ -27,7 +27,7 @@ from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import cacheformers
-from cacheformers.modeling.attach import base_shape
+from cacheformers.modeling.architectures import base_shape
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.origin import Source
 

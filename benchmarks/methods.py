@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from cacheformers.adapters.folders import own_tokenizer
 from cacheformers.common.sources import load_texts
 from cacheformers.evaluation.run import Run, between, compare
-from cacheformers.modeling.attach import new_memory
+from cacheformers.modeling.segments import new_memory
 
 
 @dataclass

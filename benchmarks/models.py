@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
 
 import cacheformers
-from cacheformers.modeling.attach import new_memory
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.segments import new_memory
 
 BASE_CONFIGS = Path(__file__).resolve().parents[1] / "recipes" / "base_configs"
 

@@ -21,7 +21,7 @@ from cacheformers.evaluation.longbench.prompts import Prompt, cut_beginning, cut
 from cacheformers.evaluation.longbench.retrieval import BM25, retrieved
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import read_index
-from cacheformers.modeling.tracing import Trace
+from cacheformers.modeling.reading import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -133,9 +133,9 @@ FORGOTTEN = "0.8"  # gray
 def print_tokens(trace: Trace, tokens: list[str]) -> None:
     """Print, for each token of the answer, the passages that it retrieved most often."""
     print(f"\nEach token of the answer, and where its {len(trace.chosen[0])} searches hit:")
-    for token, retrieved in zip(tokens, trace.chosen, strict=True):
+    for token, numbers in zip(tokens, trace.chosen, strict=True):
         name = quoted(token)
-        for passage in trace.passages([retrieved], TOKEN_PASSAGE, TOKEN_SHOWN):
+        for passage in trace.passages([numbers], TOKEN_PASSAGE, TOKEN_SHOWN):
             print(f"  {name:<16} {passage.times:>2} near token {passage.first:>9,}: {passage.text}")
             name = ""
         if name:

@@ -31,7 +31,8 @@ from cacheformers.evaluation.text_perplexity import raw_text
 from cacheformers.methods.gated_attention.gated_attention import fix_heads
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions
 from cacheformers.methods.infini_attention import InfiniAttentionOptions
-from cacheformers.modeling.attach import active_memories, active_options, find_decoder, new_memory, unwrap
+from cacheformers.modeling.architectures import find_decoder, unwrap
+from cacheformers.modeling.segments import active_memories, active_options, new_memory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

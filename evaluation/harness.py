@@ -19,8 +19,8 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from cacheformers.common.loss import IGNORED, token_losses
 from cacheformers.evaluation.readers import unfinished
-from cacheformers.modeling.attach import active_options, find_decoder, new_memory, unwrap
-from cacheformers.modeling.whole import is_whole
+from cacheformers.modeling.architectures import find_decoder, is_whole, unwrap
+from cacheformers.modeling.segments import active_options, new_memory
 
 try:
     from lm_eval.__main__ import cli_evaluate

@@ -16,10 +16,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from cacheformers.adapters.folders import load_adapter_config
 from cacheformers.common.base_model import ModelOptions, base_config, base_folder, load_base, load_tokenizer
 from cacheformers.common.gguf_base import is_gguf
-from cacheformers.modeling.attach import base_shape
+from cacheformers.modeling.architectures import WholeConfig, base_shape
 from cacheformers.modeling.composite import CompositeConfig
 from cacheformers.modeling.method import is_method
-from cacheformers.modeling.whole import WholeConfig
 
 
 def prepare(

@@ -23,8 +23,7 @@ from cacheformers.evaluation.readers import (
     window_of_equal_bytes,
 )
 from cacheformers.evaluation.run import Run, measure
-from cacheformers.modeling.attach import find_decoder, unwrap
-from cacheformers.modeling.whole import WholeConfig
+from cacheformers.modeling.architectures import WholeConfig, find_decoder, unwrap
 
 CONTROLS = ("other_document", "shuffled", "longer_window")
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from cacheformers.common.loss import IGNORED, token_losses
-from cacheformers.modeling.attach import active_options, find_decoder, new_memory, unwrap
+from cacheformers.modeling.architectures import find_decoder, is_whole, unwrap
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.memory import LocalWindow
 from cacheformers.modeling.rotary import rotation
-from cacheformers.modeling.whole import is_whole
+from cacheformers.modeling.segments import active_options, new_memory
 
 
 class Reader(Protocol):

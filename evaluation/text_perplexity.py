@@ -37,8 +37,8 @@ from cacheformers.evaluation.loading import load, memory_config, prepare
 from cacheformers.evaluation.plots import by_position
 from cacheformers.evaluation.readers import Decoding, Remembering
 from cacheformers.evaluation.run import Measure, Run, between, bucket_name, position_edges, table
-from cacheformers.modeling.attach import active_options, find_decoder, unwrap
-from cacheformers.modeling.whole import WholeConfig
+from cacheformers.modeling.architectures import WholeConfig, find_decoder, unwrap
+from cacheformers.modeling.segments import active_options
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from cacheformers.hub.card import refresh_card
 from cacheformers.hub.push import HubError, push_to_hub, uploading_with_card
-from cacheformers.modeling.saving import AFTER_SAVING, Uploads
+from cacheformers.modeling.pretrained import AFTER_SAVING, Uploads
 
 AFTER_SAVING.append(refresh_card)
 Uploads.uploading = staticmethod(uploading_with_card)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
-from cacheformers.modeling.attending import AttentionInputs, by_head, by_kv_head
+from cacheformers.modeling.attention import AttentionInputs, by_head, by_kv_head
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
 from cacheformers.modeling.memory import (
     MemoryState,

@@ -26,16 +26,18 @@ from torch import Tensor, nn
 
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
-from cacheformers.modeling.attending import AttentionInputs
+from cacheformers.modeling.attention import AttentionInputs
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
-from cacheformers.modeling.memory import SegmentCall
+from cacheformers.modeling.memory import RingState, SegmentCall, token_numbers
 from cacheformers.modeling.method import MemoryMethod, PerHead, Share, first_numbers, share_statistics
-from cacheformers.modeling.rings import STORE_DTYPES, RingState, SearchSettings, StoreOptions, token_numbers
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.search.store import Entries, Ring
 from cacheformers.modeling.settings import (
+    STORE_DTYPES,
     LocalWindowOptions,
     LocalWindowSettings,
+    SearchSettings,
+    StoreOptions,
     check_at_least,
     check_choices,
     check_layers,

@@ -1,30 +1,31 @@
 """How a memory takes part in self-attention: between the queries, keys and values of a layer and its output projection.
 
-A memory that works on heads cannot stand beside self-attention: what it needs exists only inside. transformers lets
-attention functions be registered by name, and every attention module looks its function up. Ours hands the call to the
-function that the model had before, unless the module has an active memory:
+A memory that works on heads needs queries, keys and values, which exist only inside attention. transformers lets
+attention functions be registered by name, and every attention module looks its function up. The function registered
+here calls the one that the model had before, unless the module has an active memory:
 
-    self_attn(x):  q, k, v = ...;  rotate q, k;  keys of the local window before k;  attention function;  W_o
-                                                                                     ^ memory.attend(inputs)
+    self_attn(x):  q, k, v = ...;  rotate q, k;  prepend keys of the local window;  attention function;  W_o
+                                                                                    ^ method.attend(inputs)
 
-The name of our function carries the former one (`cacheformers_sdpa` calls `sdpa`), so nothing else has to remember it.
-Positions: a memory compares tokens across segments, where rotary positions have no meaning, so it sees queries and keys
-as they were before their rotation.
+Its name contains the former one (`cacheformers_sdpa` calls `sdpa`), so nothing else has to remember it. A memory
+compares tokens across segments, where rotary positions mean nothing, so it can have queries and keys before rotation.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from cacheformers.modeling.attending import AttentionInputs
 from cacheformers.modeling.memory import SegmentCall
 
 PREFIX = "cacheformers_"
@@ -33,15 +34,94 @@ FORMER = ("sdpa", "eager")  # functions that take the masks that local windows n
 AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 
-class AttendingMemory(Protocol):
-    """A memory, under the name `memory` on an attention module, that takes part in attention."""
+@dataclass
+class AttentionInputs:
+    """The inputs of one layer's self-attention, and what it would return without the memory.
+
+    Attributes:
+        module: the attention module.
+        query: rotated, `[rows, heads, time, d_head]`; some models have scaled it already (OPT).
+        key, value: of the local window and the new tokens, rotated, `[rows, kv_heads, columns + time, d_head]`.
+        call: the forward that this is a part of.
+        compute: the former attention function over these tensors.
+        scaling: of the scores of `query` and `key`.
+        hidden: x, from which the module computes all of these, `[rows, time, h]`.
+        rotation: cos and sin of the new tokens, None where there is no rotation.
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    call: SegmentCall
+    compute: Callable[[], tuple[Tensor, Tensor | None]]
+    scaling: float
+    hidden: Tensor
+    rotation: tuple[Tensor, Tensor] | None
+
+    @cached_property
+    def local(self) -> tuple[Tensor, Tensor | None]:
+        """What self-attention returns without the memory, `[rows, time, heads, d_head]`, and its weights."""
+        return self.compute()
+
+    @cached_property
+    def plain_query(self) -> Tensor:
+        """Queries before rotation and scale, `[rows, heads, time, d_head]`, in float32 or better."""
+        plain = self._unrotated(self.query)
+        own: float = self.module.scaling  # type: ignore[assignment]  # OPT applies it to queries
+        return plain if own == self.scaling else plain * (self.scaling / own)
+
+    @cached_property
+    def plain_key(self) -> Tensor:
+        """Keys of the new tokens before rotation, `[rows, kv_heads, time, d_head]`, in float32 or better."""
+        return self._unrotated(self.new_key)
 
     @property
-    def options(self) -> Any:
-        """Options of the active memory; None while none is active here."""
+    def new_key(self) -> Tensor:
+        """Rotated keys of the new tokens, `[rows, kv_heads, time, d_head]`."""
+        return self.key[:, :, -self.query.shape[2] :]
 
-    def attend(self, inputs: AttentionInputs) -> Tensor:
-        """What attention returns instead, `[rows, time, heads, d_head]`."""
+    @property
+    def new_value(self) -> Tensor:
+        """Values of the new tokens, `[rows, kv_heads, time, d_head]`."""
+        return self.value[:, :, -self.query.shape[2] :]
+
+    def _unrotated(self, states: Tensor) -> Tensor:
+        exact = states.to(torch.promote_types(states.dtype, torch.float32))
+        return exact if self.rotation is None else unrotated(exact, *self.rotation)
+
+
+def turn(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply a rotary embedding to `[rows, heads, time, d_head]`.
+
+    Args:
+        cos, sin: `[rows, time, rotated]`; channels beyond `rotated` are left as they are.
+    """
+    cos, sin = cos[:, None].to(states.dtype), sin[:, None].to(states.dtype)
+    turning, rest = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
+    first, second = turning.chunk(2, dim=-1)
+    return torch.cat([turning * cos + torch.cat([-second, first], -1) * sin, rest], -1)
+
+
+def unrotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Undo the rotary embedding of `[rows, heads, time, d_head]`, with whatever factor cos and sin are scaled by."""
+    size = cos.to(states.dtype).square() + sin.to(states.dtype).square()
+    size = F.pad(size, (0, states.shape[-1] - size.shape[-1]), value=1.0)
+    return turn(states, cos, -sin) / size[:, None]
+
+
+def by_kv_head(queries: Tensor, kv_heads: int) -> Tensor:
+    """Group queries `[rows, heads, ..., tokens, d]` by kv head, `[rows, kv_heads, ..., group*tokens, d]`.
+
+    The tokens of one query head stay together.
+    """
+    grouped = queries.unflatten(1, (kv_heads, -1)).movedim(2, -3)  # [rows, kv_heads, ..., group, tokens, d]
+    return grouped.flatten(-3, -2)
+
+
+def by_head(grouped: Tensor, tokens: int) -> Tensor:
+    """Undo `by_kv_head`."""
+    return grouped.unflatten(-2, (-1, tokens)).movedim(-3, 2).flatten(1, 2)
 
 
 def attention(
@@ -54,17 +134,17 @@ def attention(
     former: str,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function that models look up: the former one, and a memory where one is active."""
+    """Compute attention with the memory where one is active on the module, else with the former function."""
     default: AttentionFunction = sys.modules[type(module).__module__].eager_attention_forward
     function: AttentionFunction = ALL_ATTENTION_FUNCTIONS.get_interface(former, default)
     compute = partial(function, module, query, key, value, attention_mask, **kwargs)
-    memory: AttendingMemory | None = getattr(module, "memory", None)
+    memory: Any = getattr(module, "memory", None)
     call = kwargs.get("memory_state")
     if not isinstance(call, SegmentCall) or memory is None or memory.options is None:
         return compute()
     hidden, rotation = call.scratch.pop(f"inputs {module.layer_idx}")
     inputs = AttentionInputs(module, query, key, value, call, compute, kwargs["scaling"], hidden, rotation)
-    return memory.attend(inputs), None
+    return memory.method.attend(memory.options, memory.layer, memory.active_parts, inputs), None
 
 
 for _former in FORMER:
@@ -73,16 +153,12 @@ for _former in FORMER:
 
 
 def former_attention(implementation: str) -> str:
-    """The attention implementation that a model had, or has, without a memory in it."""
+    """Return the name of the attention implementation without a memory in it."""
     return implementation.removeprefix(PREFIX)
 
 
 def route_attention(model: PreTrainedModel) -> None:
-    """Let attention of every layer go through `attention`; without an active memory it computes what it did before.
-
-    Raises:
-        ValueError: the model's attention cannot be routed.
-    """
+    """Make every layer call `attention`; raise ValueError if the former function cannot take the masks."""
     former = former_attention(model.config._attn_implementation)
     if former not in FORMER:
         raise ValueError(
@@ -99,11 +175,7 @@ def restore_attention(model: PreTrainedModel) -> None:
 
 
 def keep_inputs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of an attention module: its input and rotation go into the call's scratch, for `attention`.
-
-    Raises:
-        ValueError: attention does not go through `attention` any more, so the memory would be passed over.
-    """
+    """Pre-hook of self-attention: keep its input and rotation in the call's scratch, for `attention`."""
     call = kwargs.get("memory_state")
     if isinstance(call, SegmentCall):
         implementation: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]

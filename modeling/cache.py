@@ -1,4 +1,4 @@
-"""`MemoryCache`: local keys and values of every layer and the memory, in one cache that `generate()` understands."""
+"""`MemoryCache`: the memory and the local keys and values of every layer, in one cache for `generate()`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from transformers.cache_utils import Cache, DynamicLayer
 from cacheformers.modeling.files.save import save_memory
 from cacheformers.modeling.memory import LocalWindow, MemoryState, SegmentCall, joined, keep_columns, part
 from cacheformers.modeling.origin import Origin
-from cacheformers.modeling.seen import SeenIds
-from cacheformers.modeling.state import Timeline
+from cacheformers.modeling.timeline import SeenIds, Timeline
 
 
 class LocalCache(Cache):
-    """What the decoder sees during one forward: keys and values of the visible columns, never written in place.
+    """The cache of one forward: keys and values of the visible columns, never written in place.
 
     Activation checkpointing runs a layer twice; both runs read the same `past` and stage the same result.
+
+    Args:
+        past: keys and values `[rows, kv_heads, columns, d_head]` by layer.
+        stage: keep keys and values for later forwards.
+        elsewhere: layers whose earlier keys and values are held by the memory's state instead.
     """
 
     def __init__(
@@ -32,8 +36,7 @@ class LocalCache(Cache):
         elsewhere: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
-        self.past, self.columns, self.stage = past, columns, stage
-        self.elsewhere = elsewhere  # layers whose earlier keys and values are not held here
+        self.past, self.columns, self.stage, self.elsewhere = past, columns, stage, elsewhere
         self.staged: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(
@@ -63,10 +66,10 @@ Rotate = Callable[[Tensor, Tensor], Tensor]
 
 
 class MemoryCache(Cache):
-    """Local keys and values of every layer, and the memory of the augmented ones, of a batch of documents.
+    """Local keys and values of every layer, and the memory of augmented layers, for a batch of documents.
 
-    Made by `cacheformers.read`, or by the first forward that is given none. It is passed as `past_key_values`, comes
-    back in the output, and is changed in place like every transformers cache; `clone()` first to ask more than once.
+    `cacheformers.read` creates it, and so does a forward without one. Like every transformers cache it is passed as
+    `past_key_values`, comes back in the output, and changes in place; `clone()` it first to ask more than once.
 
     Args:
         state: the method's memory.
@@ -80,12 +83,10 @@ class MemoryCache(Cache):
         self.timeline = Timeline(batch_size, window)
         self.local: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys, values [rows, heads, columns, dim]
         self.visible = 0
-        self.seen = SeenIds(batch_size)  # what the visible columns were
-        self.fingerprint: tuple[float, ...] = ()  # of the adapter that reads, where it stays as it is
-        self.options: Any = None  # from which the state was made, where it can be saved to a file
+        self.seen = SeenIds(batch_size)  # ids of the visible columns
+        self.fingerprint: tuple[float, ...] = ()  # of the adapter that reads; empty while it is trained
+        self.options: Any = None  # of the state, without which it cannot be saved to a file
         self.origin = Origin(sources=[None] * batch_size)
-
-    # What transformers asks of a cache
 
     @property
     def batch_size(self) -> int:
@@ -107,13 +108,11 @@ class MemoryCache(Cache):
         return f"MemoryCache(tokens_read=[{read}], tokens_kept=[{kept}], nbytes={self.nbytes:,})"
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the id stream seen since the last `read()` (what `generate` may not feed again)."""
+        """Count the ids seen since the last `read()`, which `generate` skips in its prompt."""
         return self.visible
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
-
-    get_max_cache_shape = get_max_length  # the name of older transformers releases
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         raise RuntimeError(
@@ -136,10 +135,10 @@ class MemoryCache(Cache):
         self.select(indices.tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` columns; they must all hold tokens of open segments.
+        """Remove the last `-tokens_to_remove` columns; they must all hold tokens of open segments.
 
         Raises:
-            ValueError: a positive number, tokens that have entered the memory, or a method that cannot forget any.
+            ValueError: a positive number, tokens that are in the memory already, or a method that cannot remove any.
         """
         removed = -tokens_to_remove
         if removed < 0:
@@ -162,19 +161,17 @@ class MemoryCache(Cache):
         self.timeline.remove_last(removed)
         self.visible -= removed
 
-    # Rows
-
     @property
     def tokens_read(self) -> list[int]:
-        """Tokens that each row has read."""
+        """Number of tokens that each row has read."""
         return self.timeline.tokens_read
 
     @property
     def tokens_kept(self) -> list[int]:
-        """Newest tokens of each row that what follows can still read; `tokens_read` less these are forgotten.
+        """Number of each row's newest tokens that later tokens can still read; earlier ones are forgotten.
 
-        A method with entries keeps at most `cache_size` of them and the open segment, a local window what it shows
-        (sink tokens apart). Infini-attention drops none, but all of them share matrices of one size.
+        A method with entries keeps the open segment and at most `cache_size` entries; a local window keeps the tokens
+        that it shows (not counting sinks). Matrices of constant size forget no token, but all tokens share them.
         """
         timeline, kept = self.timeline, []
         for row, read in enumerate(self.tokens_read):
@@ -184,7 +181,7 @@ class MemoryCache(Cache):
         return kept
 
     def select(self, rows: Sequence[int]) -> None:
-        """Make row i what row `rows[i]` was. Rows may be left out, and taken several times (they share the memory)."""
+        """Make row i what row `rows[i]` was. Rows may be left out, or taken several times (they share the memory)."""
         rows = list(rows)
         self.state.select(rows)
         self.timeline.select(rows)
@@ -201,7 +198,7 @@ class MemoryCache(Cache):
         self.select([row for row in range(self.batch_size) for _ in range(repeats)])
 
     def reset(self, rows: Sequence[int] | None = None) -> None:
-        """Forget everything that the given rows (default: all) have read; a new document can begin there."""
+        """Forget everything that the given rows (default: all) have read, so that new documents can begin there."""
         if rows is None:
             rows = range(self.batch_size)
             self.forget_columns()
@@ -212,11 +209,11 @@ class MemoryCache(Cache):
         self.seen.reset(rows)
 
     def clone(self) -> MemoryCache:
-        """An independent copy: generate from it and the original stays as it is."""
+        """Return an independent copy: to generate from it leaves the original unchanged."""
         twin = copy.copy(self)
         twin.state, twin.timeline, twin.origin = self.state.clone(), self.timeline.clone(), self.origin.clone()
         twin.seen = self.seen.clone()
-        twin.local = dict(self.local)  # never written in place
+        twin.local = dict(self.local)  # its tensors are never written in place
         return twin
 
     def to(self, device: torch.device | str) -> MemoryCache:
@@ -226,20 +223,20 @@ class MemoryCache(Cache):
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything held: the memory, open segments, local keys and values, `name -> tensor`."""
+        """Return all tensors by name: the memory, open segments, local keys and values."""
         local = {f"{layer}.{side}": pair[side] for layer, pair in self.local.items() for side in (0, 1)}
         state, timeline, seen = self.state.state_dict(), self.timeline.state_dict(), self.seen.state_dict()
         tensors = joined(state=state, timeline=timeline, local=local, seen=seen)
         return {**tensors, "visible": torch.tensor(self.visible)}
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device | str) -> None:
-        """Take over what `state_dict` returned.
+        """Take over a `state_dict`.
 
         Args:
-            device: of local keys and values. (The memory stays where it is.)
+            device: of local keys and values. (The memory stays on its devices.)
 
         Raises:
-            ValueError: it was the state of another number of rows, or of other options.
+            ValueError: the state is of another number of rows, or of other options.
         """
         rows = len(tensors["timeline.open"])
         if rows != self.batch_size:
@@ -254,41 +251,39 @@ class MemoryCache(Cache):
         self.origin.saved = ""
 
     def save(self, path: str | Path, append: bool = False) -> None:
-        """Write everything held to a folder, from which `cacheformers.load_memory` makes an equal memory.
+        """Save the memory to a folder, from which `cacheformers.load_memory` loads it.
 
-        The folder is as it was until all is on disk.
+        The folder changes in one step, when everything is on disk.
 
         Args:
-            path: the folder. A memory that is there already is replaced.
-            append: write only what is new since this memory was loaded from there, or saved there.
+            path: the folder. A memory that it already holds is replaced.
+            append: write only what is new since this memory was loaded from this folder, or saved to it.
 
         Raises:
-            MemoryFileError: the folder holds something else, or, with `append`, not what this memory goes on from.
-            OSError: it cannot be written.
+            MemoryFileError: the folder holds something else, or, with `append`, another memory.
+            OSError: the folder cannot be written.
         """
         save_memory(self, Path(path), append)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: the memory, what waits in open segments, and local keys and values."""
+        """Bytes of all tensors: the memory, open segments, and local keys and values."""
         return self.state.nbytes + sum(keys.nbytes + values.nbytes for keys, values in self.local.values())
-
-    # Segments
 
     @property
     def columns(self) -> int:
-        """Columns held for open segments and the local window."""
+        """Number of columns held for open segments and the local window."""
         return self.timeline.columns
 
     def close(self, rows: Sequence[int], rotate: Rotate | None) -> None:
         """Move the open segments of the given rows into the memory.
 
         Args:
-            rotate: turns keys `[rows, heads, columns, dim]` by `[rows, columns]` positions; None where keys carry none.
+            rotate: turns keys `[rows, heads, columns, dim]` by `[rows, columns]` positions; None without rotation.
         """
         closing = {row: self.timeline.open[row].nonzero()[:, 0] for row in rows}
         closing = {row: columns for row, columns in closing.items() if len(columns)}
-        if not torch.is_grad_enabled():  # in training the loss shows it, in every process alike
+        if not torch.is_grad_enabled():  # in training the loss shows NaN, and does so in all processes
             for row, columns in closing.items():
                 self.state.check(row, columns)
         for row, columns in closing.items():
@@ -328,7 +323,7 @@ class MemoryCache(Cache):
         return twin
 
     def _move_window(self, row: int, shift: Tensor, rotate: Rotate | None) -> None:
-        """Cut the graph of a row's closed segment, and turn the keys that stay to their new positions."""
+        """Cut the graph of a row's closed segment, and turn the kept keys to their new positions."""
         if not bool(self.timeline.kept[row].any()):
             return
         for layer, (keys, values) in self.local.items():
@@ -352,45 +347,34 @@ class MemoryCache(Cache):
         }
 
     def forget_columns(self) -> None:
-        """Forget local keys and values and what open segments hold; the memory stays."""
+        """Drop local keys and values and open segments; the memory stays."""
         self.local = {}
         self.timeline.clear(self.batch_size)
         self._keep_columns(torch.zeros(self.batch_size, 0, dtype=torch.long))
         self.forget_ids()
 
     def forget_ids(self) -> None:
-        """Begin a new stream of ids: `generate` is to feed all that follow."""
+        """Begin a new stream of ids, of which `generate` skips none."""
         self.visible = 0
         self.seen.forget()
-
-    # Forwards
 
     def begin(self, real: Tensor, ids: Tensor | None = None) -> SegmentCall:
         """Prepare a forward over new columns in which no segment closes.
 
         Args:
             real: which of them are tokens, `[rows, time]`.
-            ids: their ids, `[rows, time]`, by which `generate` is checked later.
+            ids: `[rows, time]`; `generate` compares its prompt with them.
         """
         self._drop_columns()
-        timeline, window = self.timeline, self.window
-        full = bool((timeline.open.sum(1) + real.sum(1) == window.segment_tokens).all())
+        window = self.window
+        full = bool((self.timeline.open.sum(1) + real.sum(1) == window.segment_tokens).all())
         nothing_stays = window.kept_tokens == 0 and window.sink_tokens == 0
-        spared = torch.is_grad_enabled() and full and nothing_stays  # a training step need not keep what closes next
-        return SegmentCall(
-            memory=self,
-            reading=self.state.begin(),
-            local=LocalCache(self.local, self.columns, not spared, self.state.own_layers),
-            real=real,
-            open=torch.cat([timeline.open, real], 1),
-            visible=torch.cat([timeline.used, real], 1),
-            positions=torch.cat([timeline.position, timeline.new_positions(real)], 1),
-            window_tokens=(timeline.kept & ~timeline.sink).sum(1).tolist(),
-            ids=real.long() if ids is None else ids,
-        )
+        spared = torch.is_grad_enabled() and full and nothing_stays  # a training step does not read these keys again
+        local = LocalCache(self.local, self.columns, not spared, self.state.own_layers)
+        return SegmentCall(self, self.state.begin(), local, real, real.long() if ids is None else ids)
 
     def end(self, call: SegmentCall) -> None:
-        """Take up what a forward left behind: new columns, waiting in their rows' open segments."""
+        """Store what a forward left behind, as new columns of the rows' open segments."""
         self.seen.append(call.ids, call.real, self.tokens_read)
         self.timeline.append(call.real, call.positions[:, self.columns :])
         self.local = call.local.staged
@@ -398,11 +382,11 @@ class MemoryCache(Cache):
         self.visible += call.real.shape[1]
 
     def detach(self) -> None:
-        """Cut the autograd graph of everything held (done at the end of every top-level forward)."""
+        """Cut the autograd graph of all tensors (at the end of every top-level forward)."""
         self.state.detach()
         self.local = {layer: (keys.detach(), values.detach()) for layer, (keys, values) in self.local.items()}
 
 
 def with_row(tensor: Tensor, row: int, replacement: Tensor) -> Tensor:
-    """`tensor` with one row replaced, the others' autograd graph kept."""
+    """Replace one row of a tensor; the other rows keep their autograd graph."""
     return torch.cat([tensor[:row], replacement, tensor[row + 1 :]])

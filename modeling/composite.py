@@ -1,8 +1,8 @@
-"""What the model classes of every method share: a base model of transformers with a memory inside.
+"""Model classes with a base model of transformers and a memory inside, from which every method derives its own.
 
-    config.json            text_config (the base model's own), and the method's options
-    model.language_model   the base model without its head, under its own names; a memory on each augmented attention
-    lm_head                the base model's own head
+    config.json            text_config (the base model's configuration), and the method's settings
+    model.language_model   the base model without its head, with unchanged names; a memory on each augmented attention
+    lm_head                the base model's head
 
 A method adds a `CompositeConfig` with its settings, and the model classes that name it.
 """
@@ -23,34 +23,29 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import initialization as init
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils.generic import can_return_tuple
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from cacheformers.modeling.attach import (
-    add_hooks,
+from cacheformers.modeling.architectures import (
     architecture,
     attention_modules,
     base_shape,
-    before_model,
-    check_window,
     find_decoder,
-    put_memory,
     split_projections,
 )
 from cacheformers.modeling.attention import route_attention
 from cacheformers.modeling.generation import ChecksPrompts
-from cacheformers.modeling.loading import check_complete
 from cacheformers.modeling.method import METHODS, MemoryMethod, MethodOnLayer
-from cacheformers.modeling.saving import Uploads
-from cacheformers.modeling.shim import ShimConfig
+from cacheformers.modeling.pretrained import ForwardWithHead, MemoryPreTrainedModel, SavedConfig
+from cacheformers.modeling.rotary import check_rotation
+from cacheformers.modeling.segments import add_hooks, before_model, put_memory
 
 
-class CompositeConfig(ShimConfig):
+class CompositeConfig(SavedConfig):
     """A base model's configuration and a memory's options.
 
     Attributes:
         text_config: of the base model, as an object or a dictionary with its `model_type`. Default: Llama's.
-        tie_word_embeddings: default: as `text_config` says.
+        tie_word_embeddings: default: as in `text_config`.
     """
 
     sub_configs = {"text_config": AutoConfig}
@@ -64,7 +59,7 @@ class CompositeConfig(ShimConfig):
         if self.tie_word_embeddings is None:
             self.tie_word_embeddings = getattr(self.text_config, "tie_word_embeddings", False)
         self.text_config.tie_word_embeddings = self.tie_word_embeddings
-        # Setting ours sets the base's: an instance keeps what it has.
+        # This would set the base's implementation too: keep the one it has.
         kwargs.setdefault("attn_implementation", self.text_config._attn_implementation)
         super().__post_init__(**kwargs)
 
@@ -74,21 +69,13 @@ class CompositeConfig(ShimConfig):
         return METHODS[self.model_type]
 
     def options(self) -> Any:
-        """The method's options on this base.
-
-        Raises:
-            ValueError: options that do not fit the base, or a base that is not supported.
-        """
+        """Resolve the method's settings against this base; raise ValueError if they do not fit."""
         config: Any = self
         return config.resolve(base_shape(config.text_config))
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, but a base model's configuration is not taken for one of this class.
-
-        Raises:
-            ValueError: the configuration has another `model_type`.
-        """
+        """As in transformers, but raise ValueError for the configuration of another kind of model."""
         kind = config_dict.get("model_type", cls.model_type)
         if kind != cls.model_type:
             causal = cls.__name__.replace("Config", "ForCausalLM")
@@ -103,7 +90,7 @@ class CompositeMemory(MethodOnLayer, nn.Module):
     """The memory of one attention module.
 
     Args:
-        base_weights: the layer's own W_q, W_k, W_v, W_o to start from; None starts at random.
+        base_weights: the layer's W_q, W_k, W_v, W_o to start from; None starts at random.
     """
 
     options: Any = None
@@ -121,11 +108,7 @@ class CompositeMemory(MethodOnLayer, nn.Module):
         return self.method.parts(**self._modules)
 
     def check_loaded(self) -> None:
-        """Refuse what would be trained without being used. (A missing tensor raises in `from_pretrained`.)
-
-        Raises:
-            ValueError: LoRA was put on a part of the memory.
-        """
+        """Raise ValueError if LoRA was put on a part of the memory. (`from_pretrained` checks for missing tensors.)"""
         wrapped = [name for name, part in self.named_children() if hasattr(part, "base_layer")]
         if wrapped:
             raise ValueError(
@@ -134,32 +117,26 @@ class CompositeMemory(MethodOnLayer, nn.Module):
             )
 
 
-class CompositePreTrainedModel(Uploads, PreTrainedModel):
-    """How a memory is put on a base model, initialized and loaded.
+class CompositePreTrainedModel(MemoryPreTrainedModel):
+    """How a memory is put on a base model and initialized."""
 
-    Loading raises ValueError where transformers would make up what is missing in the file, or pass over a memory that
-    the configuration does not describe.
-    """
-
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     _skip_keys_device_placement = ["past_key_values", "memory_state"]
-    _keep_in_fp32_modules = ["memory"]  # which quantizers leave out, too
+    _keep_in_fp32_modules = ["memory"]  # and not quantized
 
     @property
     def base_language_model(self) -> PreTrainedModel:
-        """The base model, without its head."""
+        """The base model without its head."""
         return self.base_model.language_model  # type: ignore[return-value]
 
     def attach_memories(self, language_model: PreTrainedModel, from_base: bool) -> None:
         """Put a memory on each augmented attention module of a base model.
 
         Args:
-            from_base: memories start from the base's own weights; otherwise at random.
+            from_base: start from the base's weights, not at random.
         """
         method, options, text_config = self.config.method, self.config.options(), self.config.text_config
-        check_window(language_model, options)
+        check_rotation(language_model, options)
         if method.attend is not None:
             route_attention(language_model)
         attentions = attention_modules(find_decoder(language_model))
@@ -178,12 +155,12 @@ class CompositePreTrainedModel(Uploads, PreTrainedModel):
         add_hooks(language_model)
 
     def memories(self) -> list[CompositeMemory]:
-        """The memories, lowest layer first."""
+        """Return the memories, lowest layer first."""
         return [module for module in self.modules() if isinstance(module, CompositeMemory)]
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        # Memories first: inside the base model, transformers would ask the base's class, which does not know them.
+        # Memories first: for modules inside the base, transformers calls the base's class, which does not know them.
         for memory in self.memories():
             self._initialize_weights(memory)
             mark_initialized(memory)
@@ -205,15 +182,10 @@ class CompositePreTrainedModel(Uploads, PreTrainedModel):
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         embeddings = super().resize_token_embeddings(*args, **kwargs)
-        options = self.config.options()  # a memory belongs to models with the same vocabulary
+        options = self.config.options()  # the vocabulary's size is among them
         for memory in self.memories():
             memory.options = options
         return embeddings
-
-    def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
-        # Not in from_pretrained: its report is another one if it goes on to load an adapter.
-        super()._adjust_missing_and_unexpected_keys(loading_info)
-        check_complete(loading_info)
 
 
 class CompositeModel(CompositePreTrainedModel):
@@ -221,7 +193,7 @@ class CompositeModel(CompositePreTrainedModel):
 
     Args:
         language_model: a base to take over instead of a new one.
-        from_base: memories start from its weights, not at random.
+        from_base: start memories from its weights, not at random.
     """
 
     def __init__(self, config: CompositeConfig, language_model: PreTrainedModel | None = None, from_base: bool = False):
@@ -231,16 +203,11 @@ class CompositeModel(CompositePreTrainedModel):
         self.post_init()  # type: ignore[no-untyped-call]
 
     def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> BaseModelOutputWithPast:
-        """As the base model's, for any number of ids.
-
-        Args:
-            input_ids: `[rows, time]`.
-            kwargs: of the base model's forward; `past_key_values` may be a `MemoryCache`.
-        """
+        """Call the base model on ids `[rows, time]` of any length; `past_key_values` may be a `MemoryCache`."""
         return self.language_model(input_ids=input_ids, **kwargs)
 
 
-class CompositeForCausalLM(ChecksPrompts, CompositePreTrainedModel, GenerationMixin):
+class CompositeForCausalLM(ChecksPrompts, ForwardWithHead, CompositePreTrainedModel, GenerationMixin):
     """A base language model with a memory.
 
     Args:
@@ -264,14 +231,14 @@ class CompositeForCausalLM(ChecksPrompts, CompositePreTrainedModel, GenerationMi
     def from_base(cls, base: str | Path | PreTrainedModel, **options: Any) -> Self:
         """Put a new memory on a pretrained base model.
 
-        With the default gate the model computes what the base computes (on at most a segment) until it is trained.
+        Before training, most methods compute what the base computes on at most one segment.
 
         Args:
-            base: a folder, a Hub id, or a causal language model, which is taken over and not copied.
-            options: the memory's, fields of the configuration class.
+            base: a folder, a Hub id, or a causal language model, which is not copied.
+            options: settings of the memory, fields of the configuration class.
 
         Raises:
-            ValueError: the base is of an unsupported type, quantized, or has a memory already; or an option does not
+            ValueError: the base is of an unsupported type, quantized, or has a memory already; or a setting does not
                 fit it.
         """
         model: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto") if isinstance(base, str | Path) else base
@@ -288,48 +255,8 @@ class CompositeForCausalLM(ChecksPrompts, CompositePreTrainedModel, GenerationMi
         composite.generation_config = model.generation_config
         return composite.train(model.training)
 
-    @can_return_tuple  # type: ignore[untyped-decorator]
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Any = None,
-        labels: Tensor | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        """As the base model's, for any number of ids.
-
-        Args:
-            input_ids: `[rows, time]`.
-            attention_mask: `[rows, time]`, 0 for padding.
-            past_key_values: a `MemoryCache` to go on with.
-            labels: `[rows, time]`, -100 where there is no loss.
-            logits_to_keep: how many of the last logits are wanted (0: all), or which.
-        """
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            **kwargs,
-        )
-        wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, wanted])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-
 
 def mark_initialized(module: nn.Module) -> None:
-    """Tell transformers that every module in here has its values already."""
+    """Tell transformers that every module inside has its values already."""
     for part in module.modules():
         part._is_hf_initialized = True  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""What is checked when `generate()` is called: its prompt is whole there, and cut when a forward sees it.
+"""The checks of the whole prompt when `generate()` is called; a forward sees only a part of it.
 
-A model of this package checks in methods of its own (`ChecksPrompts`). The model that an adapter is put on gets the
-same checks as attributes of the object, before its class's methods, and `remove()` takes them off.
+Model classes of this package inherit them (`ChecksPrompts`). A model that gets an adapter has them as attributes of the
+object, which call the methods of its class (`GenerationChecks`).
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cacheformers.modeling.attach import active_options, find_decoder
+from cacheformers.modeling.architectures import find_decoder
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.segments import active_options
 
 
 class GenerationChecks:
-    """Checks before `generate()` and continuous batching of one model.
-
-    Args:
-        model: a causal language model of transformers.
-    """
+    """The checks of one causal language model of transformers, until `remove()`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -30,43 +27,39 @@ class GenerationChecks:
             setattr(model, name, getattr(self, name))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as before, unless the memory has seen other ids than the prompt's."""
+        """Check the prompt, then generate as before."""
         check_prompt(self.model, args, kwargs)
         return self.former["generate"](*args, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse continuous batching while a memory is active."""
+        """Refuse continuous batching while a memory is active, else do as before."""
         check_batching(self.model)
         return self.former["init_continuous_batching"](*args, **kwargs)
 
     def remove(self) -> None:
-        """Take the checks off."""
+        """Remove the checks from the model."""
         for name, former in self.former.items():
             delattr(self.model, name)
-            if getattr(self.model, name) != former:  # somebody else's, on this object
+            if getattr(self.model, name) != former:  # an attribute of this object that was there before
                 setattr(self.model, name, former)
 
 
 class ChecksPrompts:
-    """The same checks in a model class of this package, in front of transformers' own mixin."""
+    """The checks of a model class of this package, before `GenerationMixin` among its bases."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, unless the memory has seen other ids than the prompt's."""
+        """Check the prompt, then generate as in transformers."""
         check_prompt(self, args, kwargs)  # type: ignore[arg-type]
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: a memory cannot follow it."""
+        """Refuse continuous batching."""
         check_batching(self)  # type: ignore[arg-type]
         return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
 
 
 def check_prompt(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a prompt that does not begin with what its memory has seen since the last `read()`.
-
-    Raises:
-        ValueError: names what to do instead.
-    """
+    """Raise ValueError unless the prompt begins with the ids that its memory has seen since the last `read()`."""
     memory = kwargs.get("past_key_values")
     given = (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids"))
     ids = next((ids for ids in given if ids is not None), None)
@@ -74,7 +67,7 @@ def check_prompt(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return
     mask, seen = kwargs.get("attention_mask"), memory.visible
     if mask is not None and mask.shape[1] != ids.shape[1]:
-        return  # over all ids, so these are the new ones: generate() skips none
+        return  # the mask is over all ids, so the prompt is the new ones, and generate() skips none
     if ids.shape[1] > seen and begins_with(ids[:, :seen], memory, masks(model, ids, kwargs)):
         return
     raise ValueError(
@@ -85,7 +78,7 @@ def check_prompt(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def masks(model: Any, ids: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Which ids may count as tokens, `[rows, time]`: as given, or else all, or as generate() guesses from padding."""
+    """Return the possible masks `[rows, time]`: the given one, else all ones and what generate() makes of padding."""
     mask = kwargs.get("attention_mask")
     if mask is not None:
         return [mask.bool()]
@@ -96,11 +89,11 @@ def masks(model: Any, ids: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 def begins_with(ids: Tensor, memory: MemoryCache, reals: list[Tensor]) -> bool:
-    """Whether a memory has seen these ids `[rows, seen]`; rows of either may be repeated (beams)."""
+    """Whether a memory has seen exactly these ids `[rows, seen]`; rows of either may be repeated (beams)."""
     rows, held = len(ids), memory.batch_size
     most = max(rows, held)
     if most % rows or most % held:
-        return True  # the forward says that they do not fit
+        return True  # the forward reports that the rows do not fit
     index = torch.arange(held).repeat_interleave(most // held)
     seen, tokens_read = memory.seen.clone(), [memory.tokens_read[row] for row in index.tolist()]
     seen.select(index)
@@ -114,11 +107,7 @@ def begins_with(ids: Tensor, memory: MemoryCache, reals: list[Tensor]) -> bool:
 
 
 def check_batching(model: nn.Module) -> None:
-    """Refuse continuous batching while a memory is active.
-
-    Raises:
-        ValueError: names what to do instead.
-    """
+    """Raise ValueError if a memory is active: continuous batching mixes requests in one row."""
     if active_options(find_decoder(model)) is not None:
         raise ValueError(
             "Continuous batching (generate_batch, cache_implementation='paged') mixes requests in one row, which a "

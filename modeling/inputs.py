@@ -1,4 +1,4 @@
-"""What a forward with a memory takes: everything else gets an error before anything is computed."""
+"""The checks of what is passed to a forward with a memory, before anything is computed."""
 
 from __future__ import annotations
 
@@ -8,38 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cacheformers.modeling.memory import LayerMemory, MemoryOptions
+from cacheformers.modeling.method import MethodOnLayer
 
 UNREAD_FORWARDS = 8  # of training, after which a memory that was never read is reported
 
 
 def check_positions(position_ids: Tensor | None, real: Tensor) -> None:
-    """Refuse packed documents and gaps: positions are the memory's own, and others would be overlooked."""
+    """Raise ValueError for packed documents and gaps: a memory counts positions itself and ignores those passed."""
     if position_ids is None or position_ids.shape[-1] != real.shape[1] or real.shape[1] < 2:
         return
     steps = position_ids.cpu().expand(len(real), -1).diff(dim=1)[real[:, 1:] & real[:, :-1]]
     if bool((steps <= 0).any()):
-        raise ValueError("position_ids restart within a row: give each document a row of its own, do not pack them.")
+        raise ValueError("position_ids restart within a row: give each document its own row, do not pack them.")
     if bool((steps > 1).any()):
-        raise ValueError("position_ids leave positions out: a memory counts every token by itself. Leave them out.")
+        raise ValueError("position_ids leave positions out, but a memory counts every token itself: do not pass them.")
 
 
-def check_checkpointing(decoder: Any) -> None:
-    """Refuse reentrant activation checkpointing, which loses gradients to what layers share."""
-    if not (decoder.training and getattr(decoder, "gradient_checkpointing", False)):
-        return
-    function = getattr(decoder.layers[0], "_gradient_checkpointing_func", None)
-    if getattr(function, "keywords", {}).get("use_reentrant"):
-        raise ValueError('Activation checkpointing needs use_reentrant=False: enable it with {"use_reentrant": False}.')
-
-
-def watch_training(memory: LayerMemory, options: MemoryOptions, real: Tensor, carried: bool) -> None:
+def watch_training(memory: MethodOnLayer, options: Any, real: Tensor, carried: bool) -> None:
     """Warn once if training forwards never read the memory, because every row is short and starts without one.
 
     Args:
-        memory: of the lowest layer, which counts the forwards; its count ends with the first one that may read.
+        memory: on the lowest layer; it counts forwards until the first that may read.
         real: which columns are tokens, `[rows, time]`.
-        carried: the caller passed in a memory, which earlier segments may have filled.
+        carried: the caller passed a memory, which earlier segments may have filled.
     """
     near = options.near_tokens
     if near is None or memory.unread_forwards == UNREAD_FORWARDS:
@@ -59,8 +50,13 @@ def watch_training(memory: LayerMemory, options: MemoryOptions, real: Tensor, ca
         )
 
 
-def check_arguments(kwargs: dict[str, Any]) -> None:
-    """Refuse what a memory cannot follow, before anything is computed."""
+def check_arguments(decoder: Any, options: Any, kwargs: dict[str, Any], keep: int | None) -> None:
+    """Raise ValueError for arguments and settings that a memory cannot follow.
+
+    Args:
+        kwargs: of the decoder.
+        keep: how many of the last hidden states are wanted; None for all.
+    """
     if kwargs.get("return_dict") is False:
         raise ValueError("The decoder needs return_dict=True here; ask the whole model for tuples instead.")
     if kwargs.get("input_ids") is None:
@@ -71,10 +67,19 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
         raise ValueError(
             "A memory needs a 2D attention_mask (1 for tokens, 0 for padding): it makes the 4D masks itself."
         )
+    # `generate(use_cache=False)` passes no cache that could refuse; it passes positions and wants one logit.
+    if keep == 1 and kwargs.get("use_cache") is False and kwargs.get("position_ids") is not None:
+        refuse_looking_ahead(options)
+    if decoder.training and getattr(decoder, "gradient_checkpointing", False):
+        function = getattr(decoder.layers[0], "_gradient_checkpointing_func", None)
+        if getattr(function, "keywords", {}).get("use_reentrant"):  # it loses gradients of what layers share
+            raise ValueError(
+                'Activation checkpointing needs use_reentrant=False: enable it with {"use_reentrant": False}.'
+            )
 
 
 def check_shape(ids: Any) -> None:
-    """Refuse ids that are not `[rows, time]`, and none at all; None is none of ours."""
+    """Raise ValueError unless ids is a non-empty `[rows, time]` tensor; None is left to the model."""
     if ids is None:
         return
     if not isinstance(ids, Tensor) or ids.dim() != 2:
@@ -87,18 +92,8 @@ def check_shape(ids: Any) -> None:
         )
 
 
-def check_causal(options: MemoryOptions, kwargs: dict[str, Any], keep: int | None) -> None:
-    """Raise ValueError if `generate(use_cache=False)` reads with a rule that looks ahead.
-
-    No cache passes by that could refuse. What `generate` asks for is known by the positions that it gives to a forward
-    of which it wants one logit.
-    """
-    if keep == 1 and kwargs.get("use_cache") is False and kwargs.get("position_ids") is not None:
-        refuse_looking_ahead(options)
-
-
 def refuse_looking_ahead(options: Any) -> None:
-    """Raise ValueError if a rule needs tokens that a decoder does not have."""
+    """Raise ValueError if a method's rule needs later tokens, which do not exist while decoding."""
     if not getattr(options, "causal", True):
         raise ValueError(
             "selection='paper_block' chooses with tokens that do not exist while decoding: it cannot generate, nor "
@@ -107,7 +102,12 @@ def refuse_looking_ahead(options: Any) -> None:
 
 
 def real_tokens(mask: Tensor | None, ids: Tensor, visible: int) -> Tensor:
-    """Which of the new ids are tokens, `[rows, time]` on the host, from a mask over the new or over all visible ids."""
+    """Return which of the new ids are tokens, `[rows, time]`, on the host.
+
+    Args:
+        mask: over the new ids or over all visible ones.
+        visible: ids seen before the new ones.
+    """
     rows, time = ids.shape
     if mask is None:
         return torch.ones(rows, time, dtype=torch.bool)

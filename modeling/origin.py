@@ -1,4 +1,4 @@
-"""What a memory was read with, and which text its tokens come from."""
+"""The model, tokenizer and text of a memory: hashes to recognize them by, and where each token is in the text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 SAMPLES = 32  # numbers of each parameter that tell two models apart
-# Of a configuration: what changes hidden states but neither the shape of a weight nor its value.
+# Fields of a configuration that change hidden states, but neither the shapes nor the values of weights.
 CONFIG_FACTS = (
     "rope_parameters",
     "partial_rotary_factor",
@@ -31,12 +31,11 @@ PROBE = "Call me Ishmael. 1851: “Loomings” — naïve\n\n  (3.14)"
 
 @dataclass(frozen=True)
 class Source:
-    """The text of one row of a memory. It may go on after what the row has read.
+    """The text of one row of a memory, which may be longer than what the row has read.
 
     Attributes:
         name: of the file or document.
-        text: all of it.
-        offsets: first and behind-the-last character of every token in `text`, `[tokens, 2]`, int32.
+        offsets: start and end of every token in `text`, in characters, `[tokens, 2]`, int32.
     """
 
     name: str
@@ -44,27 +43,27 @@ class Source:
     offsets: Tensor
 
     def passage(self, first: int, last: int) -> str:
-        """The text of the tokens `first` to `last`, both included, on one line."""
+        """Return the text of the tokens `first` to `last`, both included, on one line."""
         start, end = int(self.offsets[first, 0]), int(self.offsets[min(last, len(self.offsets) - 1), 1])
         return " ".join(self.text[start:end].split())
 
     def followed_by(self, more: Source) -> Source:
-        """This text and another one behind it."""
+        """Return this text with another one appended."""
         offsets = torch.cat([self.offsets, more.offsets + len(self.text)])
         return replace(self, text=self.text + more.text, offsets=offsets)
 
 
 @dataclass
 class Origin:
-    """What a memory was read with and from.
+    """The model, tokenizer and texts that a memory comes from.
 
     Attributes:
         identity: hashes of the base model's configuration and weights and of the adapter, see `identify`.
         checked: a model with this identity has been seen since the memory was loaded.
         tokenizer: hash of the tokenizer, see `tokenizer_hash`.
-        base, adapter: folders or Hub ids, by which the command line finds them again.
-        sources: each row's text, where it is known.
-        saved: the save that this memory goes on from; empty where its rows have changed since.
+        base, adapter: folders or Hub ids, from which the command line loads them again.
+        sources: each row's text, None if unknown.
+        saved: name of the save that this memory continues; empty if its rows have changed since.
     """
 
     identity: dict[str, str] = field(default_factory=dict)
@@ -80,22 +79,22 @@ class Origin:
         self.sources, self.saved = [self.sources[row] for row in rows], ""
 
     def reset(self, rows: Sequence[int]) -> None:
-        """The given rows have read nothing."""
+        """Forget the texts of the given rows."""
         self.sources = [None if row in rows else source for row, source in enumerate(self.sources)]
         self.saved = ""
 
     def clone(self) -> Origin:
-        return copy.copy(self)  # its parts are replaced, never changed
+        return copy.copy(self)  # its parts are replaced, never changed in place
 
 
 def tokenized(tokenizer: PreTrainedTokenizerBase, text: str, name: str, begins: bool = True) -> tuple[Tensor, Source]:
-    """A text's ids `[tokens]`, and where each of them lies in it.
+    """Return the ids `[tokens]` of a text, and where each of them is in it.
 
     Args:
-        begins: the text begins a document: with the tokens that the tokenizer puts first.
+        begins: the text begins a document, so that the tokenizer adds its first tokens.
 
     Raises:
-        ValueError: the tokenizer does not tell offsets, or there is no text.
+        ValueError: the tokenizer does not report offsets, or the text is empty.
     """
     if not tokenizer.is_fast:
         raise ValueError(
@@ -109,7 +108,7 @@ def tokenized(tokenizer: PreTrainedTokenizerBase, text: str, name: str, begins: 
 
 
 def digest(*parts: bytes | memoryview) -> str:
-    """SHA-256 of bytes, one part after another."""
+    """Return the SHA-256 of all parts together."""
     state = hashlib.sha256()
     for part in parts:
         state.update(part)
@@ -117,19 +116,19 @@ def digest(*parts: bytes | memoryview) -> str:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """By which two tokenizers differ: their vocabularies, and how they cut a line."""
+    """Hash a tokenizer's vocabulary, and how it cuts one line."""
     facts = [sorted(tokenizer.get_vocab().items()), tokenizer(PROBE).input_ids]
     return digest(json.dumps(facts).encode())
 
 
 def identify(decoder: nn.Module, adapters: Collection[str]) -> dict[str, str]:
-    """By which two readers differ: hashes of configuration, base weights and adapter.
+    """Hash the configuration, base weights and adapter of a model that reads.
 
-    Of every parameter, shape and a few numbers count, rounded to bfloat16, so that a model is the same in either
-    precision and on every device. Empty where parameters are divided among processes (FSDP2).
+    Of every parameter the shape and a few numbers count, rounded to bfloat16, so that the hash depends neither on the
+    precision nor on the device. Empty if parameters are divided among processes (FSDP2).
 
     Args:
-        adapters: names of the active ones.
+        adapters: names of the active adapters.
     """
     sampled: dict[str, list[bytes]] = {"base": [], "adapter": []}
     for name, parameter in decoder.named_parameters():
@@ -144,7 +143,7 @@ def identify(decoder: nn.Module, adapters: Collection[str]) -> dict[str, str]:
 
 
 def place(name: str, adapters: Collection[str]) -> tuple[str | None, str]:
-    """Whether a parameter is of the base or of an active adapter (None: of another), and its name without PEFT's."""
+    """Return whether a parameter is of the base or an active adapter (None: of another), and its name without PEFT."""
     parts = name.split(".")
     for number, part in enumerate(parts[:-1]):
         if part.startswith("lora_") or part == "modules_to_save":
@@ -154,7 +153,7 @@ def place(name: str, adapters: Collection[str]) -> tuple[str | None, str]:
 
 
 def sample(parameter: Tensor) -> bytes:
-    """A few numbers of a parameter, evenly spread."""
+    """Return a few numbers of a parameter, evenly spread."""
     if parameter.is_meta:
         return b""
     flat = parameter.detach().flatten()

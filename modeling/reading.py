@@ -1,29 +1,23 @@
-"""`read`: put documents of any length into a memory."""
+"""`read` documents of any length into a memory, and `Trace` which of their tokens are retrieved later."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from cacheformers.modeling.attach import (
-    active_options,
-    device_of,
-    find_decoder,
-    identity,
-    match_rows,
-    new_memory,
-    unwrap,
-)
+from cacheformers.modeling.architectures import device_of, find_decoder, unwrap
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.modeling.origin import tokenized, tokenizer_hash
 from cacheformers.modeling.rotary import rotation
+from cacheformers.modeling.segments import identity, match_rows, new_memory, required_options
 
 
 @torch.no_grad()
@@ -36,19 +30,19 @@ def read(
     memory: MemoryCache | None = None,
     cache_size: int | None = None,
 ) -> MemoryCache:
-    """Read documents segment by segment and return the memory of them (Neurocache, section 3.1).
+    """Read documents segment by segment, and return the memory of them (Neurocache, section 3.1).
 
-    Memory use does not depend on the documents' length, beyond what the method remembers.
+    Only what the method remembers grows with the length of the documents.
 
     Args:
         model: a causal language model with an active memory adapter (PeftModel or not).
         input_ids: `[tokens]`, `[documents, tokens]`, or a list of documents of different lengths.
         attention_mask: `[documents, tokens]`, 0 for padding on either side.
-        flush: close the last, partial segment, so that its states can be retrieved and what follows begins a new
-            segment. False leaves it open: what follows continues it.
+        flush: close the last, partial segment, so that its states can be retrieved and later tokens begin a new
+            segment. False leaves it open for later tokens.
         progress: show a progress bar.
-        memory: go on with this memory instead of an empty one.
-        cache_size: another number of entries than the configured one, for an empty memory.
+        memory: continue with this memory instead of an empty one.
+        cache_size: number of entries of the empty memory, instead of the configured one.
 
     Raises:
         ValueError: an empty document, an id outside the vocabulary, no active memory adapter, or a memory of another
@@ -57,9 +51,7 @@ def read(
     decoder: Any = find_decoder(unwrap(model))
     ids, lengths = pack(input_ids, attention_mask)
     check_ids(ids, lengths, decoder.config.vocab_size)
-    options = active_options(decoder)
-    if options is None:
-        raise ValueError("No memory adapter is active on this model: enable it, or set it with set_adapter().")
+    options = required_options(decoder)
     refuse_looking_ahead(options)
     if memory is None:
         memory = new_memory(model, len(ids), cache_size)
@@ -71,14 +63,14 @@ def read(
     longest = max(before + count for before, count in zip(memory.tokens_read, lengths.tolist(), strict=True))
     if options.window.positions > most and longest > most:
         warnings.warn(
-            f"This method's positions count on, and the base model has {most:,}: what it makes of the tokens after "
-            f"them, up to {longest:,}, it has not learned.",
+            f"This method does not restart positions, and the base model has {most:,}: it has not learned to read the "
+            f"tokens after them, up to {longest:,}.",
             stacklevel=2,
         )
     if not (decoder.training or memory.origin.identity):
         memory.origin.identity = identity(decoder)
     device = device_of(decoder)
-    step = options.segment_tokens  # type: ignore[attr-defined]
+    step = options.segment_tokens
     time = torch.arange(ids.shape[1])
     with tqdm(total=int(lengths.sum()), unit=" tokens", unit_scale=True, desc="Reading", disable=not progress) as bar:
         for start in range(0, ids.shape[1], step):
@@ -112,13 +104,13 @@ def read_text(
     """Read one text, and keep it beside the memory, so that every entry can be traced back to its characters.
 
     Args:
-        name: of the text, as people know it.
-        memory: go on with this memory: the text follows what it has read.
+        name: of the text, for people.
+        memory: continue with this memory; the text follows what it has read.
         model, flush, progress, cache_size: see `read`.
 
     Raises:
-        ValueError: an empty text, a tokenizer that does not tell offsets or is another than before, a memory of several
-            rows, or one that has read tokens without their text; and whatever `read` raises.
+        ValueError: an empty text, a tokenizer without offsets or another one than before, a memory of several rows or
+            of tokens without their text; and the errors of `read`.
     """
     ids, source = tokenized(tokenizer, text, name, begins=memory is None or memory.tokens_read == [0])
     if memory is None:
@@ -137,7 +129,7 @@ def read_text(
 
 
 def pack(documents: Tensor | list[list[int]] | list[Tensor], attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Documents flush left in one tensor `[documents, longest]`, and their lengths `[documents]`."""
+    """Return the documents as one tensor `[documents, longest]`, padded on the right, and their lengths."""
     if isinstance(documents, Tensor):
         documents = documents[None] if documents.dim() == 1 else documents
         if documents.dim() != 2:
@@ -168,7 +160,7 @@ def pack(documents: Tensor | list[list[int]] | list[Tensor], attention_mask: Ten
 
 
 def check_ids(ids: Tensor, lengths: Tensor, vocab_size: int) -> None:
-    """Refuse empty documents and ids that the model has no embedding for."""
+    """Raise ValueError for empty documents, and for ids that the model has no embedding for."""
     empty = (lengths == 0).nonzero()[:, 0].tolist()
     if empty or ids.numel() == 0:
         raise ValueError(f"Documents {empty or [0]} are empty: there is nothing to read.")
@@ -180,3 +172,69 @@ def check_ids(ids: Tensor, lengths: Tensor, vocab_size: int) -> None:
             f"Token ids range from {low} to {high}, but the vocabulary has {vocab_size} entries: was the text "
             "tokenized with another model's tokenizer?"
         )
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A passage of a document: the number of its first token, how often its tokens were retrieved, and its text."""
+
+    first: int
+    times: int
+    text: str
+
+
+class Trace(LogitsProcessor):
+    """Records which tokens are retrieved in `generate(logits_processor=[trace])`, without changing any score.
+
+    Args:
+        memory: the memory that is passed to `generate`.
+
+    Attributes:
+        asked: for each token of the question except the last, the numbers of the document's tokens that it retrieved.
+        chosen: for each generated token, the numbers of the tokens that were retrieved when it was chosen.
+
+    Raises:
+        ValueError: the memory has several rows, or its method does not retrieve.
+    """
+
+    def __init__(self, memory: MemoryCache) -> None:
+        if memory.batch_size != 1 or not memory.state.retrieves:
+            raise ValueError(
+                "A trace needs a memory of one row, of a method that retrieves (Neurocache, Memorizing Transformer)."
+            )
+        self.memory = memory
+        self.asked: list[Tensor] = []
+        self.chosen: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        retrieved = list(self.memory.state.retrieved().values())
+        if not self.chosen:
+            # The rest of the question is in closed segments.
+            columns = min(int(self.memory.timeline.open.sum()), self.memory.visible, retrieved[0].shape[1])
+            self.asked = [numbers(retrieved, column) for column in range(-columns, -1)]
+        self.chosen.append(numbers(retrieved, -1))
+        return scores
+
+    def passages(self, retrieved: list[Tensor], tokens: int, most: int) -> list[Passage]:
+        """Return the passages of `tokens` tokens that were retrieved most often, at most `most` of them."""
+        votes = torch.bincount(torch.cat(retrieved) // tokens) if retrieved else torch.zeros(0, dtype=torch.long)
+        best = votes.sort(descending=True, stable=True)
+        source = self.memory.origin.sources[0]
+        passages = []
+        for times, place in list(zip(best.values.tolist(), best.indices.tolist(), strict=True))[:most]:
+            first = place * tokens
+            if source is None:
+                text = "(its text was not saved)"
+            elif first < len(source.offsets):
+                text = source.passage(first, first + tokens - 1)
+            else:
+                text = "(question and answer)"
+            if times:
+                passages.append(Passage(first, times, text))
+        return passages
+
+
+def numbers(retrieved: list[Tensor], column: int) -> Tensor:
+    """Return the numbers of the document's tokens that one column's token retrieved, in all layers."""
+    here = torch.cat([layer[0, column].cpu() for layer in retrieved])
+    return here[here >= 0]

@@ -1,4 +1,4 @@
-"""Rotary positions of keys: how keys that stay visible are turned to new ones, and whether a base lets them be."""
+"""Rotary positions of keys: how kept keys are turned to new positions, and which base models allow it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cacheformers.modeling.architectures import architecture, attention_modules, find_decoder
+from cacheformers.modeling.attention import turn
 from cacheformers.modeling.cache import LocalCache, Rotate
 
 SHIFT = 5  # positions by which the check turns keys
@@ -23,34 +25,29 @@ def rotation(decoder: nn.Module) -> Rotate | None:
         exact = keys.to(torch.promote_types(keys.dtype, torch.float32))
         cos, sin = rotary(exact, shift.to(keys.device))
         scaling = getattr(rotary, "attention_scaling", 1.0)
-        cos, sin = cos[:, None] / scaling, sin[:, None] / scaling
-        turning, rest = exact[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
-        first, second = turning.chunk(2, dim=-1)
-        turned = turning * cos + torch.cat([-second, first], -1) * sin
-        return torch.cat([turned.to(keys.dtype), rest], -1)
+        return turn(exact, cos / scaling, sin / scaling).to(keys.dtype)
 
     return rotate
 
 
-def check_rotation(decoder: nn.Module, attentions: list[nn.Module], cache_argument: str) -> None:
-    """Check that `rotation` turns the keys of every layer as the base model itself does.
+def check_rotation(model: nn.Module, options: Any) -> None:
+    """Check, for a sliding window, that `rotation` turns the keys of every layer as the base model itself does.
 
-    Each layer makes keys of the same states at some positions and at later ones; turned, the first must be the second.
-    A base on the meta device cannot be asked, and passes.
-
-    Args:
-        attentions: self-attention of every layer.
-        cache_argument: what it calls its cache.
+    Each layer makes keys of the same states at two ranges of positions; the first keys, turned, must equal the second.
+    A base on the meta device cannot be tried, and passes.
 
     Raises:
         ValueError: names the layers whose keys cannot be moved.
     """
+    if getattr(options, "local_window", None) != "sliding":
+        return
+    decoder = find_decoder(model)
     config: Any = decoder.config
     differing = []
-    for layer, attention in enumerate(attentions):
+    for layer, attention in enumerate(attention_modules(decoder)):
         if any(parameter.is_meta for parameter in attention.parameters()):
             return
-        first, second, turned = keys_at_two_places(decoder, attention, cache_argument)
+        first, second, turned = keys_at_two_places(decoder, attention)
         if not float((turned - second).abs().max()) <= TOLERANCE * float(first.abs().max()):
             differing.append(layer)
     if differing:
@@ -62,8 +59,8 @@ def check_rotation(decoder: nn.Module, attentions: list[nn.Module], cache_argume
 
 
 @torch.no_grad()
-def keys_at_two_places(decoder: nn.Module, attention: nn.Module, cache_argument: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return keys that a layer makes of random states, those it makes at later positions, and the first turned there.
+def keys_at_two_places(decoder: nn.Module, attention: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys that a layer makes of random states, those it makes `SHIFT` positions later, and the first turned.
 
     Returns:
         `[1, kv_heads, tokens, d_head]` each, float32.
@@ -75,13 +72,13 @@ def keys_at_two_places(decoder: nn.Module, attention: nn.Module, cache_argument:
     hidden = states.to(weight.device, dtype).expand(2, -1, -1)
     places = torch.arange(3, device=weight.device) + torch.tensor([[0], [SHIFT]], device=weight.device)
     cache, training = LocalCache({}, 0, stage=True), attention.training
-    attention.eval()  # LoRA of another adapter may drop out
-    attention.forward(  # past the hooks of memories
+    attention.eval()  # without dropout in the LoRA of another adapter
+    attention.forward(  # without the hooks of memories
         hidden_states=hidden,
         attention_mask=None,
         position_ids=places,
         position_embeddings=decoder.rotary_emb(hidden, places),  # type: ignore[operator]
-        **{cache_argument: cache},
+        **{architecture(config).cache_argument: cache},
     )
     attention.train(training)
     ((keys, _),) = cache.staged.values()

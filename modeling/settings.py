@@ -1,35 +1,34 @@
-"""Settings that methods share, the checks of settings, and settings resolved against a base model."""
+"""The settings that methods share, their checks, and settings resolved against a base model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
 
 from cacheformers.modeling.memory import BaseShape, LocalWindow, MemoryState
 from cacheformers.modeling.method import METHODS, MemoryMethod, method_of
+from cacheformers.modeling.search.store import Ring
+
+STORE_DTYPES = (None, "float32", "float64", "bfloat16", "float16")
 
 
 def setting(default: Any, help: str, free: bool = False) -> Any:
-    """A field of a settings class, with its help text.
+    """Declare a field of a settings class, with its help text.
 
     Args:
-        free: two models that exchange a memory may differ in it.
+        free: models that exchange a memory may differ in it.
     """
     return field(default=default, metadata={"help": help, "free": free})
 
 
 class MethodSettings:
-    """Base of every settings class, which becomes part of a method's adapter config and configuration."""
+    """Base of the settings classes, which become part of a method's adapter config and configuration."""
 
     def resolve(self, base: BaseShape) -> Any:
-        """The method's options for one base model.
-
-        Raises:
-            ValueError: a setting that does not fit the base model or another setting.
-        """
+        """Resolve the settings against one base model; raise ValueError if they do not fit it or each other."""
         registered = METHODS.values()
         method = next((known for known in registered if isinstance(self, (known.adapter_config, known.config))), None)
         if method is None:
@@ -43,41 +42,93 @@ class MethodSettings:
 
 @dataclass(repr=False)  # transformers prints a configuration
 class LocalWindowSettings(MethodSettings):
-    """Fields of the adapter configs and configurations of every method with a local window."""
+    """Settings of a method with a local window."""
 
     segment_tokens: int = setting(1024, "Tokens after which a segment enters the memory (n).")
     local_window: str = setting(
         "segment",
-        "'segment': self-attention sees the open segment only (paper). 'sliding': also the last "
-        "window_tokens tokens before it, with moved rotary positions; give a pretrained base sink_tokens with it.",
+        "'segment': self-attention sees only the open segment (paper). 'sliding': also the last "
+        "window_tokens tokens before it, with moved rotary positions; use sink_tokens with it on a pretrained base.",
     )
     window_tokens: int | None = setting(None, "Tokens that a sliding window keeps (W). Default: segment_tokens.")
     sink_tokens: int = setting(
         0,
-        "First tokens of a document whose keys and values every segment keeps seeing. Pretrained models "
-        "lean on them (attention sinks): a sliding window without any ruins one, with 4 it is well.",
+        "First tokens of a document, whose keys and values every segment sees. Pretrained models "
+        "rely on them (attention sinks): without any, a sliding window ruins such a model; 4 are enough.",
     )
+
+
+@dataclass(repr=False)
+class StoreSettings:
+    """Settings of a method that stores entries."""
+
+    cache_dtype: str | None = setting(
+        None, "Precision of what is stored. Default: float32 on the CPU, bfloat16 on a GPU.", free=True
+    )
+
+
+@dataclass(repr=False)
+class SearchSettings(StoreSettings):
+    """Settings of a method that searches what it stores."""
+
+    search: str = setting("auto", "'auto', 'exact', 'faiss', or 'faiss:' and a faiss index factory string.", free=True)
+
+
+class StoreOptions:
+    """Options of a method that stores entries."""
+
+    cache_dtype: str | None
+
+    @property
+    def entry_numbers(self) -> int:
+        """Count the numbers that one token's entries take in all layers that store."""
+        raise NotImplementedError
+
+    def new_ring(
+        self,
+        rows: int,
+        capacity: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        width: int,
+        value_width: int | None = None,
+    ) -> Ring:
+        """Create an empty store of one layer, see `Ring`; `dtype` is that of the activations."""
+        return Ring(rows, capacity, width, value_width, self.store_dtype(device, dtype), device)
+
+    def store_dtype(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+        """Return `cache_dtype`; by default float64 for a float64 model, bfloat16 on a GPU, float32 on the CPU."""
+        if self.cache_dtype is not None:
+            return getattr(torch, self.cache_dtype)
+        if dtype == torch.float64:
+            return dtype
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 @dataclass(kw_only=True)
 class MethodOptions:
-    """Settings resolved against one base model: a method's options class has its settings and this as bases.
+    """Settings resolved against one base model. A method's options class inherits from its settings and this.
 
-    Attributes:
-        base: what the method knows of the base model.
+    It also has, as fields or properties:
+        window: the local window.
+        layers: layers with a memory.
+        attention_layers: layers whose output the method changes, and which get LoRA by default.
+        near_tokens: the longest text that does not read the memory, in tokens; None where training needs no reading.
     """
 
     base: BaseShape
 
     @property
     def method(self) -> MemoryMethod:
-        """The method that these are options of."""
+        """The method that these options belong to."""
         return method_of(self)
 
     @property
     def signature(self) -> dict[str, Any]:
-        """What two models must share to exchange a memory."""
-        return self.method.signature(self)
+        """What two models must share to exchange a memory: every option that is not marked as free to differ."""
+        values = asdict(self)
+        shared = {option.name: values[option.name] for option in fields(self) if not option.metadata.get("free")}
+        return {"method": self.method.name, **shared}
 
     def new_state(
         self,
@@ -87,7 +138,7 @@ class MethodOptions:
         keep_values: bool = False,
         cache_size: int | None = None,
     ) -> MemoryState:
-        """An empty memory, see `MemoryMethod.new_state`."""
+        """Create an empty memory, see `MemoryMethod.new_state`."""
         return self.method.new_state(self, rows, devices, dtype, keep_values, cache_size)
 
 
@@ -100,28 +151,39 @@ class LocalWindowOptions(MethodOptions, LocalWindowSettings):
         self.check_local_window()
 
     def check_local_window(self) -> None:
-        """Fill in the default of `window_tokens`; raise ValueError for an option that does not fit the base model."""
+        """Fill in the default of `window_tokens`; raise ValueError if an option does not fit the base model."""
         if self.window_tokens is None:
             self.window_tokens = self.segment_tokens
         check_at_least(1, self, "segment_tokens")
         check_at_least(0, self, "window_tokens", "sink_tokens")
         check_choices(self, local_window=("segment", "sliding"))
-        check_window(self.local_window, self.window, self.base)
+        window, base = self.window, self.base
+        if self.local_window == "sliding" and not base.rotary:
+            raise ValueError(
+                f"local_window='sliding' moves keys to new positions, which {base.model_type} cannot do (its positions "
+                "are learned embeddings): use local_window='segment'."
+            )
+        if window.positions > base.max_positions:
+            raise ValueError(
+                f"segment_tokens {window.segment_tokens} + window_tokens {window.kept_tokens} + sink_tokens "
+                f"{window.sink_tokens} = {window.positions} positions, but this base model has {base.max_positions}. "
+                "Choose a smaller segment_tokens."
+            )
 
     @property
     def window(self) -> LocalWindow:
-        """What self-attention sees."""
+        """What self-attention sees besides the open segment."""
         kept = self.window_tokens if self.local_window == "sliding" else 0
         return LocalWindow(self.segment_tokens, kept or 0, self.sink_tokens)
 
     @property
     def near_tokens(self) -> int | None:
-        """How many tokens are read before the memory is: the first segment."""
+        """The longest text that does not read the memory, in tokens: the first segment."""
         return self.segment_tokens
 
 
 def chosen_layers(layers: Sequence[int] | None, base: BaseShape) -> tuple[int, ...]:
-    """Layers in their order; None for all of the base model's."""
+    """Sort layers; None stands for all layers of the base model."""
     if layers is None:
         return tuple(range(base.layers))
     if not isinstance(layers, list | tuple) or any(type(layer) is not int for layer in layers):
@@ -130,7 +192,7 @@ def chosen_layers(layers: Sequence[int] | None, base: BaseShape) -> tuple[int, .
 
 
 def check_layers(layers: Iterable[int], base: BaseShape) -> None:
-    """Refuse layers that the base model does not have, a layer named twice, and none at all."""
+    """Raise ValueError unless layers names at least one layer of the base model, and none twice."""
     layers = list(layers)
     wrong = sorted({layer for layer in layers if not 0 <= layer < base.layers})
     if wrong:
@@ -140,29 +202,14 @@ def check_layers(layers: Iterable[int], base: BaseShape) -> None:
 
 
 def check_choices(options: Any, **allowed: tuple[Any, ...]) -> None:
-    """Refuse a value that is not among those allowed for its option."""
+    """Raise ValueError if an option is not among the values allowed for it."""
     for name, values in allowed.items():
         if getattr(options, name) not in values:
             raise ValueError(f"{name} must be one of {values}, got {getattr(options, name)!r}.")
 
 
 def check_at_least(least: int, options: Any, *names: str) -> None:
-    """Refuse numbers that are too small."""
+    """Raise ValueError if one of the named options is less than `least`."""
     for name in names:
         if getattr(options, name) < least:
             raise ValueError(f"{name} must be at least {least}, got {getattr(options, name)}.")
-
-
-def check_window(local_window: str, window: LocalWindow, base: BaseShape) -> None:
-    """Refuse a local window that the base model's positions do not allow."""
-    if local_window == "sliding" and not base.rotary:
-        raise ValueError(
-            f"local_window='sliding' moves keys to new positions, which {base.model_type} cannot do (its positions are "
-            "learned embeddings): use local_window='segment'."
-        )
-    if window.positions > base.max_positions:
-        raise ValueError(
-            f"segment_tokens {window.segment_tokens} + window_tokens {window.kept_tokens} + sink_tokens "
-            f"{window.sink_tokens} = {window.positions} positions, but this base model has {base.max_positions}. "
-            "Choose a smaller segment_tokens."
-        )

@@ -11,9 +11,9 @@ import torch
 from cacheformers import MemoryMethod, register
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
+from cacheformers.modeling.memory import RingState
 from cacheformers.modeling.method import PerHead
-from cacheformers.modeling.rings import RingState, StoreOptions, StoreSettings
-from cacheformers.modeling.settings import LocalWindowOptions, LocalWindowSettings, setting
+from cacheformers.modeling.settings import LocalWindowOptions, LocalWindowSettings, StoreOptions, StoreSettings, setting
 
 
 class ToyParts(NamedTuple):

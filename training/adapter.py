@@ -22,7 +22,7 @@ from cacheformers.common.base_model import (
 )
 from cacheformers.common.documents import DocumentRow
 from cacheformers.common.gguf_base import is_gguf
-from cacheformers.modeling.attach import architecture, base_shape
+from cacheformers.modeling.architectures import architecture, base_shape
 from cacheformers.modeling.method import METHODS, method_named
 from cacheformers.training.lanes import Lanes
 from cacheformers.training.methods import MethodOptions

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.common.loss import token_losses
-from cacheformers.modeling.attach import base_shape, find_decoder, new_memory
+from cacheformers.modeling.architectures import base_shape, find_decoder
+from cacheformers.modeling.segments import new_memory
 from cacheformers.training.lanes import Group
 from cacheformers.training.optim import Rates, freeze_idle_gates, make_optimizer, trained_parameters
 from cacheformers.training.tracker import FakeTracker, Tracker

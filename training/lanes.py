@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from cacheformers.common.documents import DocumentRow, Piece
 from cacheformers.common.loss import IGNORED
-from cacheformers.modeling.attach import find_decoder, new_memory, unwrap
+from cacheformers.modeling.architectures import find_decoder, unwrap
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.memory import Gold
 from cacheformers.modeling.rotary import rotation
+from cacheformers.modeling.segments import new_memory
 
 
 @dataclass

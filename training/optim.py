@@ -11,7 +11,7 @@ from torch.optim import Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_cosine_schedule_with_warmup
 
-from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
+from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
 from cacheformers.modeling.method import MemoryMethod, MethodOnLayer
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "adafactor": Adafactor}

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from cacheformers.modeling.attach import active_memories, find_decoder, unwrap
+from cacheformers.modeling.architectures import find_decoder, unwrap
+from cacheformers.modeling.segments import active_memories
 from cacheformers.training.settings import RunOptions, TrainOptions
 
 
@@ -90,7 +91,7 @@ def shard(model: nn.Module, device: torch.device, processes: int) -> None:
     decoder = find_decoder(unwrap(model))
     memories = active_memories(decoder)
     # Higher layers encode with the lowest memory's projection, so that layer must stay gathered until they are done.
-    shared = None if not memories else decoder.layers[memories[0].layer]  # type: ignore[attr-defined, index]
+    shared = None if not memories else decoder.layers[memories[0].layer]  # type: ignore[index]
     for layer in decoder.layers:  # type: ignore[union-attr]
         fully_shard(layer, mesh=mesh, reshard_after_forward=layer is not shared)
     fully_shard(model, mesh=mesh)

@@ -25,9 +25,8 @@ from transformers import (
 from cacheformers.common.base_model import StartOptions, base_identity, check_attention, check_vocabulary
 from cacheformers.common.documents import DocumentRow
 from cacheformers.common.recipe import option
-from cacheformers.modeling.attach import architecture, base_shape
+from cacheformers.modeling.architectures import WholeConfig, architecture, base_shape
 from cacheformers.modeling.memory import BaseShape, LocalWindow
-from cacheformers.modeling.whole import WholeConfig
 from cacheformers.training.optim import Rates
 from cacheformers.training.settings import TrainOptions, resumed_settings
 from cacheformers.training.tokenizer import open_tokenizer

@@ -31,10 +31,10 @@ from cacheformers.evaluation.longbench.predictions import Predictions, predictio
 from cacheformers.evaluation.longbench.prompts import Encoded
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.tasks import Task
-from cacheformers.modeling.attach import new_memory, unwrap
+from cacheformers.modeling.architectures import is_whole, unwrap
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.reading import read
-from cacheformers.modeling.whole import is_whole
+from cacheformers.modeling.segments import new_memory
 
 
 class ReservedLayer(DynamicLayer):

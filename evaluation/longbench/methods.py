@@ -32,7 +32,7 @@ from cacheformers.evaluation.longbench.prompts import (
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.retrieval import Retriever, check_retriever, retrieved
 from cacheformers.evaluation.longbench.tasks import MAX_LENGTHS, Task
-from cacheformers.modeling.whole import WholeConfig
+from cacheformers.modeling.architectures import WholeConfig
 
 METHODS = ("truncation", "full", "retrieval", "position-interpolation", "memory")
 # What self-attention sees once the memory has read the context -> the method whose prompt that is.

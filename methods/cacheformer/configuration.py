@@ -7,8 +7,8 @@ from dataclasses import fields
 from typing import Any, Self
 
 from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions, CacheFormerSettings
+from cacheformers.modeling.architectures import WholeConfig
 from cacheformers.modeling.memory import BaseShape
-from cacheformers.modeling.whole import WholeConfig
 
 # The paper's models; parameters as counted (the paper reports 34.88 M for the last).
 SIZES: dict[str, dict[str, Any]] = {

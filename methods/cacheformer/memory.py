@@ -27,7 +27,7 @@ from cacheformers.methods.cacheformer.cacheformer import (
     make_parts,
 )
 from cacheformers.methods.cacheformer.state import CacheFormerState
-from cacheformers.modeling.attending import AttentionInputs, unrotated
+from cacheformers.modeling.attention import AttentionInputs, unrotated
 from cacheformers.modeling.memory import EVERYTHING, BaseShape, LocalWindow, MemoryState, SegmentCall
 from cacheformers.modeling.settings import (
     MethodOptions,

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.utils.generic import can_return_tuple
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
 from cacheformers.methods.cacheformer.attention import attend, selected_segments
@@ -37,10 +36,9 @@ from cacheformers.methods.cacheformer.cacheformer import (
 from cacheformers.methods.cacheformer.configuration import CacheFormerConfig
 from cacheformers.methods.cacheformer.documents import Columns, continued, documents_of
 from cacheformers.methods.cacheformer.state import CacheFormerState
-from cacheformers.modeling.attach import device_of
+from cacheformers.modeling.architectures import device_of
 from cacheformers.modeling.inputs import check_shape, real_tokens, refuse_looking_ahead
-from cacheformers.modeling.loading import check_complete
-from cacheformers.modeling.saving import Uploads
+from cacheformers.modeling.pretrained import ForwardWithHead, MemoryPreTrainedModel
 
 
 class Rotation(NamedTuple):
@@ -157,16 +155,10 @@ class CacheFormerLayer(GradientCheckpointingLayer):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class CacheFormerPreTrainedModel(Uploads, PreTrainedModel):
-    """How both CacheFormer models are initialized and loaded.
-
-    Loading raises ValueError where transformers would make up what is missing in the file, or pass over trained parts
-    that the configuration does not describe.
-    """
+class CacheFormerPreTrainedModel(MemoryPreTrainedModel):
+    """How both CacheFormer models are initialized."""
 
     config_class = CacheFormerConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _no_split_modules = ["CacheFormerLayer"]
     _skip_keys_device_placement = ["past_key_values"]
     _can_record_outputs = {"hidden_states": CacheFormerLayer}
@@ -188,10 +180,6 @@ class CacheFormerPreTrainedModel(Uploads, PreTrainedModel):
         elif isinstance(module, BranchGate):
             init.zeros_(module.weight)
             init.zeros_(module.bias)
-
-    def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
-        super()._adjust_missing_and_unexpected_keys(loading_info)
-        check_complete(loading_info)
 
 
 class CacheFormerModel(CacheFormerPreTrainedModel):
@@ -290,7 +278,7 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
         return CacheFormerCache(self.options, rows, self.dtype, devices)
 
 
-class CacheFormerForCausalLM(CacheFormerPreTrainedModel, GenerationMixin):
+class CacheFormerForCausalLM(ForwardWithHead, CacheFormerPreTrainedModel, GenerationMixin):
     """A CacheFormer language model."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -310,43 +298,3 @@ class CacheFormerForCausalLM(CacheFormerPreTrainedModel, GenerationMixin):
         refuse_looking_ahead(self.model.options)
         check_shape(args[0] if args else kwargs.get("inputs", kwargs.get("input_ids")))
         return super().generate(*args, **kwargs)  # type: ignore[misc]
-
-    @can_return_tuple  # type: ignore[untyped-decorator]
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        """As `CacheFormerModel`'s.
-
-        Args:
-            labels: `[rows, time]`, -100 where there is no loss (padding, and the first token of a packed document).
-            logits_to_keep: how many of the last logits are wanted (0: all), or which.
-        """
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-        wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, wanted])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-        )

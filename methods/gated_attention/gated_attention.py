@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions
 from cacheformers.methods.gated_attention.state import GatedReading
-from cacheformers.modeling.attending import AttentionInputs
+from cacheformers.modeling.attention import AttentionInputs
 from cacheformers.modeling.memory import SegmentCall
 from cacheformers.modeling.method import first_numbers
 

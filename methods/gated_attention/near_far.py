@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cacheformers.modeling.attending import by_head, by_kv_head
+from cacheformers.modeling.attention import by_head, by_kv_head
 
 TILE = 192  # queries
 

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from cacheformers.adapters.folders import new_folder
 from cacheformers.methods.neurocache import NeurocacheAdapterConfig
-from cacheformers.modeling.attach import architecture, attention_modules, base_shape, find_decoder, unwrap
+from cacheformers.modeling.architectures import architecture, attention_modules, base_shape, find_decoder, unwrap
 
 CONFIG_FILE = "neurocache_config.json"
 WEIGHTS_FILES = ("neurocache_model.safetensors", "neurocache_model.bin")  # as the package: the first one found

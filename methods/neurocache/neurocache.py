@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from cacheformers.methods.neurocache.options import NeurocacheOptions
-from cacheformers.modeling.memory import Gold, SegmentCall, keep_columns
+from cacheformers.modeling.memory import Gold, RingState, SegmentCall, keep_columns, token_numbers
 from cacheformers.modeling.method import gathered, tenths
-from cacheformers.modeling.rings import RingState, token_numbers
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.search.store import Ring
 

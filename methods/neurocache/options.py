@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from cacheformers.modeling.memory import LocalWindow
-from cacheformers.modeling.rings import STORE_DTYPES, SearchSettings, StoreOptions
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.settings import (
+    STORE_DTYPES,
     LocalWindowOptions,
     LocalWindowSettings,
+    SearchSettings,
+    StoreOptions,
     check_at_least,
     check_choices,
     setting,

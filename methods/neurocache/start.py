@@ -23,7 +23,7 @@ from torch import Tensor
 from cacheformers.adapters.layer import MemoryLayer
 from cacheformers.adapters.model import projection_weights
 from cacheformers.methods.neurocache.options import NeurocacheOptions
-from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
+from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
 
 RIDGE = 1e-3  # of the mean square of an entry's numbers
 

@@ -26,15 +26,15 @@ OWN_FILE = re.compile(r"[0-9a-f]{32}\.(new|tail)\.safetensors|index\.json\.tmp")
 
 
 class MemoryFileError(ValueError):
-    """A memory folder that cannot be used, and why: damaged, foreign, or of another model, adapter or tokenizer."""
+    """A memory folder cannot be used: it is damaged, foreign, or of another model, adapter or tokenizer."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of something that only grows: its numbers `start` to `start + count` are the rows of one tensor.
+    """A part of something that only grows: its numbers `start` to `start + count` are the rows of one tensor.
 
-    Entries are numbered for life. A piece of as many entries as the ring has places is in the ring's own order: entry n
-    is row n modulo that number; otherwise it is row n - start.
+    Entries keep their numbers for life. Entry n is row n - start of the tensor; in a piece with as many entries as the
+    ring has places it is row n modulo that number.
     """
 
     file: str
@@ -67,7 +67,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Store:
-    """A ring of every row: most entries of a row, their width, the width of the values beside them, their precision."""
+    """The rings of one layer: entries per row, their width, the width of their values, their precision."""
 
     capacity: int
     width: int
@@ -82,7 +82,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Reader:
-    """What read the memory; see `Origin`. Options and fingerprint are the adapter's."""
+    """The model that read the memory, see `Origin`; options and fingerprint are of the adapter."""
 
     method: str
     options: dict[str, Any]
@@ -117,7 +117,7 @@ class Index:
     Attributes:
         save: name of the save that wrote it, a new one each time.
         stores: by the layer whose states they hold.
-        tail: the file of what does not only grow: open segments, local keys and values, positions of rows.
+        tail: the file of what changes between saves: open segments, local keys and values, positions of rows.
     """
 
     save: str
@@ -136,7 +136,7 @@ class Index:
             json.dump({**contents, "sha256": checksum(contents)}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        sync(folder)  # the files that it names, before it names them
+        sync(folder)  # the named files must be on the disk before the index
         os.replace(draft, folder / INDEX)
 
 
@@ -160,7 +160,7 @@ def read_index(folder: Path) -> Index:
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise MemoryFileError(f"{folder} is no memory: it is not a folder with an {INDEX}.") from error
+        raise MemoryFileError(f"{folder} is not a memory: it is not a folder with an {INDEX}.") from error
     except (ValueError, RecursionError) as error:
         raise MemoryFileError(f"{path} is damaged, or of something else: {error}") from error
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
@@ -182,7 +182,7 @@ def read_index(folder: Path) -> Index:
 
 
 def decode(kind: Any, value: Any) -> Any:
-    """Build a dataclass, list, dictionary or plain value from JSON; raise TypeError or ValueError for another type."""
+    """Build a value of type `kind` from JSON; raise TypeError or ValueError if it does not fit."""
     outer, inner = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
@@ -204,7 +204,7 @@ def decode(kind: Any, value: Any) -> Any:
 
 
 def check(index: Index) -> None:
-    """Raise KeyError or ValueError unless every piece is in a listed tensor and pieces follow one another."""
+    """Raise KeyError or ValueError unless every piece is in a listed tensor and follows the one before."""
     wrong = [name for name in index.files if not OWN_FILE.fullmatch(name)]
     if wrong or index.tail not in index.files:
         raise ValueError(f"its files are {wrong or index.tail}")
@@ -231,28 +231,28 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> File:
-    """Write tensors to the disk, and return how the index describes them; raise OSError if that fails."""
+    """Write tensors to the disk, and describe them for the index; raise OSError if that fails."""
     held = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     try:
         save_file(held, path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
-    shutil.copymode(path.parent / LOCK, path)  # safetensors makes it private
+    shutil.copymode(path.parent / LOCK, path)  # safetensors makes its files private
     sync(path)
     return File(path.stat().st_size, {name: describe(tensor) for name, tensor in held.items()})
 
 
 def describe(tensor: Tensor) -> Held:
-    """Return how the index describes a contiguous tensor on the CPU."""
+    """Describe a contiguous tensor on the CPU for the index."""
     numbers = tensor.flatten().as_strided((tensor.numel(),), (1,))  # a single number may have any stride
     return Held(NAMES[tensor.dtype], list(tensor.shape), digest(numbers.view(torch.uint8).numpy().data))
 
 
 class Shards:
-    """The tensors of a folder's files; MemoryFileError if a file is missing, or not what the index says.
+    """The tensors of a folder's files; raises MemoryFileError if a file is missing, or differs from the index.
 
     Args:
-        verify: compare checksums, and hold what was compared. Otherwise tensors stay memory-mapped.
+        verify: compare checksums, and copy tensors into memory. Otherwise they stay memory-mapped.
     """
 
     def __init__(self, folder: Path, files: dict[str, File], verify: bool) -> None:

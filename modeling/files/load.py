@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from cacheformers.modeling.attach import active_options, find_decoder, layer_devices, match_rows, unwrap
+from cacheformers.modeling.architectures import find_decoder, layer_devices, unwrap
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import DTYPES, Index, MemoryFileError, Piece, Row, Shards, Store, read_index
 from cacheformers.modeling.memory import BaseShape
 from cacheformers.modeling.method import method_named
 from cacheformers.modeling.origin import Origin, Source, tokenizer_hash
+from cacheformers.modeling.segments import match_rows, required_options
 
 
 def load_memory(
@@ -28,11 +29,11 @@ def load_memory(
 
     Args:
         path: the folder.
-        model: the model that will use it; it must be the one that read it, and the memory is put on its device.
-            Without one the memory is on the CPU and can be looked at; the first forward checks the model.
+        model: the model that will use the memory, which is put on its device; it must be the model that read it.
+            Without one the memory is on the CPU, and the first forward checks the model.
         verify: compare the checksum of every tensor. False keeps tensors of one piece memory-mapped, so that loading
-            takes no time; a damaged entry then goes unnoticed.
-        tokenizer: the one that encodes questions; it must be the one that encoded the text.
+            takes no time, but damaged entries go unnoticed.
+        tokenizer: encodes the questions; it must be the one that encoded the text.
 
     Raises:
         MemoryFileError: the folder holds no memory, a damaged one, or one of another model, adapter or tokenizer.
@@ -43,17 +44,17 @@ def load_memory(
         try:
             return assemble(folder, index, model, verify, tokenizer)
         except MemoryFileError:
-            if read_index(folder).save == index.save:  # else it was saved anew meanwhile
+            if read_index(folder).save == index.save:  # otherwise it was saved again meanwhile
                 raise
 
 
 def assemble(
     folder: Path, index: Index, model: nn.Module | None, verify: bool, tokenizer: PreTrainedTokenizerBase | None
 ) -> MemoryCache:
-    """Check what is cheap to check, then read tensors."""
+    """Make the checks that need no tensors, then read the tensors."""
     if tokenizer is not None and index.reader.tokenizer not in ("", tokenizer_hash(tokenizer)):
         raise MemoryFileError(
-            f"{folder} was read with another tokenizer than this one: load the one of its base model."
+            f"{folder} was read with another tokenizer than this one: load the tokenizer of its base model."
         )
     try:
         options = make_options(index.reader.method, index.reader.options)
@@ -65,9 +66,7 @@ def assemble(
     decoder: Any = None if model is None else find_decoder(unwrap(model))
     memory = empty_memory(folder, index, options, decoder)
     if decoder is not None:
-        active = active_options(decoder)
-        if active is None:
-            raise ValueError("No memory adapter is active on this model: enable it, or set it with set_adapter().")
+        active = required_options(decoder)
         try:
             match_rows(decoder, memory, memory.batch_size, active)
         except ValueError as error:
@@ -84,7 +83,7 @@ def assemble(
 
 
 def fill(memory: MemoryCache, index: Index, shards: Shards, device: torch.device | str) -> None:
-    """Put everything that a folder holds into an empty memory."""
+    """Put the contents of a folder into an empty memory."""
     tensors = shards.all(index.tail)
     for layer, store in index.stores.items():
         for name, tensor in ring_tensors(shards, index.rows, layer, store).items():
@@ -110,8 +109,12 @@ def frozen(value: Any) -> Any:
 
 
 def empty_memory(folder: Path, index: Index, options: Any, decoder: Any) -> MemoryCache:
-    """Make a memory with room for what the index describes; raise MemoryFileError if the options make another one."""
-    devices = dict.fromkeys(options.layers, torch.device("cpu")) if decoder is None else layer_devices(decoder, options)
+    """Make an empty memory with the stores of the index; raise MemoryFileError if its options make others."""
+    devices = (
+        dict.fromkeys(options.layers, torch.device("cpu"))
+        if decoder is None
+        else layer_devices(decoder, options.layers)
+    )
     keep_values = any(store.value_width is not None for store in index.stores.values())
     capacity = next((store.capacity for store in index.stores.values()), None)
     state = options.new_state(len(index.rows), devices, torch.float32, keep_values, capacity)
@@ -131,11 +134,11 @@ def empty_memory(folder: Path, index: Index, options: Any, decoder: Any) -> Memo
 
 
 def ring_tensors(shards: Shards, rows: list[Row], layer: int, store: Store) -> dict[str, Tensor]:
-    """Return the `state_dict` of a ring. Rows with the same pieces share a place."""
+    """Return the `state_dict` of a ring; rows with the same pieces share a physical row."""
     streams = [row.streams.get(f"rings.{layer}.keys", []) for row in rows]
     physical = [pieces for number, pieces in enumerate(streams) if pieces not in streams[:number]]
     owner = [physical.index(pieces) for pieces in streams]
-    leading = [owner.index(number) for number in range(len(physical))]  # a row of each place
+    leading = [owner.index(number) for number in range(len(physical))]  # one row of each physical row
     written = [pieces[-1].end if pieces else 0 for pieces in physical]
     tensors = {"written": torch.tensor(written), "owner": torch.tensor(owner)}
     widths = {"keys": store.width} if store.value_width is None else {"keys": store.width, "values": store.value_width}
@@ -149,11 +152,7 @@ def ring_tensors(shards: Shards, rows: list[Row], layer: int, store: Store) -> d
 
 
 def entries(shards: Shards, pieces: list[Piece], written: int, store: Store, width: int) -> Tensor:
-    """Return one row's entries in the ring's order, `[min(written, capacity), width]`; not copied if in one piece.
-
-    Raises:
-        MemoryFileError: pieces are missing, or of another width or precision.
-    """
+    """Return one row's entries in the ring's order, `[min(written, capacity), width]`; not copied if in one piece."""
     count = min(written, store.capacity)
     if (pieces[-1].end if pieces else 0) != written or (pieces and pieces[0].start > written - count):
         raise MemoryFileError(f"{shards.folder} is damaged: entries are missing.")

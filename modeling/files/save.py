@@ -1,4 +1,4 @@
-"""Write a `MemoryCache` to a folder: new files, then the index that names them; files no longer named are removed."""
+"""Write a `MemoryCache` to a folder: new files, then the index that names them; then unused files are removed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from cacheformers.modeling.search.store import Ring
 
 @dataclass(frozen=True)
 class Stream:
-    """Something that only grows at its end: it has the numbers `first` to `end`, and `take` returns some of them."""
+    """Something that grows only at its end: it has the numbers `first` to `end`, of which `take` returns some."""
 
     first: int
     end: int
@@ -62,19 +62,14 @@ def save_memory(memory: Any, folder: Path, append: bool) -> None:
 
 
 def check_place(folder: Path) -> None:
-    """Raise unless a folder is missing, is empty, or holds a memory, damaged or not.
-
-    Raises:
-        MemoryFileError: it holds something else, or is a file.
-        PermissionError: nothing can be written there.
-    """
+    """Raise MemoryFileError or PermissionError unless a folder is writable, and new, empty, or that of a memory."""
     if not folder.exists():
         parent = next(parent for parent in folder.absolute().parents if parent.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
             raise PermissionError(f"{folder} cannot be made: {parent} is not a folder that can be written to.")
         return
     if not folder.is_dir():
-        raise MemoryFileError(f"{folder} is a file, and a memory is a folder: choose another name.")
+        raise MemoryFileError(f"{folder} is a file, but a memory is a folder: choose another name.")
     if (folder / INDEX).exists():
         foreign = [] if FORMAT.encode() in (folder / INDEX).read_bytes()[:100] else [INDEX]
     else:
@@ -86,24 +81,20 @@ def check_place(folder: Path) -> None:
 
 
 def earlier_save(memory: Any, folder: Path) -> Index | None:
-    """Return the save that a memory goes on from; None if the folder holds none.
-
-    Raises:
-        MemoryFileError: the folder holds another memory, or this one at another time.
-    """
+    """Return the save that a memory continues, None for an empty folder; raise MemoryFileError for another save."""
     if not (folder / INDEX).exists():
         return None
     index = read_index(folder)
     if index.save != memory.origin.saved:
         raise MemoryFileError(
-            f"{folder} does not hold what this memory goes on from (it was saved there by somebody else since, or this "
+            f"{folder} does not hold what this memory goes on from (another memory was saved there since, or this "
             "memory's rows were changed). Save without append to replace it, or save to another folder."
         )
     return index
 
 
 def write(memory: Any, folder: Path, save: str, before: Index | None) -> Index:
-    """Write what is not in the folder yet, then the index."""
+    """Write what is not in the folder yet, then the index, and return it."""
     new, tail = f"{save}.new.safetensors", f"{save}.tail.safetensors"
     fresh: dict[str, Tensor] = {}
     rows: list[Row] = []
@@ -142,7 +133,7 @@ def sharing(memory: Any, row: int) -> int:
 
 
 def row_streams(memory: Any, row: int) -> dict[str, Stream]:
-    """Return everything of a row that only grows."""
+    """Return what only grows of a row: entries, and the text."""
     streams: dict[str, Stream] = {}
     for layer, ring in memory.state.rings.items():
         entries = ring.entries(row)
@@ -160,7 +151,7 @@ def row_streams(memory: Any, row: int) -> dict[str, Stream]:
 
 
 def taker(ring: Ring, store: Tensor) -> Callable[[int, int], Tensor]:
-    """Return a function that takes entries of one row `[allocated, width]` by their lifelong numbers."""
+    """Return a function that selects entries of one row `[allocated, width]` by their lifelong numbers."""
 
     def take(start: int, end: int) -> Tensor:
         if start == 0 or end - start == ring.capacity:
@@ -171,13 +162,13 @@ def taker(ring: Ring, store: Tensor) -> Callable[[int, int], Tensor]:
 
 
 def continued(before: Index | None, row: int, name: str, stream: Stream) -> list[Piece]:
-    """Return the pieces of an earlier save that still hold something."""
+    """Return the pieces of an earlier save that are still needed."""
     if before is None:
         return []
     pieces = [piece for piece in before.rows[row].streams.get(name, []) if piece.end > stream.first]
     if name.startswith("rings."):
         return pieces
-    for piece in pieces:  # a text is as free to change as any attribute
+    for piece in pieces:  # the text may have been changed since
         same = piece.end <= stream.end and describe(stream.take(piece.start, piece.end))
         if same != before.files[piece.file].tensors[piece.tensor]:
             return []
@@ -199,7 +190,7 @@ def reader(memory: Any) -> Reader:
 
 
 def clean(folder: Path, used: set[str]) -> None:
-    """Remove files of earlier saves, finished or not, that are no longer used."""
+    """Remove unused files of earlier saves, finished or not."""
     for path in folder.iterdir():
         if OWN_FILE.fullmatch(path.name) and path.name not in used:
             path.unlink()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 
-from cacheformers.modeling.search.base import SIMILARITIES, Search
-from cacheformers.modeling.search.choice import AutoSearch
+import torch
+from torch import Tensor
+
+from cacheformers.modeling.search.base import SIMILARITIES, Search, recall
 from cacheformers.modeling.search.exact import ExactSearch
 from cacheformers.modeling.search.faiss_search import FaissExact, FaissIndex
-from cacheformers.modeling.search.measure import recall
+from cacheformers.modeling.search.store import Entries
 
 __all__ = [
     "SIMILARITIES",
@@ -22,12 +25,31 @@ __all__ = [
 ]
 
 
+# From this number of queries on, `faiss.knn` uses matrix products at every width; below it may take 7 times as long.
+MANY_QUERIES = 1024
+
+
+class AutoSearch(Search):
+    """Searches exactly, with faiss where it is faster; the choice changes scores only by rounding.
+
+    On CPUs faiss is faster for one query and for many, over a float32 store, which it reads in place. `ExactSearch`
+    does the rest: a few queries, other dtypes, CUDA, and all searches without faiss (docs/results/costs.md).
+    """
+
+    def find(self, queries: Tensor, entries: Entries, topk: int, similarity: str) -> tuple[Tensor, Tensor]:
+        stored = entries.spans[0]
+        suited = len(queries) == 1 or len(queries) >= MANY_QUERIES
+        if suited and stored.dtype == torch.float32 and stored.device.type == "cpu" and find_spec("faiss"):
+            return FaissExact().find(queries, entries, topk, similarity)
+        return ExactSearch().find(queries, entries, topk, similarity)
+
+
 @cache
 def get_search(name: str) -> Search:
     """Build a search back end.
 
     Args:
-        name: `"exact"`; `"faiss"`, exact through faiss; `"auto"`, the faster of these two (see `AutoSearch`); or
+        name: `"exact"`; `"faiss"`, exact with faiss; `"auto"`, the faster of the two (see `AutoSearch`); or
             `"faiss:<index_factory string>"`, approximate.
 
     Raises:

@@ -1,24 +1,25 @@
-"""The interface of nearest-neighbor search: which stored entries lie nearest to each query."""
+"""The interface of nearest-neighbor search, and how well a search did."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from cacheformers.modeling.search.store import Entries
+from cacheformers.modeling.search.store import Entries
 
 SIMILARITIES = ("l2", "dot")
+TOLERANCE = 1e-6
+# Scores in float64 at a time, `[queries, entries]`.
+RECALL_SCORES = 1 << 22
 
 
 class Search(ABC):
-    """Finds, for each query, the nearest of one row's entries.
+    """Finds the nearest of one row's entries for each query.
 
-    A search holds no state of its own: what a back end keeps between calls lives in `entries.index`.
+    A search has no state: what a back end keeps between calls is in `entries.index`.
     """
 
     @torch.no_grad()
@@ -27,17 +28,17 @@ class Search(ABC):
 
         Args:
             queries: `[n, width]`.
-            entries: what to look through.
+            entries: one row's entries.
             topk: how many to find.
             similarity: `"l2"` or `"dot"`.
 
         Returns:
-            Scores `[n, topk]`, best first: the inner product q·e for `"dot"`, 2 q·e - |e|² for `"l2"`, which is minus
-            the squared distance but for the constant |q|². float32, or float64 if the queries are.
-            Hits `[n, topk]`, int64, counted from the oldest entry (0). Of entries with the same score the oldest comes
-            first; an exact search takes for the last places the oldest of those that only rounding tells apart
-            (`ties.py`). Where fewer entries are found, the hit is -1 and its score -inf; an exact search finds
-            `min(topk, entries.count)`, an approximate one may miss some.
+            Scores `[n, topk]`, best first: the inner product q·e for `"dot"`, and 2 q·e - |e|² for `"l2"`, which is the
+            negative squared distance plus the constant |q|². float32, or float64 if the queries are.
+            Hits `[n, topk]`, int64, counted from the oldest entry (0). Of entries with equal scores the oldest comes
+            first, and an exact search treats scores as equal that differ only by rounding (`exact.settle`). Where fewer
+            entries are found, the hit is -1 and its score -inf; an exact search finds `min(topk, entries.count)`, an
+            approximate one may find fewer.
         """
         if similarity not in SIMILARITIES:
             raise ValueError(f"similarity is {similarity!r}, it must be one of {', '.join(SIMILARITIES)}")
@@ -54,22 +55,22 @@ class Search(ABC):
         if found < topk:
             scores = F.pad(scores, (0, topk - found), value=-torch.inf)
             hits = F.pad(hits, (0, topk - found), value=-1)
-        # Written so that NaN, too, counts as not found.
+        # NaN counts as not found, too.
         missing = ~(scores > -torch.inf)
         return scores.masked_fill_(missing, -torch.inf), hits.masked_fill_(missing, -1)
 
     @abstractmethod
     def find(self, queries: Tensor, entries: Entries, topk: int, similarity: str) -> tuple[Tensor, Tensor]:
-        """What `__call__` does, with at least one query and `1 <= topk <= entries.count`."""
+        """Search as in `__call__`, with at least one query and `1 <= topk <= entries.count`."""
 
 
 def result_dtype(queries: Tensor) -> torch.dtype:
-    """In which precision scores are returned: float32 at least."""
+    """Return the precision of scores: float32, or float64 for float64 queries."""
     return torch.float64 if queries.dtype == torch.float64 else torch.float32
 
 
 def between(entries: Entries, start: int, stop: int) -> Tensor:
-    """Entries `start` to `stop` (counted from the oldest) as `[stop - start, width]`; a copy only across the seam."""
+    """Return entries `start` to `stop` (from the oldest), `[stop - start, width]`; a copy only across the seam."""
     parts, seen = [], 0
     for span in entries.spans:
         part = span[max(start - seen, 0) : max(stop - seen, 0)]
@@ -80,7 +81,42 @@ def between(entries: Entries, start: int, stop: int) -> Tensor:
 
 
 def ranked(scores: Tensor, hits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """The best `topk` of candidates `[n, candidates]`: by score, then oldest entry first."""
+    """Return the best `topk` of candidates `[n, candidates]`: by score, then oldest entry first."""
     hits, by_age = hits.sort(dim=1)
     scores, by_score = scores.gather(1, by_age).sort(dim=1, descending=True, stable=True)
     return scores[:, :topk], hits.gather(1, by_score)[:, :topk]
+
+
+@torch.no_grad()
+def recall(hits: Tensor, queries: Tensor, entries: Entries, topk: int, similarity: str) -> float:
+    """Return the share of the `topk` nearest entries that a search found, judged in float64.
+
+    A hit counts, once, if its squared distance is at most that of the k-th nearest entry + 1e-6 (|q|² + |e|²); for
+    `"dot"`, if its inner product is at least the k-th greatest - 1e-6 (|q|² + |e|²).
+
+    Args:
+        hits: `[n, topk]`, counted from the oldest entry; negative where nothing was found.
+        queries: `[n, width]`.
+        entries: the searched ones, or more exact ones (the float32 entries of a bfloat16 store).
+    """
+    if similarity not in SIMILARITIES:
+        raise ValueError(f"similarity is {similarity!r}, it must be one of {', '.join(SIMILARITIES)}")
+    count = entries.count
+    wanted = min(topk, count)
+    if not wanted or not len(queries):
+        return 1.0
+    stored = between(entries, 0, count).double()
+    lengths = stored.square().sum(1)
+    good = 0
+    rows = max(RECALL_SCORES // count, 1)
+    for part, found in zip(queries.double().split(rows), hits.split(rows), strict=True):
+        scores = part @ stored.T
+        if similarity == "l2":
+            scores = 2 * scores - lengths
+        last = scores.topk(wanted).values[:, -1:]
+        enough = scores >= last - TOLERANCE * (part.square().sum(1, keepdim=True) + lengths)
+        valid = (found >= 0) & (found < count)
+        seen = torch.zeros_like(enough, dtype=torch.int8)
+        seen.scatter_reduce_(1, found.clamp(0, count - 1), valid.to(torch.int8), "amax")
+        good += int((enough & seen.bool()).sum())
+    return good / (len(queries) * wanted)

@@ -1,20 +1,16 @@
-"""Exact search: matrix products in tiles with a running top-k."""
+"""Exact search: matrix products in tiles with a running top-k, and ties that rounding would decide."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cacheformers.modeling.search.base import Search, between, result_dtype
+from cacheformers.modeling.search.base import Search, between, ranked, result_dtype
 from cacheformers.modeling.search.nearest import Nearest, top_columns
-from cacheformers.modeling.search.ties import settle
-
-if TYPE_CHECKING:
-    from cacheformers.modeling.search.store import Entries
+from cacheformers.modeling.search.store import Entries
 
 # Limits of one tile's buffers; with their temporaries they stay below 64 MiB together.
 ENTRY_BYTES = 8 << 20
@@ -22,11 +18,10 @@ SCORE_BYTES = 17 << 20
 MAX_TILE = 16896
 # Matrix products of fewer queries are slower, and so are those of fewer entries.
 MAX_ROWS = 1024
-# So many queries share what the preparation of a tile costs.
+# Queries that share the preparation of a tile.
 GROUP = 4 * MAX_ROWS
-# Equal entries must get equal scores wherever they lie, or the oldest would not win a tie. Matrix products round the
-# same way in every column if all tiles have one shape without a remainder: a multiple of common kernels' widths
-# (24, 48, 128), and start at an aligned address.
+# Equal entries must get equal scores in every place, or the oldest would not win a tie. Matrix products round alike in
+# every column if all tiles have one shape, a multiple of common kernels' widths (24, 48, 128), and aligned addresses.
 TILE_UNIT = 384
 ALIGNMENT = 64
 # Products are summed in pieces of this many dimensions: one long float32 sum errs by more than the 1e-6 (|q|² + |e|²)
@@ -34,22 +29,31 @@ ALIGNMENT = 64
 # The product with a single vector is summed in several lanes anyway.
 DEPTH = {"l2": 64, "dot": 128}
 DEPTH_OF_ONE_QUERY = 256
-# So few scores are put together and sorted once.
+# Up to this many scores are collected and sorted once.
 FEW = 1 << 21
-# With so many queries it pays to copy each tile with the entries' lengths (`_distances`).
+# From this many queries on, it is faster to copy each tile with the entries' lengths (`_distances`).
 MANY_QUERIES = 64
 
 
+# Scores that differ by at most this share of |q|² + |e|² are equal: a model that reads the same text in other pieces
+# computes states that differ in their last bits. The tolerance of `recall`, 1e-6, is larger.
+EQUAL = {torch.float32: 2.0**-20, torch.float64: 2.0**-47}
+# The first search errs by about one such share, so it leaves differences of up to this many to the second one.
+DOUBTFUL = 4
+# Bytes of scores in float64 at a time, and half as many of entries.
+TIE_BYTES = 8 << 20
+
+
 class ExactSearch(Search):
-    """Looks at every entry; extra memory at most 64 MiB, however many queries and entries (see `tile_shape`)."""
+    """Compares every entry, with at most 64 MiB of extra memory for any number of queries and entries."""
 
     def find(self, queries: Tensor, entries: Entries, topk: int, similarity: str) -> tuple[Tensor, Tensor]:
-        # One more than asked for, to see whether the last place is tied.
+        # One more than requested, to see whether the last place is tied.
         scores, hits = self._best(queries, entries, min(topk + 1, entries.count), similarity)
         return settle(queries, entries, scores, hits, topk, similarity)
 
     def _best(self, queries: Tensor, entries: Entries, topk: int, similarity: str) -> tuple[Tensor, Tensor]:
-        """The best `topk` entries by rounded scores."""
+        """Return the best `topk` entries by rounded scores."""
         dtype = torch.float64 if _rounds_products(queries.device) else result_dtype(queries)
         rows, columns = tile_shape(len(queries), entries.count, queries.shape[1], topk, dtype)
         buffer = torch.empty(rows, columns, dtype=dtype, device=queries.device)
@@ -74,13 +78,13 @@ class ExactSearch(Search):
 
 
 def tile_shape(queries: int, entries: int, width: int, topk: int, dtype: torch.dtype) -> tuple[int, int]:
-    """How many queries and how many entries one tile has."""
-    # Blocks that are looked into take 128 bytes a hit, and as much again for the candidates in them.
+    """Return the number of queries and of entries of one tile."""
+    # Blocks with candidates take 128 bytes per hit, and the candidates in them as much again.
     most_rows = min(MAX_ROWS, SCORE_BYTES // (256 * topk), ENTRY_BYTES // (width * dtype.itemsize))
     rows = max(-(-queries // -(-queries // max(most_rows, 1))), 1)
     most = min(MAX_TILE, ENTRY_BYTES // (width * dtype.itemsize), SCORE_BYTES // (rows * dtype.itemsize)) // TILE_UNIT
     units = -(-entries // TILE_UNIT)
-    # The last tile is filled up: the size that wastes least.
+    # The last tile is filled up, so choose the size that wastes least.
     sizes = range(max(min(most, units), 1), max(min(most, units) // 2, 0), -1)
     return rows, min(sizes, key=lambda size: -(-units // size) * size) * TILE_UNIT
 
@@ -105,9 +109,9 @@ def _products(
 
 
 def _distances(parts: list[Tensor], entries: Entries, buffer: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """As `_products`, but scores are -|q - e|² and come of one matrix product.
+    """Yield as `_products`, but scores -|q - e|², each from one matrix product.
 
-    Beside every piece of the dimensions lie the squared lengths of queries and entries in it. So the sum of a near
+    Every piece of the dimensions also holds the squared lengths of queries and entries in it. So the sum of a near
     neighbor is close to zero after every piece, and rounds as little as sums of pieces do.
     """
     dim = parts[0].shape[1]
@@ -133,9 +137,10 @@ def _distances(parts: list[Tensor], entries: Entries, buffer: Tensor) -> Iterato
 
 
 def _lengths(entries: Entries, dtype: torch.dtype) -> Tensor:
-    """Squared lengths of the entries `[count]`: a decoding step would take as long for them as for its products.
+    """Return the squared lengths of the entries, `[count]`.
 
-    They are kept beside the store, by the entries' lifelong numbers, until another dtype or device asks.
+    A decoding step would take as long for them as for its products. So they are kept in `entries.index`, by the
+    entries' lifelong numbers, for one dtype and device.
     """
     first, end = entries.first, entries.first + entries.count
     start, known = entries.index.get("lengths", (first, None))
@@ -152,21 +157,21 @@ def _lengths(entries: Entries, dtype: torch.dtype) -> Tensor:
 
 
 def _parts(entries: Entries, start: int) -> Iterator[Tensor]:
-    """Entries from `start` on, so many at a time that a copy of them is small."""
+    """Yield the entries from `start` on, in parts small enough to copy."""
     size = max(ENTRY_BYTES // (8 * entries.spans[0].shape[1]), 1)
     for low in range(start, entries.count, size):
         yield between(entries, low, min(low + size, entries.count))
 
 
 def _squares(vectors: Tensor) -> Tensor:
-    """Squared lengths `[count, 1]`."""
+    """Return squared lengths `[count, 1]`."""
     return torch.linalg.vector_norm(vectors, dim=1, keepdim=True).square()
 
 
 def _tiles(entries: Entries, width: int, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (first entry, entries in it, tile `[width, d]`), oldest first; each tile is gone when the next one comes.
+    """Yield (first entry, entries in it, tile `[width, d]`), oldest first; the next tile may overwrite a tile.
 
-    float32 tiles are views where they can be. The rest of the last tile is zeros.
+    float32 tiles are views where possible. The last tile is filled up with zeros.
     """
     buffer = None
     for start in range(0, entries.count, width):
@@ -184,3 +189,61 @@ def _rounds_products(device: torch.device) -> bool:
     """Whether float32 matrix products are set to TF32 or bfloat16, which would lose near neighbors."""
     backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     return backend.matmul.fp32_precision not in ("ieee", "none")
+
+
+def settle(
+    queries: Tensor, entries: Entries, scores: Tensor, hits: Tensor, topk: int, similarity: str
+) -> tuple[Tensor, Tensor]:
+    """Give the last places to the oldest of equally near entries, independent of the first search's rounding.
+
+    Queries whose last hit is clearly nearer than the next entry keep their hits. For the others, search again with
+    scores in float64.
+
+    Args:
+        scores, hits: the best `topk + 1`, `[n, topk + 1]`; one column less where there are no more entries.
+
+    Returns:
+        Scores and hits `[n, topk]`.
+    """
+    if scores.shape[1] == topk:
+        return scores, hits
+    last = gathered(entries, hits[:, topk - 1].clamp(min=0)).to(scores.dtype)
+    size = queries.to(scores.dtype).square().sum(1) + last.square().sum(1)
+    doubtful = scores[:, topk - 1] - scores[:, topk] <= DOUBTFUL * EQUAL[result_dtype(queries)] * size
+    scores, hits = scores[:, :topk].clone(), hits[:, :topk].clone()
+    for rows in doubtful.nonzero()[:, 0].split(max(TIE_BYTES // (8 * entries.count), 1)):
+        better, oldest = _oldest_of_equal(queries[rows], entries, topk, similarity)
+        scores[rows], hits[rows] = better.to(scores.dtype), oldest
+    return scores, hits
+
+
+def _oldest_of_equal(queries: Tensor, entries: Entries, topk: int, similarity: str) -> tuple[Tensor, Tensor]:
+    """Return the entries that are clearly nearer than the k-th, and the oldest of those as near as it."""
+    exact = queries.double()
+    scores, size = exact.new_empty(len(exact), entries.count), exact.new_empty(len(exact), entries.count)
+    step = max(TIE_BYTES // (16 * exact.shape[1]), 1)
+    for start in range(0, entries.count, step):
+        part = between(entries, start, min(start + step, entries.count)).double()
+        scores[:, start : start + step] = exact @ part.T
+        size[:, start : start + step] = torch.linalg.vector_norm(part, dim=1).square()
+    if similarity == "l2":
+        scores.mul_(2).sub_(size)
+    last = scores.topk(topk).values[:, -1:]
+    size.add_(exact.square().sum(1, keepdim=True)).mul_(EQUAL[result_dtype(queries)])
+    scores = torch.where((scores - last).abs_() <= size, last, scores)
+    del size  # the search for the oldest needs room
+    hits = top_columns(scores, topk)[1]
+    # Entry by entry: in a matrix product equal entries can get scores that differ in the last bit.
+    vectors = gathered(entries, hits.flatten()).double().unflatten(0, hits.shape)
+    scores = (vectors * exact[:, None]).sum(2)
+    return ranked(scores if similarity == "dot" else 2 * scores - vectors.square().sum(2), hits, topk)
+
+
+def gathered(entries: Entries, numbers: Tensor) -> Tensor:
+    """Return entries `[count, width]` by their numbers, counted from the oldest."""
+    first, *rest = [span for span in entries.spans if len(span)]
+    later = numbers >= len(first)
+    found = first[numbers.masked_fill(later, 0)]
+    for second in rest:
+        found[later] = second[numbers[later] - len(first)]
+    return found

@@ -1,4 +1,4 @@
-"""Search through faiss: exact on each span, or any of its indexes for very large stores."""
+"""Search with faiss: exact on each span, or with any of its indexes for very large stores."""
 
 from __future__ import annotations
 
@@ -7,27 +7,24 @@ import importlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cacheformers.modeling.search.base import Search, between, ranked, result_dtype
-from cacheformers.modeling.search.exact import ExactSearch
-from cacheformers.modeling.search.ties import settle
+from cacheformers.modeling.search.exact import ExactSearch, settle
+from cacheformers.modeling.search.store import Entries
 
-if TYPE_CHECKING:
-    from cacheformers.modeling.search.store import Entries
-
-# What is converted to float32 at a time where the store has another type.
+# Bytes converted to float32 at a time if the store has another type.
 BLOCK_BYTES = 32 << 20
-# faiss asks for this many training points a centroid.
+# faiss wants this many training points per centroid.
 POINTS_PER_CENTROID = 39
-# How many lists of an inverted file are searched: half the root of their number, but at least so many.
+# Half the root of the number of an inverted file's lists are searched, but at least this many.
 MIN_LISTS = 8
-# How many nodes of a graph index are kept while it is walked; faiss's own default of 16 loses a tenth of the hits.
+# Nodes kept while a graph index is searched; faiss's default of 16 loses a tenth of the hits.
 GRAPH_CANDIDATES = 128
-# Widths at which a factory string is tried: together they are divisible by all usual numbers of sub-quantizers.
+# Widths for which a factory string is tried: each usual number of sub-quantizers divides one of them.
 TRIAL_WIDTHS = (3840, 7168, 9216)
 
 
@@ -46,7 +43,7 @@ class FaissExact(Search):
         scores, hits = rows.new_empty(len(rows), 0), rows.new_empty(len(rows), 0, dtype=torch.int64)
         start = 0
         for block in _blocks(entries):
-            # One more than asked for, to see whether the last place is tied.
+            # One more than requested, to see whether the last place is tied.
             values, found = _nearest(rows, block, min(topk + 1, len(block)), metric)
             values = _scores(values, rows, similarity)
             scores, hits = ranked(torch.cat([scores, values], 1), torch.cat([hits, found + start], 1), topk + 1)
@@ -73,9 +70,9 @@ class _Index:
 class FaissIndex(Search):
     """Approximate search with the index that a `faiss.index_factory` string names, on the host.
 
-    The index lives in `entries.index` and follows the store: before a search new entries are added and entries older
-    than `entries.first` leave, in the index or, until they are as many as the living, by a filter. It is trained on
-    the first entries; until there are enough of them the search is exact.
+    The index is kept in `entries.index` and follows the store: before a search new entries are added. Entries older
+    than `entries.first` are filtered out, and removed when they are as many as the others. The index is trained on the
+    first entries; until there are enough of them the search is exact.
 
     Args:
         factory: such as `"IVF4096,Flat"`, `"HNSW32"` or `"OPQ64,PQ64"`.
@@ -97,7 +94,7 @@ class FaissIndex(Search):
             raise ValueError(f"the index {factory!r} cannot follow a store that grows and forgets: try 'HNSW32'")
 
     def find(self, queries: Tensor, entries: Entries, topk: int, similarity: str) -> tuple[Tensor, Tensor]:
-        kept = self._synchronised(entries, queries.shape[1], similarity)
+        kept = self._synchronized(entries, queries.shape[1], similarity)
         if kept is None:
             return ExactSearch().find(queries, entries, topk, similarity)
         faiss = load_faiss()
@@ -114,8 +111,8 @@ class FaissIndex(Search):
         scores, hits = ranked(scores.masked_fill(lost, -torch.inf), (numbers - first).masked_fill(lost, -1), topk)
         return scores.to(queries.device, result_dtype(queries)), hits.to(queries.device)
 
-    def _synchronised(self, entries: Entries, width: int, similarity: str) -> _Index | None:
-        """The index, holding every entry; None while there are too few to train it."""
+    def _synchronized(self, entries: Entries, width: int, similarity: str) -> _Index | None:
+        """Return the index with every entry in it; None while there are too few to train it."""
         first, end = entries.first, entries.first + entries.count
         name = f"{self.factory} {similarity}"
         kept: _Index | None = entries.index.get(name)
@@ -124,7 +121,7 @@ class FaissIndex(Search):
             if kept is None:
                 return None
             entries.index[name] = kept
-        # A view of the past may want what has left, or be blind to what came later.
+        # A view of the past may need removed entries, or must not see later ones.
         if first < kept.first or first >= kept.end or (end < kept.end and not kept.filters):
             _empty(kept, first)
         dead = first - kept.first
@@ -153,7 +150,7 @@ class FaissIndex(Search):
 
 
 def load_faiss() -> Any:
-    """Import faiss, which is an extra of this package."""
+    """Import faiss, an optional dependency."""
     try:
         return importlib.import_module("faiss")
     except ImportError as error:
@@ -165,13 +162,13 @@ def load_faiss() -> Any:
 @functools.cache
 def _gpu_resources(device: int) -> Any:
     resources = load_faiss().StandardGpuResources()
-    # By itself faiss reserves 1.5 GiB.
+    # By default faiss reserves 1.5 GiB.
     resources.setTempMemory(64 << 20)
     return resources
 
 
 def _nearest(queries: Tensor, block: Tensor, topk: int, metric: int) -> tuple[Tensor, Tensor]:
-    """faiss's values and ids `[n, topk]` of float32 entries `[count, width]`."""
+    """Return faiss's values and ids `[n, topk]` of float32 entries `[count, width]`."""
     faiss = load_faiss()
     if not queries.is_cuda:
         values, ids = faiss.knn(queries.numpy(), block.numpy(), topk, metric)
@@ -185,7 +182,7 @@ def _nearest(queries: Tensor, block: Tensor, topk: int, metric: int) -> tuple[Te
 
 
 def _blocks(entries: Entries, start: int = 0) -> Iterator[Tensor]:
-    """Entries from `start` on as float32 `[count, width]`, oldest first; float32 spans come whole and in place."""
+    """Yield entries from `start` on as float32 `[count, width]`, oldest first; float32 spans whole and uncopied."""
     for span in entries.spans:
         rest, start = span[start:], max(start - len(span), 0)
         if len(rest):
@@ -200,18 +197,18 @@ def _metric(similarity: str) -> int:
 
 
 def _scores(values: Tensor, queries: Tensor, similarity: str) -> Tensor:
-    """Scores as `Search` defines them from what faiss returns, `[n, k]`."""
+    """Turn values of faiss `[n, k]` into scores as `Search` defines them."""
     return queries.square().sum(1, keepdim=True) - values if similarity == "l2" else values
 
 
 def _inner(faiss: Any, index: Any) -> Any:
-    """The index behind transformations of the vectors."""
+    """Return the index inside transformations of the vectors."""
     index = faiss.downcast_index(index)
     return _inner(faiss, index.index) if isinstance(index, faiss.IndexPreTransform) else index
 
 
 def _centroids(faiss: Any, index: Any) -> list[int]:
-    """Sizes of the codebooks that an index learns."""
+    """Return the sizes of the codebooks that an index learns."""
     index = faiss.downcast_index(index)
     sizes = [1]
     if isinstance(index, faiss.IndexPreTransform):
@@ -228,7 +225,7 @@ def _centroids(faiss: Any, index: Any) -> list[int]:
 
 
 def _parameters(faiss: Any, index: Any, selector: Any) -> Any:
-    """Search parameters for an index of any kind, restricted to the ids that the selector knows."""
+    """Return search parameters for an index of any kind, restricted to the selector's ids."""
     index = faiss.downcast_index(index)
     if isinstance(index, faiss.IndexPreTransform):
         return faiss.SearchParametersPreTransform(index_params=_parameters(faiss, index.index, selector))
@@ -259,7 +256,7 @@ def _drop(kept: _Index, first: int) -> None:
     try:
         kept.faiss.remove_ids(faiss.IDSelectorRange(kept.first - kept.base, first - kept.base))
     except RuntimeError:
-        # Graphs cannot remove: begin anew.
+        # Graphs cannot remove entries: begin again.
         _empty(kept, first)
         return
     kept.base = kept.base if kept.numbered else first
@@ -267,7 +264,7 @@ def _drop(kept: _Index, first: int) -> None:
 
 
 def _empty(kept: _Index, first: int) -> None:
-    """Remove all entries; what was learned in training stays."""
+    """Remove all entries, but keep what was learned in training."""
     kept.faiss.reset()
     kept.base = 0 if kept.numbered else first
     kept.first = kept.end = first

@@ -1,23 +1,23 @@
-"""The best of scores that come tile by tile: only blocks of columns whose maximum can still win are looked into."""
+"""The best of scores that come tile by tile, searching only blocks of columns whose maximum can still win."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# Columns whose maximum is taken first. Reductions over fewer than 32 are slow on CPUs.
+# Columns of a block. Reductions over fewer than 32 are slow on CPUs.
 BLOCK = 32
-# Tiles of fewer scores are sorted as they are: the steps of the search by blocks would take longer.
+# Tiles of fewer scores are sorted as a whole: searching by blocks would take longer.
 FEW = 1 << 17
-# Candidates that are collected, beyond the `topk` best, before they are sorted.
+# Candidates beyond the `topk` best that are collected before sorting.
 SPARE = 64
 
 
 class Nearest:
     """The best `topk` scores of each of `rows` queries, and the entries they belong to.
 
-    Tiles must come oldest entry first. What is not greater than `topk` older scores (`floor`) cannot be among the best;
-    candidates above it are collected in age order, and sorted when there is no more room.
+    Tiles must come oldest entry first. A score that is not greater than `topk` older ones (`floor`) cannot be among the
+    best; candidates above it are collected in order of age, and sorted when there is no more room.
     """
 
     def __init__(self, rows: int, topk: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -28,24 +28,24 @@ class Nearest:
         self.floor = torch.full((rows, 1), -torch.inf, dtype=dtype, device=device)
 
     def add(self, scores: Tensor, start: int) -> None:
-        """Take in contiguous `scores` `[rows, columns]` of the entries from `start` on; whole blocks of columns."""
+        """Add contiguous `scores` `[rows, columns]` of the entries from `start` on, in whole blocks of columns."""
         blocks = scores.unflatten(1, (-1, BLOCK))
         if scores.numel() < FEW or blocks.shape[1] <= self.topk:
             self._put_best(scores, start, torch.arange(len(scores), device=scores.device))
             return
         maxima, floor = blocks.amax(2), self.floor
-        # Written so that a block with NaN, too, is looked into.
+        # A block with NaN is searched, too.
         row, block = (~(maxima <= floor)).nonzero().unbind(1)
         if len(row) > self.topk * len(scores):
             best = maxima.topk(self.topk + 1).values
             last = best[:, self.topk - 1 : self.topk]
-            # Which of several blocks with this maximum hold the oldest entries does not show.
+            # Of several blocks with this maximum, it is unknown which hold the oldest entries.
             tied = (best[:, self.topk :] == last) & (last > floor)
             self._put_best(scores, start, tied.nonzero()[:, 0])
             self.floor = torch.maximum(floor, last)
             floor = torch.maximum(floor, last.nextafter(last.new_tensor(-torch.inf))).masked_fill(tied, torch.inf)
             row, block = (~(maxima <= floor)).nonzero().unbind(1)
-        found = blocks.flatten(0, 1).index_select(0, row * blocks.shape[1] + block)  # [blocks to look into, BLOCK]
+        found = blocks.flatten(0, 1).index_select(0, row * blocks.shape[1] + block)  # [blocks to search, BLOCK]
         pair, place = (found > floor[row]).nonzero().unbind(1)
         counts = torch.bincount(row[pair], minlength=len(scores))
         if int(counts.max()) > self.spare:
@@ -56,12 +56,12 @@ class Nearest:
         self._put(counts, row[pair], found[pair, place], block[pair] * BLOCK + place + start)
 
     def best(self) -> tuple[Tensor, Tensor]:
-        """Scores and entries `[rows, topk]`, best first, of equal ones the oldest first; -inf where there are fewer."""
+        """Return scores and entries `[rows, topk]`: best first, of equals the oldest first; -inf if there are fewer."""
         self._sort()
         return self.scores[:, : self.topk], self.hits[:, : self.topk]
 
     def _put_best(self, scores: Tensor, start: int, rows: Tensor) -> None:
-        """Make the best of some `rows` of `scores` candidates, whatever they are."""
+        """Add the best of some `rows` of `scores` as candidates, even below the floor."""
         for some in rows.split(max(len(scores) // 4, 1)) if len(rows) < len(scores) else [rows]:
             part = scores if len(some) == len(scores) else scores[some]
             values, columns = top_columns(part, self.topk)
@@ -71,7 +71,7 @@ class Nearest:
             self._put(counts, row, values.gather(1, by_age).flatten(), columns.flatten() + start)
 
     def _put(self, counts: Tensor, row: Tensor, values: Tensor, hits: Tensor) -> None:
-        """Add candidates: `counts` `[rows]` of each row; the others `[candidates]`, by row, then oldest first."""
+        """Add candidates: their number in each row, `counts` `[rows]`; the others `[candidates]`, by row, then age."""
         width = self.scores.shape[1]
         if int((self.used + counts).max()) > width:
             self._sort()
@@ -91,7 +91,7 @@ class Nearest:
 
 
 def top_columns(scores: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """The best `topk` columns of each row of `scores` `[rows, width]`: by score, then leftmost first."""
+    """Return the best `topk` columns of each row of `scores` `[rows, width]`: by score, then leftmost first."""
     topk = min(topk, scores.shape[1])
     values, columns = scores.topk(min(topk + 1, scores.shape[1]))
     tied = ((values[:, 1:] == values[:, :-1]) & (values[:, 1:] > -torch.inf)).any(1).nonzero()[:, 0]
@@ -102,7 +102,7 @@ def top_columns(scores: Tensor, topk: int) -> tuple[Tensor, Tensor]:
 
 
 def _leftmost(scores: Tensor, values: Tensor, columns: Tensor) -> Tensor:
-    """Put `columns` `[rows, k]` of the best `values` in order where some are equal; topk takes any of equal scores."""
+    """Choose and order `columns` `[rows, k]` of the best `values` where some are equal; topk takes any of these."""
     width, topk = scores.shape[1], columns.shape[1]
     last = values[:, -1:]
     place = torch.arange(width, dtype=torch.int32, device=scores.device)

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 @dataclass
 class Entries:
-    """What a search looks through: one row's entries, oldest first.
+    """One row's entries, oldest first.
 
     Attributes:
-        spans: one or two tensors `[count_i, width]`; together, in this order, they are the entries from the oldest to
-            the newest. Two where the ring's seam lies between them.
-        first: lifelong number of the oldest entry (how many were dropped before it since the last reset).
-        index: scratch of the row's store where an approximate back end keeps its index between calls.
+        spans: one or two tensors `[count_i, width]`, which in this order are all entries. They are two if the ring's
+            seam is between them.
+        first: lifelong number of the oldest entry (the number of entries dropped since the last reset).
+        index: scratch of the row's store, where back ends keep what they need between calls.
     """
 
     spans: tuple[Tensor, ...]
@@ -31,7 +32,7 @@ class Entries:
         return sum(len(span) for span in self.spans)
 
     def oldest(self, count: int) -> Entries:
-        """The oldest `count` of them."""
+        """Return the oldest `count` entries."""
         spans, left = [], max(count, 0)
         for span in self.spans:
             spans.append(span[:left])
@@ -40,17 +41,16 @@ class Entries:
 
 
 class Ring:
-    """First-in-first-out store of at most `capacity` entries a row (Neurocache, section 3.1).
+    """First-in-first-out store of at most `capacity` entries per row (Neurocache, section 3.1).
 
-    Rows of the batch share a physical row until one of them writes (`owner`), so that beams cost nothing. Memory is
-    allocated geometrically up to the capacity. Writing happens in place, except while an autograd graph may still
-    read the tensors: then they are copied first.
+    Batch rows share a physical row until one of them writes (`owner`), so that beams cost nothing. Allocated memory
+    doubles up to the capacity. Writes are in place, except while an autograd graph may still read the tensors: then
+    they are copied first.
 
     Args:
         rows: number of batch rows.
-        capacity: most entries a row keeps; 0 keeps none.
         width: size of an entry.
-        value_width: size of the second tensor kept beside each entry (training re-encodes from it), None for none.
+        value_width: size of the second tensor stored with each entry (training encodes it again), None for none.
         dtype, device: of both tensors.
     """
 
@@ -80,18 +80,18 @@ class Ring:
         return self.keys.nbytes + (0 if self.values is None else self.values.nbytes)
 
     def count(self, row: int) -> int:
-        """Number of entries that batch row `row` holds."""
+        """Return the number of entries of a batch row."""
         return min(self.written[self.owner[row]], self.capacity)
 
     def view(self) -> Ring:
-        """A frozen look at the store: later writes to `self` do not change it while gradients are being recorded."""
+        """Return a view of the store that later writes to `self` do not change while gradients are recorded."""
         view = copy.copy(self)
         view.written, view.owner, view.index = list(self.written), list(self.owner), list(self.index)
         self._read_by_graph = self._read_by_graph or torch.is_grad_enabled()
         return view
 
     def entries(self, row: int) -> Entries:
-        """The entries of one batch row, oldest first."""
+        """Return the entries of one batch row."""
         physical = self.owner[row]
         keys, written = self.keys[physical], self.written[physical]
         if written <= self.capacity:
@@ -101,7 +101,7 @@ class Ring:
         return Entries(spans, written - self.capacity, self.index[physical])
 
     def slots(self, hits: Tensor) -> Tensor:
-        """Where entries lie in `keys.flatten(0, 1)`: `hits` `[rows, ...]` counts from each row's oldest entry."""
+        """Return where hits `[rows, ...]`, counted from each row's oldest entry, are in `keys.flatten(0, 1)`."""
         written = torch.tensor([self.written[physical] for physical in self.owner])
         seam = torch.where(written > self.capacity, written % max(self.capacity, 1), 0)
         allocated = self.keys.shape[1]
@@ -110,7 +110,7 @@ class Ring:
         return start + (hits.clamp(min=0) + seam.view(shape).to(hits.device)) % max(allocated, 1)
 
     def append(self, row: int, keys: Tensor, values: Tensor | None = None) -> None:
-        """Write entries `[time, width]` (and values `[time, value_width]`) of one batch row; the oldest make room."""
+        """Write entries `[time, width]` (and values `[time, value_width]`) of one batch row over its oldest ones."""
         if (values is None) != (self.values is None):
             raise ValueError("pass values if, and only if, this store keeps values beside its entries")
         length = len(keys)
@@ -118,10 +118,7 @@ class Ring:
             return
         physical = self._own(row)
         self._grow(min(self.written[physical] + length, self.capacity))
-        if self._read_by_graph or self.keys.is_inference():
-            self.keys = self.keys.clone()
-            self.values = None if self.values is None else self.values.clone()
-            self._read_by_graph = False
+        self._make_writable()
         skipped = max(length - self.capacity, 0)
         start = (self.written[physical] + skipped) % self.capacity
         head = min(length - skipped, self.capacity - start)
@@ -134,26 +131,21 @@ class Ring:
         self.written[physical] += length
 
     def _own(self, row: int) -> int:
-        """Give a batch row a physical row of its own if it shares one."""
+        """Give a batch row that shares its physical row a copy of it, and return the row's number."""
         physical = self.owner[row]
         if self.owner.count(physical) == 1:
             return physical
         unused = sorted(set(range(len(self.written))) - set(self.owner))
         if unused:
             fresh = unused[0]
-            if self._read_by_graph:
-                self.keys = self.keys.clone()
-                self.values = None if self.values is None else self.values.clone()
-                self._read_by_graph = False
+            self._make_writable()
             self.keys[fresh] = self.keys[physical]
             if self.values is not None:
                 self.values[fresh] = self.values[physical]
             self.written[fresh], self.index[fresh] = self.written[physical], {}
         else:
             fresh = len(self.written)
-            self.keys = torch.cat([self.keys, self.keys[physical : physical + 1]])
-            if self.values is not None:
-                self.values = torch.cat([self.values, self.values[physical : physical + 1]])
+            self._replace(lambda store: torch.cat([store, store[physical : physical + 1]]))
             self.written.append(self.written[physical])
             self.index.append({})
         self.owner[row] = fresh
@@ -164,10 +156,16 @@ class Ring:
         if needed <= allocated:
             return
         extra = min(max(2 * allocated, needed), self.capacity) - allocated
-        self.keys = torch.cat([self.keys, self.keys.new_zeros(len(self.keys), extra, self.keys.shape[2])], 1)
-        if self.values is not None:
-            padding = self.values.new_zeros(len(self.values), extra, self.values.shape[2])
-            self.values = torch.cat([self.values, padding], 1)
+        self._replace(lambda store: F.pad(store, (0, 0, 0, extra)))
+
+    def _make_writable(self) -> None:
+        if self._read_by_graph or self.keys.is_inference():
+            self._replace(torch.clone)
+
+    def _replace(self, make: Callable[[Tensor], Tensor]) -> None:
+        """Replace both tensors by new ones, which no graph reads."""
+        self.keys = make(self.keys)
+        self.values = None if self.values is None else make(self.values)
         self._read_by_graph = False
 
     def reset(self, rows: Sequence[int]) -> None:
@@ -184,36 +182,29 @@ class Ring:
         used = sorted(set(self.owner))
         if len(used) < len(self.written) and len(self.owner) <= len(used):
             keep = torch.tensor(used, dtype=torch.long, device=self.keys.device)
-            self.keys = self.keys[keep]
-            self.values = None if self.values is None else self.values[keep]
+            self._replace(lambda store: store[keep])
             self.written, self.index = [self.written[i] for i in used], [self.index[i] for i in used]
             self.owner = [used.index(physical) for physical in self.owner]
 
     def clone(self) -> Ring:
-        """An independent copy (the indexes of approximate back ends are built anew)."""
+        """Return an independent copy, without the indexes of back ends."""
         twin = copy.copy(self)
-        twin.keys = self.keys.clone()
-        twin.values = None if self.values is None else self.values.clone()
+        twin._replace(torch.clone)
         twin.written, twin.owner, twin.index = list(self.written), list(self.owner), [{} for _ in self.index]
-        twin._read_by_graph = False
         return twin
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything but the indexes of approximate back ends, which are built anew."""
+        """Return all tensors; the indexes of back ends are built again."""
         held = {"keys": self.keys, "written": torch.tensor(self.written), "owner": torch.tensor(self.owner)}
         return held if self.values is None else {**held, "values": self.values}
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what the `state_dict` of a ring with the same arguments returned.
-
-        Raises:
-            ValueError: tensors of other sizes or precision, or values on one side only.
-        """
+        """Take over the `state_dict` of a ring with the same arguments; raise ValueError for one with others."""
         for name, own in (("keys", self.keys), ("values", self.values)):
             saved = tensors.get(name)
             if (own is None) != (saved is None):
                 raise ValueError(
-                    f"Of two stores only one keeps {name}: saved {saved is not None}, here {own is not None}."
+                    f"Only one of two stores holds {name}: saved {saved is not None}, here {own is not None}."
                 )
             if own is None or saved is None:
                 continue

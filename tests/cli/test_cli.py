@@ -22,7 +22,7 @@ import cacheformers
 from cacheformers.cli.ask import counts, draw, gone_bins
 from cacheformers.cli.main import ELSEWHERE, dashed, main, make_parser
 from cacheformers.modeling.files.index import read_index
-from cacheformers.modeling.tracing import Trace
+from cacheformers.modeling.reading import Trace
 
 WORDS = 120
 ROOT = Path(__file__).resolve().parents[2]

@@ -47,7 +47,8 @@ from cacheformers.evaluation.run import (
     scores,
     token_classes,
 )
-from cacheformers.modeling.attach import active_options, find_decoder, unwrap
+from cacheformers.modeling.architectures import find_decoder, unwrap
+from cacheformers.modeling.segments import active_options
 
 N = 16  # tokens a segment, as in conftest
 
@@ -355,7 +356,7 @@ def test_only_the_same_tokens_are_divided():
 
 def test_lora_alone_is_evaluated(make_base, config_factory, opener):
     base = make_base("llama_gqa")
-    memory = config_factory(cache_size=4000).resolve(cacheformers.modeling.attach.base_shape(base.config))
+    memory = config_factory(cache_size=4000).resolve(cacheformers.modeling.architectures.base_shape(base.config))
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["up_proj"], task_type="CAUSAL_LM"))
     opener(model)
     chosen = documents(100, 45)

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import cacheformers
 from cacheformers.evaluation.held_out import HeldOut
 from cacheformers.evaluation.model import EvalOptions, evaluate_model
-from cacheformers.modeling.attach import base_shape
+from cacheformers.modeling.architectures import base_shape
 from cacheformers.training.processes import shard
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import cacheformers
-from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
+from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "golden" / "neurocache"
 PARTS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o"}

@@ -7,7 +7,7 @@ import torch
 from peft import get_peft_model
 
 import cacheformers
-from cacheformers.modeling.attach import base_shape
+from cacheformers.modeling.architectures import base_shape
 from cacheformers.modeling.settings import LocalWindowSettings
 
 

@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import cacheformers
 from cacheformers.adapters.export import to_model
-from cacheformers.modeling.attach import unwrap
+from cacheformers.modeling.architectures import unwrap
 
 BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "qwen3", "stories260k"]
 NEW = 20

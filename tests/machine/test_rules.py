@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import cacheformers
-from cacheformers.modeling.attach import (
+from cacheformers.modeling.architectures import (
     ARCHITECTURES,
     Architecture,
     architecture,

@@ -15,7 +15,7 @@ from cacheformers.hub.card import refresh_card
 from cacheformers.methods.cacheformer.cacheformer import CacheFormerParts, Projected
 from cacheformers.methods.cacheformer.memory import CacheFormerOnBaseOptions, attend, make_layer_parts
 from cacheformers.methods.cacheformer.naive import naive
-from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
+from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
 from cacheformers.modeling.rotary import rotation
 
 DEVICES = {0: torch.device("cpu")}

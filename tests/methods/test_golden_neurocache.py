@@ -8,7 +8,7 @@ from golden import Fixture, Seen, adapted, cases, load, trained, watch
 from torch import Tensor
 
 import cacheformers
-from cacheformers.modeling.attach import unwrap
+from cacheformers.modeling.architectures import unwrap
 
 # Of the greatest recorded entry (3 to 4.4). Recorded entries and ours are both 3e-6 from float64's, which way depends
 # on the processor: between two of them 2.2e-6 was seen.

@@ -20,9 +20,9 @@ from cacheformers.methods.memorizing import (
     mix,
     naive,
 )
-from cacheformers.modeling.attach import add_hooks, attention_modules, base_shape, find_decoder, new_memory
-from cacheformers.modeling.attending import AttentionInputs, unrotated
-from cacheformers.modeling.attention import keep_inputs, restore_attention, route_attention
+from cacheformers.modeling.architectures import attention_modules, base_shape, find_decoder
+from cacheformers.modeling.attention import AttentionInputs, keep_inputs, restore_attention, route_attention, unrotated
+from cacheformers.modeling.segments import add_hooks, new_memory
 
 EXACT = 1e-9
 BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "qwen3", "qwen2", "gemma", "phi", "gpt_neox"]

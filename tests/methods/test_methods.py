@@ -10,7 +10,7 @@ from peft import PeftModel, get_peft_model
 
 import cacheformers
 from cacheformers.methods import infini_attention
-from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
+from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
 from cacheformers.training.optim import Rates, parameter_groups
 
 

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import cacheformers
-from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
+from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
 
 BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "gpt_neox"]
 

@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import cacheformers
-from cacheformers.modeling.attach import architecture, base_shape
+from cacheformers.modeling.architectures import architecture, base_shape
 from cacheformers.modeling.method import method_named
 from cacheformers.training.estimate import LIBRARY_BYTES, Estimate, Work, estimate, on_device, rehearse
 from cacheformers.training.tracker import Tracker

@@ -17,7 +17,7 @@ from cacheformers.common.documents import DataOptions, open_documents
 from cacheformers.common.loss import IGNORED, token_losses
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.methods.neurocache.neurocache import TEMPERATURE, retrieval_loss
-from cacheformers.modeling.attach import find_decoder
+from cacheformers.modeling.architectures import find_decoder
 from cacheformers.modeling.memory import Gold
 from cacheformers.modeling.search.store import Ring
 from cacheformers.training.distillation import distilled, taught

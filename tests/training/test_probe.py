@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import cacheformers
-from cacheformers.modeling.attach import attention_modules, find_decoder, unwrap
+from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
 from cacheformers.modeling.cache import MemoryCache
 
 pytestmark = pytest.mark.slow

@@ -1,0 +1,323 @@
+"""How a memory is put on a pretrained decoder, and the hooks that cut its input into segments.
+
+A memory is a child named `memory` of an attention module. One pair of hooks on the decoder turns any forward into a
+sequence of pieces in which no segment closes:
+
+    before:  close full segments -> run all pieces but the last -> hand the last one's inputs to the decoder
+    after:   store what the layers left behind -> join the hidden states of the pieces
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+
+from cacheformers.modeling.architectures import architecture, attention_modules, find_decoder, layer_devices, unwrap
+from cacheformers.modeling.attention import former_attention, keep_inputs
+from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.inputs import check_arguments, check_positions, real_tokens, watch_training
+from cacheformers.modeling.memory import SegmentCall
+from cacheformers.modeling.method import MethodOnLayer
+from cacheformers.modeling.origin import identify
+from cacheformers.modeling.rotary import rotation
+
+
+def active_memories(decoder: nn.Module) -> list[MethodOnLayer]:
+    """Return the memories of the active adapter, lowest layer first."""
+    memories = [getattr(attention, "memory", None) for attention in attention_modules(decoder)]
+    return [memory for memory in memories if memory is not None and memory.options is not None]
+
+
+def active_options(decoder: nn.Module) -> Any:
+    """Return the options of the active memory adapter, if any; raise ValueError if its file was incomplete."""
+    memories = active_memories(decoder)
+    for memory in memories:
+        memory.check_loaded()
+    return memories[0].options if memories else None
+
+
+def required_options(decoder: nn.Module) -> Any:
+    """Return the options of the active memory adapter; raise ValueError if there is none."""
+    options = active_options(decoder)
+    if options is None:
+        raise ValueError("No memory adapter is active on this model: enable it, or set it with set_adapter().")
+    return options
+
+
+def new_memory(model: nn.Module, batch_size: int, cache_size: int | None = None) -> MemoryCache:
+    """Create an empty memory for a batch of documents.
+
+    Args:
+        model: a model with an active memory adapter.
+        cache_size: entries per row, instead of the configured number; 0 remembers nothing.
+
+    Raises:
+        ValueError: no memory adapter is active on the model.
+    """
+    decoder = find_decoder(unwrap(model))
+    options = required_options(decoder)
+    devices = layer_devices(decoder, options.layers)
+    dtype = next(decoder.layers.parameters()).dtype  # type: ignore[union-attr]
+    dtype = dtype if dtype.is_floating_point else torch.float32
+    state = options.new_state(batch_size, devices, dtype, decoder.training, cache_size)
+    memory = MemoryCache(state, options.window, batch_size, options.signature)
+    memory.options = options
+    if not decoder.training:  # training changes the adapter while the memory is in use
+        memory.fingerprint = active_memories(decoder)[0].fingerprint
+    return memory
+
+
+def identity(decoder: nn.Module) -> dict[str, str]:
+    """Return hashes of the base model and its active adapter."""
+    return identify(decoder, getattr(active_memories(decoder)[0], "active_adapters", ()))
+
+
+def put_memory(attention: nn.Module, memory: MethodOnLayer) -> None:
+    """Put a memory on an attention module, with the hooks that it needs (`memory.handles`)."""
+    attention.memory = memory  # type: ignore[assignment]
+    memory.handles = []
+    if memory.method.branch is not None:
+        memory.handles.append(attention.register_forward_hook(add_branch, with_kwargs=True))
+    if memory.method.attend is not None:
+        memory.handles.append(attention.register_forward_pre_hook(keep_inputs, with_kwargs=True))
+
+
+def add_hooks(model: nn.Module) -> list[Any]:
+    """Register the hooks that cut, stage and join, and return their handles."""
+    decoder = find_decoder(model)
+    handles = [
+        decoder.register_forward_pre_hook(before_decoder, with_kwargs=True),
+        decoder.register_forward_hook(after_decoder, with_kwargs=True),
+    ]
+    if model is not decoder:
+        handles.append(model.register_forward_pre_hook(before_model, with_kwargs=True))
+    for attention in attention_modules(decoder):
+        handles.append(attention.register_forward_pre_hook(before_attention, with_kwargs=True))
+    return handles
+
+
+def before_model(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Pre-hook of the whole model: tell the decoder how many of the last hidden states to keep."""
+    keep = kwargs.get("logits_to_keep")
+    if isinstance(keep, int) and keep > 0 and active_options(find_decoder(model)) is not None:
+        return args, {**kwargs, "memory_keep": keep}
+    return None
+
+
+def before_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Pre-hook of the decoder: check the arguments, run every piece but the last, and prepare the last."""
+    given = kwargs.get("memory_state")
+    if isinstance(given, SegmentCall):
+        return None
+    if args:
+        kwargs = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
+    keep = kwargs.pop("memory_keep", None)
+    cache = kwargs.get("past_key_values")
+    options = active_options(decoder)
+    if options is None:
+        if given is not None or isinstance(cache, MemoryCache):
+            raise ValueError("A memory was passed, but no memory adapter is active on this model.")
+        return None
+    check_arguments(decoder, options, kwargs, keep)
+    ids = kwargs["input_ids"]
+    passed = given if given is not None else cache
+    memory = passed if isinstance(passed, MemoryCache) else as_memory(decoder, passed, ids.shape[0])
+    match_rows(decoder, memory, ids.shape[0], options)
+    real = real_tokens(kwargs.get("attention_mask"), ids, memory.visible)
+    check_positions(kwargs.get("position_ids"), real)
+    if memory is passed and kwargs.get("use_cache") is False:
+        if memory.state.forward_is_segment:
+            memory.forget_columns()
+        elif not decoder.training:
+            raise ValueError(
+                "use_cache=False with a memory: generate() would read the same ids into it again at every step. Leave "
+                "use_cache out."
+            )
+
+    if decoder.training and torch.is_grad_enabled():
+        watch_training(active_memories(decoder)[0], options, real, carried=memory is passed)
+    pieces = memory.timeline.pieces(real)
+    if len(pieces) > 1 and any(wanted(decoder, kwargs, name) for name in ("output_hidden_states", "output_attentions")):
+        raise ValueError(
+            f"hidden_states and attentions are not available for inputs longer than a segment ({len(pieces)} pieces "
+            "here): pass at most segment_tokens tokens at a time."
+        )
+    earlier: list[Tensor] = []
+    for start, end in pieces[:-1]:
+        output = decoder(**begin_piece(decoder, memory, kwargs, real, start, end))
+        if keep is None or keep > ids.shape[1] - end:
+            earlier.append(output.last_hidden_state)
+    inputs = begin_piece(decoder, memory, kwargs, real, *pieces[-1])
+    call: SegmentCall = inputs["memory_state"]
+    call.earlier, call.keep = earlier, keep
+    call.returned = memory is passed or kwargs.get("use_cache") is not False
+    call.forgets = memory.state.forward_is_segment and kwargs.get("use_cache") is False
+    return (), inputs
+
+
+def begin_piece(
+    decoder: nn.Module, memory: MemoryCache, kwargs: dict[str, Any], real: Tensor, start: int, end: int
+) -> dict[str, Any]:
+    """Close full segments, and return the decoder's arguments for the columns `start` to `end`."""
+    rotate = rotation(decoder)
+    memory.close(memory.timeline.full_rows(), rotate)
+    ids = kwargs["input_ids"][:, start:end]
+    call = memory.begin(real[:, start:end], ids)
+    call.rotate = rotate
+    config: Any = decoder.config
+    most = config.max_position_embeddings
+    if not architecture(config).rotary and int(call.positions.max()) >= most:
+        raise ValueError(
+            f"This base model has {most} positions, and this method does not restart them: the text is too long."
+        )
+    checkpointing = decoder.training and getattr(decoder, "gradient_checkpointing", False)
+    drops_cache = checkpointing and call.local.columns == 0
+    return {
+        **kwargs,
+        "input_ids": ids,
+        "attention_mask": local_mask(decoder, call, ids.device),
+        "position_ids": call.positions[:, -ids.shape[1] :].to(ids.device),
+        "past_key_values": None if drops_cache else call.local,
+        "use_cache": not drops_cache,
+        "memory_state": call,
+    }
+
+
+def local_mask(decoder: nn.Module, call: SegmentCall, device: torch.device) -> Tensor | dict[str, Tensor] | None:
+    """Mask self-attention, `[rows, 1, time, columns + time]`; None where causality over all columns is right."""
+    if not call.padded:
+        return None
+    config: Any = decoder.config
+    implementation = former_attention(config._attn_implementation)
+    if implementation not in ("eager", "sdpa"):
+        raise ValueError(
+            f"attn_implementation={implementation!r} cannot mask padding inside segments: load the model with "
+            "attn_implementation='sdpa', or pass documents without padding."
+        )
+    visible, positions = call.visible.to(device), call.positions.to(device)  # [rows, columns + time]
+    time = call.real.shape[1]
+    place = torch.arange(visible.shape[1], device=device)
+    causal = place <= place[-time:, None]  # [time, columns + time]
+    itself = place == place[-time:, None]  # padding sees itself, so that no row of the mask is empty
+    full = (causal & visible[:, None]) | itself
+    near = positions[:, -time:, None] - positions[:, None] < (getattr(config, "sliding_window", None) or 2**62)
+
+    def finish(mask: Tensor) -> Tensor:
+        mask = mask[:, None]
+        if implementation == "sdpa":
+            return mask
+        dtype = next(decoder.parameters()).dtype
+        return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, torch.finfo(dtype).min)
+
+    if architecture(config).masks_by_layer_type:
+        return {"full_attention": finish(full), "sliding_attention": finish(full & near | itself)}
+    return finish(full & near | itself)
+
+
+def before_attention(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Pre-hook of self-attention: pass it the local cache, which activation checkpointing hides from the layers."""
+    call = kwargs.get("memory_state")
+    if not isinstance(call, SegmentCall):
+        return None
+    name = architecture(attention.config).cache_argument  # type: ignore[arg-type]
+    return args, {**kwargs, name: call.local}
+
+
+def add_branch(attention: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """Hook of self-attention: add the memory's branch to its output."""
+    memory: Any = attention.memory
+    call = kwargs.get("memory_state")
+    if memory.options is None or not isinstance(call, SegmentCall):
+        return output
+    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    added = memory.method.branch(memory.options, memory.layer, memory.active_parts, hidden, call, memory.training)
+    if added is None:
+        return output
+    return (output[0] + added.to(output[0].dtype), *output[1:])
+
+
+def after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """Hook of the decoder: store what the layers left behind; after the last piece, join all pieces."""
+    call = kwargs.get("memory_state")
+    if not isinstance(call, SegmentCall):
+        return output
+    memory: MemoryCache = call.memory
+    memory.end(call)
+    output.past_key_values = memory
+    if call.earlier is None:
+        return output
+    memory.detach()
+    if call.forgets:
+        memory.forget_columns()
+    if not call.returned:
+        output.past_key_values = None
+    if call.earlier:
+        output.last_hidden_state = torch.cat([*call.earlier, output.last_hidden_state], 1)
+    if call.keep is not None:
+        output.last_hidden_state = output.last_hidden_state[:, -call.keep :]
+    return output
+
+
+def wanted(decoder: nn.Module, kwargs: dict[str, Any], name: str) -> bool:
+    """Whether an output is requested, by argument or by the model's configuration."""
+    value = kwargs.get(name)
+    return bool(getattr(decoder.config, name, False) if value is None else value)
+
+
+def as_memory(decoder: nn.Module, cache: Cache | None, rows: int) -> MemoryCache:
+    """Create a memory in place of the empty cache that `generate` passes; raise ValueError for any other cache."""
+    if cache is not None and (type(cache) is not DynamicCache or getattr(cache, "offloading", False)):
+        raise ValueError(
+            f"{type(cache).__name__} (static, quantized, offloaded or assisted) cannot carry a memory: leave "
+            "past_key_values and cache_implementation out, or pass a MemoryCache."
+        )
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(
+            "A plain cache that already holds tokens was passed to a model with a memory: their states are not in the "
+            "memory. Start without past_key_values, or from cacheformers.read()."
+        )
+    return new_memory(decoder, rows)
+
+
+def match_rows(decoder: nn.Module, memory: MemoryCache, rows: int, options: Any) -> None:
+    """Raise ValueError unless a memory fits model and batch; expand it if its rows divide the batch (beams)."""
+    if memory.signature != options.signature:
+        ours, theirs = options.signature, memory.signature
+        differing = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
+        raise ValueError(
+            "This memory was made with another model or adapter configuration; they differ in: "
+            + "; ".join(f"{key} ({theirs.get(key)} in the memory, {ours.get(key)} here)" for key in differing)
+        )
+    if memory.fingerprint and not decoder.training and memory.fingerprint != active_memories(decoder)[0].fingerprint:
+        raise ValueError(
+            "This memory was made with another adapter, or with this one in another precision: read the text again."
+        )
+    check_origin(decoder, memory)
+    if rows == memory.batch_size:
+        return
+    if rows % memory.batch_size:
+        raise ValueError(
+            f"The memory holds {memory.batch_size} documents, the batch has {rows} rows, which it neither equals "
+            "nor is a multiple of. Use memory.select(rows) or memory.expand(n)."
+        )
+    memory.expand(rows // memory.batch_size)
+
+
+def check_origin(decoder: nn.Module, memory: MemoryCache) -> None:
+    """Check once that a memory from a file was read with this model; raise ValueError otherwise."""
+    if memory.origin.checked:
+        return
+    if memory.origin.identity:
+        here = identity(decoder)
+        names = {"config": "base model's configuration", "base": "base model's weights", "adapter": "adapter"}
+        differing = [names[kind] for kind, value in memory.origin.identity.items() if here.get(kind) != value]
+        if differing:
+            raise ValueError(
+                f"This memory was made with another model; it differs in the {' and the '.join(differing)}. Load the "
+                "base model and the adapter that it was read with, or read the text again."
+            )
+    memory.origin.checked = True
