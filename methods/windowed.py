@@ -4,24 +4,23 @@
     sliding    also the last window_tokens tokens before it (Transformer-XL, Dai et al. 2019, arXiv 1901.02860)
     either     also the first sink_tokens tokens of the document (attention sinks, Xiao et al. 2023, arXiv 2309.17453)
 
-These are what memories are measured against. Keys and values that stay are as they were computed: what is before the
-window still shows in them, one layer further back a layer.
+Memories are measured against these. Keys and values that stay are not computed again, so they still carry traces of
+text before the window, from one window further back in each higher layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
-from cacheformers.modeling.memory import MemoryState
 from cacheformers.modeling.method import MemoryMethod
+from cacheformers.modeling.rings import RingState
 from cacheformers.modeling.settings import LocalWindowOptions, LocalWindowSettings
 
 
@@ -35,98 +34,46 @@ class WindowedOptions(WindowedSettings, LocalWindowOptions):
     """`WindowedSettings` resolved against a base model.
 
     Raises:
-        ValueError: an option that does not fit the base model.
+        ValueError: an option does not fit the base model.
     """
 
     @property
     def near_tokens(self) -> None:
-        """Nothing is trained."""
+        """None, because nothing is trained."""
         return None
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layer on which the options are found: the window is the same in all."""
+        """The layer that carries the options. The window is the same in every layer."""
         return (0,)
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Layers whose output the method changes: all."""
+        """The layers whose output the method changes: all of them."""
         return tuple(range(self.base.layers))
 
 
 class WindowedParts(NamedTuple):
     """Nothing is trained."""
 
-    @property
-    def fingerprint(self) -> tuple[float, ...]:
-        return ()
 
-
-def make_parts(*_: Any) -> dict[str, nn.Module]:
-    """Nothing is trained."""
-    return {}
-
-
-class WindowedState(MemoryState):
-    """Holds nothing: all that is kept are the keys and values of the local window."""
-
-    def begin(self) -> None:
-        """There is nothing to read."""
-
-    def end(self, reading: None) -> None:
-        """Nothing is left behind."""
-
-    def check(self, row: int, columns: Tensor) -> None:
-        """Nothing is stored."""
-
-    def commit(self, row: int, columns: Tensor) -> None:
-        """Nothing is stored."""
+class WindowedState(RingState):
+    """A state without stores: the local cache holds all that is kept."""
 
     def kept(self, row: int, closed: int) -> int:
         return 0
 
-    def keep(self, columns: Tensor) -> None:
-        """There are no columns."""
-
-    def reset(self, rows: Sequence[int]) -> None:
-        """There is nothing to forget."""
-
-    def select(self, rows: Sequence[int]) -> None:
-        """All rows are alike."""
-
-    def clone(self) -> WindowedState:
-        return WindowedState()
-
-    def to(self, device: torch.device | str) -> None:
-        """There are no tensors."""
-
-    @property
-    def nbytes(self) -> int:
-        return 0
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}
-
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
-        """There are no tensors."""
+        """Do nothing: there are no tensors."""
 
 
 def new_state(
-    options: WindowedOptions,
-    rows: int,
-    devices: dict[int, torch.device],
-    dtype: torch.dtype,
-    keep_values: bool = False,
-    cache_size: int | None = None,
+    options: WindowedOptions, rows: int, devices: Any, dtype: torch.dtype, keep_values: bool, cache_size: int | None
 ) -> WindowedState:
-    """A state that holds nothing.
-
-    Raises:
-        ValueError: something is to be remembered.
-    """
+    """Make a state that holds nothing; raise ValueError if it should remember something."""
     if cache_size:
         raise ValueError("A local window remembers nothing beside it: leave cache_size out.")
-    return WindowedState()
+    return WindowedState({})
 
 
 @dataclass
@@ -160,7 +107,7 @@ register(
         options=WindowedOptions,
         new_state=new_state,
         parts=WindowedParts,
-        make_parts=make_parts,
+        make_parts=lambda *_: {},
         title="Local window",
         paper="[Dai et al. 2019](https://arxiv.org/abs/1901.02860)",
         citation="""@inproceedings{dai2019transformerxl,
