@@ -1,4 +1,8 @@
-"""Gated attention: settings and equations in `gated_attention.py`, its state, and fused near and far attention."""
+"""Gated attention (Liao & Chang). Read `gated_attention.py` first: equations, gates, and the specification.
+
+Then `near_far.py`, which attends to a window and beyond it; `state.py`, which keeps keys, values and the gates' loss;
+and `options.py`, the settings.
+"""
 
 from dataclasses import dataclass
 
