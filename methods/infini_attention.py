@@ -58,11 +58,7 @@ class InfiniAttentionSettings(LocalWindowSettings):
 
 @dataclass(kw_only=True)
 class InfiniAttentionOptions(InfiniAttentionSettings, LocalWindowOptions):
-    """`InfiniAttentionSettings` resolved against a base model.
-
-    Raises:
-        ValueError: an option does not fit the base model.
-    """
+    """`InfiniAttentionSettings` resolved against a base model; ValueError if an option does not fit it."""
 
     layers: tuple[int, ...]  # type: ignore[assignment]  # resolved
 
@@ -74,23 +70,18 @@ class InfiniAttentionOptions(InfiniAttentionSettings, LocalWindowOptions):
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers whose output the method changes."""
         return self.layers
 
 
-class Beta(Share):
-    """One beta per query head, 0 at first. It needs a high learning rate and no weight decay."""
-
-
 class InfiniParts(NamedTuple):
-    """The trained parts of one layer: `beta` `[heads]`."""
+    """The trained parts of one layer: `beta` `[heads]`, 0 at first. It needs a high learning rate and no decay."""
 
-    beta: Beta
+    beta: Share
 
 
 def make_parts(options: InfiniAttentionOptions, *_: Any) -> dict[str, nn.Module]:
     """Make the parts of one layer. At first each head takes half of its output from the memory."""
-    return {"beta": Beta(options.base.heads)}
+    return {"beta": Share(options.base.heads)}
 
 
 def feature(inputs: Tensor) -> Tensor:
@@ -143,10 +134,8 @@ def empty_memory(rows: int, kv_heads: int, sizes: tuple[int, int], dtype: torch.
 def mix(options: InfiniAttentionOptions, shares: Tensor, near: Tensor, far: Tensor, known: Tensor) -> Tensor:
     """Return sigmoid(beta) A_mem + (1 - sigmoid(beta)) A_dot, in the dtype of `near`.
 
-    Args:
-        shares: sigmoid(beta), `[heads]`.
-        near, far: A_dot and A_mem, `[rows, heads, ..., tokens, d_v]`.
-        known: whether anything is stored, `[rows, ...]`.
+    Shapes: shares (sigmoid(beta)) `[heads]`; near (A_dot) and far (A_mem) `[rows, heads, ..., tokens, d_v]`; known
+    `[rows, ...]`.
     """
     shares = shares.view(1, -1, *[1] * (near.dim() - 2))
     if options.empty == "bypass":
@@ -296,8 +285,7 @@ class InfiniReading:
 class InfiniState(MemoryState):
     """M and z of every layer, and the keys and values of open segments. Nothing is written in place.
 
-    Args:
-        stays_empty: closed segments are forgotten.
+    `MemoryMethod.new_state` has the arguments. With cache_size 0 the memory stays empty.
 
     Attributes:
         held: memories by layer.
@@ -310,9 +298,12 @@ class InfiniState(MemoryState):
         rows: int,
         devices: dict[int, torch.device],
         dtype: torch.dtype,
-        stays_empty: bool,
+        keep_values: bool,
+        cache_size: int | None,
     ) -> None:
-        self.rule, self.truncated, self.stays_empty = options.rule, options.truncated, stays_empty
+        if cache_size:
+            raise ValueError("Infini-attention has a memory of one size: leave cache_size out, or 0 for none.")
+        self.rule, self.truncated, self.stays_empty = options.rule, options.truncated, cache_size == 0
         sizes = (options.base.head_dim, options.base.head_dim)
         self.held = {
             layer: empty_memory(rows, options.base.kv_heads, sizes, dtype, devices[layer]) for layer in options.layers
@@ -428,11 +419,7 @@ def naive(
 ) -> NaiveDocument:
     """Specify Infini-attention: one document, token by token, in the plainest way.
 
-    Args:
-        beta: `[heads]`.
-        queries, keys: without rotary positions and scale, `[(kv_)heads, time, d_k]`.
-        values: `[kv_heads, time, d_v]`.
-        local_queries, local_keys, scaling: as local attention takes them.
+    Arguments are those of `attend_segments`, of one row; `beta` is `[heads]`.
     """
     heads, time, _ = queries.shape
     kv_heads, length = len(keys), options.segment_tokens
@@ -471,20 +458,6 @@ def naive(
     return NaiveDocument(outputs, dots, mems, matrices, norms)
 
 
-def new_state(
-    options: InfiniAttentionOptions,
-    rows: int,
-    devices: dict[int, torch.device],
-    dtype: torch.dtype,
-    keep_values: bool,
-    cache_size: int | None,
-) -> InfiniState:
-    """Make an empty memory, see `MemoryMethod.new_state`; with cache_size 0 one that stays empty."""
-    if cache_size:
-        raise ValueError("Infini-attention has a memory of one size: leave cache_size out, or 0 for none.")
-    return InfiniState(options, rows, devices, dtype, stays_empty=cache_size == 0)
-
-
 @dataclass
 class InfiniAttentionAdapterConfig(InfiniAttentionSettings, MemoryAdapterConfig):
     """Infini-attention beside LoRA (Munkhdalai et al. 2024, arXiv 2404.07143)."""
@@ -514,7 +487,7 @@ register(
         adapter_config=InfiniAttentionAdapterConfig,
         causal_lm=InfiniAttentionForCausalLM,
         options=InfiniAttentionOptions,
-        new_state=new_state,
+        new_state=InfiniState,
         parts=InfiniParts,
         make_parts=make_parts,
         attend=attend_inputs,
@@ -527,11 +500,11 @@ register(
   year = {2024}
 }""",
         summary=(
-            "Text is read in segments of {segment_tokens:,} tokens; what was read before is in a matrix of constant "
-            "size a head, which each head mixes into its attention (Infini-attention, arXiv 2404.07143)."
+            "Text is read in segments of {segment_tokens:,} tokens; earlier text is in a matrix of constant size "
+            "per head, which each head mixes into its attention (Infini-attention, arXiv 2404.07143)."
         ),
         limits=(
-            "Self-attention sees the open segment, and what the local window keeps; all else comes through the memory.",
+            "Self-attention sees the open segment and what the local window keeps; the memory holds everything else.",
             "The memory does not grow: the more it has read, the less of each token is left in it.",
         ),
         grows="nothing",

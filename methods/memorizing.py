@@ -68,11 +68,7 @@ class MemorizingSettings(SearchSettings, LocalWindowSettings):
 
 @dataclass(kw_only=True)
 class MemorizingOptions(StoreOptions, MemorizingSettings, LocalWindowOptions):
-    """`MemorizingSettings` resolved against a base model.
-
-    Raises:
-        ValueError: an option does not fit the base model.
-    """
+    """`MemorizingSettings` resolved against a base model; ValueError if an option does not fit it."""
 
     attention_layers: tuple[int, ...]  # type: ignore[assignment]  # resolved
 
@@ -131,7 +127,7 @@ class MemorizingReading(RingReading):
 
 
 class MemorizingState(RingState):
-    """A ring of pairs per layer, with all heads of a token side by side.
+    """A ring of pairs per layer, with all heads of a token side by side; see `MemoryMethod.new_state`.
 
     Attributes:
         last: the hits of the last forward by layer, all heads of a token side by side, `[rows, columns, heads * k]`.
@@ -139,8 +135,19 @@ class MemorizingState(RingState):
 
     retrieves = True
 
-    def __init__(self, rings: dict[int, Ring]) -> None:
-        super().__init__(rings)
+    def __init__(
+        self,
+        options: MemorizingOptions,
+        rows: int,
+        devices: dict[int, torch.device],
+        dtype: torch.dtype,
+        keep_values: bool,
+        cache_size: int | None,
+    ) -> None:
+        size, width = options.cache_size if cache_size is None else cache_size, options.width
+        super().__init__(
+            {layer: options.new_ring(rows, size, devices[layer], dtype, width, width) for layer in options.layers}
+        )
         self.last: dict[int, Tensor] = {}
 
     def begin(self) -> MemorizingReading:
@@ -160,24 +167,6 @@ class MemorizingState(RingState):
     def select(self, rows: Sequence[int]) -> None:
         super().select(rows)
         self.last = {layer: hits[torch.tensor(rows, device=hits.device)] for layer, hits in self.last.items()}
-
-
-def new_state(
-    options: MemorizingOptions,
-    rows: int,
-    devices: dict[int, torch.device],
-    dtype: torch.dtype,
-    keep_values: bool,
-    cache_size: int | None,
-) -> MemorizingState:
-    """Make an empty memory, see `MemoryMethod.new_state`. Values are always kept."""
-    capacity = options.cache_size if cache_size is None else cache_size
-    return MemorizingState(
-        {
-            layer: options.new_ring(rows, capacity, devices[layer], dtype, options.width, options.width)
-            for layer in options.layers
-        }
-    )
 
 
 def unit(states: Tensor) -> Tensor:
@@ -333,7 +322,7 @@ register(
         adapter_config=MemorizingAdapterConfig,
         causal_lm=MemorizingForCausalLM,
         options=MemorizingOptions,
-        new_state=new_state,
+        new_state=MemorizingState,
         parts=MemorizingParts,
         make_parts=make_parts,
         attend=mix,
@@ -346,13 +335,13 @@ register(
   year = {2022}
 }""",
         summary=(
-            "Text is read in segments of {segment_tokens:,} tokens; of what was read before, each head keeps up to "
+            "Text is read in segments of {segment_tokens:,} tokens; of earlier text, each head keeps up to "
             "{cache_size:,} pairs of a key and a value, and attends to the {topk} nearest of each token (Memorizing "
             "Transformer, arXiv 2203.08913)."
         ),
         limits=(
-            "Self-attention sees the open segment, and what the local window keeps; all else comes through the memory.",
-            "What is older than the memory's capacity is forgotten.",
+            "Self-attention sees the open segment and what the local window keeps; the memory holds everything else.",
+            "Text beyond the memory's capacity is forgotten.",
         ),
         grows="a ring of at most `cache_size` pairs a layer",
         starts_as="the base model, until a segment is stored",

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from cacheformers.adapters.config import MemoryAdapterConfig
@@ -31,11 +30,7 @@ class WindowedSettings(LocalWindowSettings):
 
 @dataclass(kw_only=True)
 class WindowedOptions(WindowedSettings, LocalWindowOptions):
-    """`WindowedSettings` resolved against a base model.
-
-    Raises:
-        ValueError: an option does not fit the base model.
-    """
+    """`WindowedSettings` resolved against a base model; ValueError if an option does not fit it."""
 
     @property
     def near_tokens(self) -> None:
@@ -58,22 +53,20 @@ class WindowedParts(NamedTuple):
 
 
 class WindowedState(RingState):
-    """A state without stores: the local cache holds all that is kept."""
+    """A state without stores: the local cache holds all that is kept. Raises ValueError if it should hold more."""
+
+    def __init__(
+        self, options: WindowedOptions, rows: int, devices: Any, dtype: Any, keep_values: bool, cache_size: int | None
+    ) -> None:
+        if cache_size:
+            raise ValueError("A local window remembers nothing beside it: leave cache_size out.")
+        super().__init__({})
 
     def kept(self, row: int, closed: int) -> int:
         return 0
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         """Do nothing: there are no tensors."""
-
-
-def new_state(
-    options: WindowedOptions, rows: int, devices: Any, dtype: torch.dtype, keep_values: bool, cache_size: int | None
-) -> WindowedState:
-    """Make a state that holds nothing; raise ValueError if it should remember something."""
-    if cache_size:
-        raise ValueError("A local window remembers nothing beside it: leave cache_size out.")
-    return WindowedState({})
 
 
 @dataclass
@@ -105,7 +98,7 @@ register(
         adapter_config=WindowedAdapterConfig,
         causal_lm=WindowedForCausalLM,
         options=WindowedOptions,
-        new_state=new_state,
+        new_state=WindowedState,
         parts=WindowedParts,
         make_parts=lambda *_: {},
         title="Local window",
@@ -118,8 +111,7 @@ register(
 }""",
         summary=(
             "Text is read in segments of {segment_tokens:,} tokens; self-attention sees the open segment and what the "
-            "local window ({local_window}) keeps of what was before. There is no memory: it is what memories are "
-            "compared with."
+            "local window ({local_window}) keeps of earlier text. It has no memory; memories are compared with it."
         ),
         limits=("What the local window does not keep is forgotten.",),
         grows="nothing",

@@ -193,9 +193,7 @@ class NaiveAttention(NamedTuple):
 def naive(queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, window: int, scaling: float) -> NaiveAttention:
     """Specify gated attention: one document, token by token, in the plainest way.
 
-    Args:
-        queries, keys, values: `[(kv_)heads, time, d]`.
-        gates: `[channels, time]`.
+    Shapes: queries, keys and values `[(kv_)heads, time, d]`; gates `[channels, time]`.
     """
     heads, time, _ = queries.shape
     found: list[list[tuple[Tensor, ...]]] = []

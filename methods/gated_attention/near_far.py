@@ -6,6 +6,9 @@ Queries are taken in tiles. For a tile that begins at token s, window w and quer
     far      j <= t - w         keys before s - w, which every query of the tile sees, and a small triangle
 
 Each part is a softmax with its log-sum-exp, by which parts are merged. No n x n matrix is made.
+
+Queries `[rows, heads, time, d]` are of the last tokens, keys and values `[rows, kv_heads, total, d]` of all tokens.
+Gates `[rows, 1 or kv_heads or heads, time]` are shares of global attention. A window includes the token itself.
 """
 
 from __future__ import annotations
@@ -66,8 +69,6 @@ def softmax_part(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, 
     """Compute one softmax without a gradient: fused on the CPU, elsewhere from the scores of a tile.
 
     Args:
-        queries: `[rows, heads, queries, d]`.
-        keys, values: `[rows, heads, keys, d]`.
         bias: 0 for keys that a query sees, at least one each, and -inf for the others, `[queries, keys]`.
     """
     exact = torch.promote_types(queries.dtype, torch.float32)
@@ -121,12 +122,6 @@ def one_pass(
     queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, window: int, scaling: float
 ) -> tuple[Tensor, Reads]:
     """Mix local and global attention by gates, without a gradient. Where a gate is 0 nothing far is read.
-
-    Args:
-        queries: of the last tokens, `[rows, heads, time, d]`.
-        keys, values: of all tokens, `[rows, kv_heads, total, d]`.
-        gates: shares of global attention, `[rows, 1 or kv_heads or heads, time]`.
-        window: tokens that local attention sees, including the token itself.
 
     Returns:
         `[rows, heads, time, d]`, and what was read.
@@ -198,8 +193,6 @@ def far_part(
     """Compute the softmax over what is far from some queries of the tile that begins at token `start`.
 
     Args:
-        queries: `[rows, heads of mine, chosen, d]`.
-        keys, values: of all kv heads, `[rows, kv_heads, total, d]`.
         mine: which of the `heads` query heads ask.
         chosen: places of the queries in their tile.
     """
@@ -228,12 +221,7 @@ def two_passes(queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, win
 
 
 def windowed(queries: Tensor, keys: Tensor, values: Tensor, window: int | None, scaling: float) -> Tensor:
-    """Compute causal attention of the last tokens to a window, or to everything (None).
-
-    Args:
-        queries: `[rows, heads, time, d]`.
-        keys, values: `[rows, kv_heads, total, d]`.
-    """
+    """Compute causal attention to a window, or to everything (None)."""
     total = keys.shape[2]
     first = total - queries.shape[2]
     if window is None and first == 0:

@@ -60,11 +60,7 @@ class GatedAttentionSettings(MethodSettings):
 
 @dataclass(kw_only=True)
 class GatedAttentionOptions(GatedAttentionSettings, MethodOptions):
-    """`GatedAttentionSettings` resolved against a base model.
-
-    Raises:
-        ValueError: an option does not fit the base model.
-    """
+    """`GatedAttentionSettings` resolved against a base model; ValueError if an option does not fit it."""
 
     layers: tuple[int, ...]  # type: ignore[assignment]  # resolved
     far_heads: tuple[tuple[int, tuple[int, ...]], ...] = ()  # type: ignore[assignment]  # resolved
@@ -103,7 +99,6 @@ class GatedAttentionOptions(GatedAttentionSettings, MethodOptions):
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers whose output the method changes."""
         return self.layers
 
     @property

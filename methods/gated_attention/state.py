@@ -214,16 +214,26 @@ class TokenGates(NamedTuple):
 class GatedState(MemoryState):
     """Keys and values of every augmented layer, in the columns of the local cache, and what gates did.
 
-    Args:
-        closed: all gates are 0, whatever the tokens.
+    `MemoryMethod.new_state` has the arguments. With cache_size 0 all gates are closed.
 
     Attributes:
         reads: what each layer read without gradients.
         last: gates of the last complete forward, without gradients; None before it.
     """
 
-    def __init__(self, options: GatedAttentionOptions, devices: dict[int, torch.device], closed: bool = False) -> None:
-        self.options, self.window_tokens, self.devices, self.closed = options, options.window_tokens, devices, closed
+    def __init__(
+        self,
+        options: GatedAttentionOptions,
+        rows: int,
+        devices: dict[int, torch.device],
+        dtype: torch.dtype,
+        keep_values: bool,
+        cache_size: int | None,
+    ) -> None:
+        if cache_size:
+            raise ValueError("Gated attention keeps every key and value: leave cache_size out, or 0 for closed gates.")
+        self.options, self.devices, self.closed = options, devices, cache_size == 0
+        self.window_tokens = options.window_tokens
         self.own_layers = frozenset(options.layers)
         self.pieces: list[TokenGates] = []  # of the running forward
         self.last: TokenGates | None = None
@@ -336,20 +346,6 @@ def first_needed(visible: Tensor, window: int) -> int:
     reached = visible & (after < window)
     columns = reached.any(0).nonzero()[:, 0]
     return int(columns[0]) if len(columns) else visible.shape[1]
-
-
-def new_state(
-    options: GatedAttentionOptions,
-    rows: int,
-    devices: dict[int, torch.device],
-    dtype: torch.dtype,
-    keep_values: bool,
-    cache_size: int | None,
-) -> GatedState:
-    """Make an empty memory, see `MemoryMethod.new_state`; with cache_size 0 one in which all gates are closed."""
-    if cache_size:
-        raise ValueError("Gated attention keeps every key and value: leave cache_size out, or 0 for closed gates.")
-    return GatedState(options, devices, closed=cache_size == 0)
 
 
 def token_gate_statistics(parts: Sequence[Any], memories: Sequence[MemoryCache]) -> dict[str, Any]:
