@@ -49,36 +49,25 @@ def best(scores: Tensor, allowed: Tensor, topk: int, sink: bool) -> Tensor:
 
 def widen(hits: Tensor, allowed: Tensor, neighbors: int, segments: int) -> Tensor:
     """Add each hit's neighbors, and replacements for those taken or not allowed, `[..., topk * neighbors]`."""
-    wanted = hits.shape[-1] * neighbors
-    after = neighbors // 2
+    topk = hits.shape[-1]
+    wanted, after = topk * neighbors, neighbors // 2
     before = neighbors - 1 - after
-    near = [0]
+    offsets = [0]
     for distance in range(1, after + 1):
-        near += [distance, -distance] if distance <= before else [distance]
+        offsets += [distance, -distance] if distance <= before else [distance]
     # Each further distance adds at least one segment around a hit, so this many distances always suffice.
-    further = [(after + distance, -before - distance) for distance in range(1, wanted + 1)]
-    offsets = torch.tensor(near, device=hits.device)
-    pairs = torch.tensor(further, device=hits.device)
-    walked = torch.cat(
-        [
-            (hits[..., None] + offsets).flatten(-2),  # hit by hit
-            (hits[..., None, :, None] + pairs[:, None]).flatten(-3),  # distance by distance, in each hit by hit
-        ],
-        -1,
-    )
-    is_hit = hits >= 0
-    found = torch.cat(
-        [
-            is_hit[..., None].expand(*hits.shape, neighbors).flatten(-2),
-            is_hit[..., None, :, None].expand(*hits.shape[:-1], wanted, hits.shape[-1], 2).flatten(-3),
-        ],
-        -1,
-    )
-    usable = found & (walked >= 0) & (walked < allowed[..., None])
-    steps = torch.arange(walked.shape[-1], device=hits.device).expand_as(walked)
-    never = walked.shape[-1]
+    for distance in range(1, wanted + 1):
+        offsets += [after + distance, -before - distance]
+    place, rank = torch.arange(len(offsets), device=hits.device), torch.arange(topk, device=hits.device)[:, None]
+    beyond = place - neighbors
+    further = wanted + 2 * (beyond // 2 * topk + rank) + beyond % 2  # distance by distance, in each hit by hit
+    steps = torch.where(place < neighbors, rank * neighbors + place, further)  # [topk, offsets]; neighbors hit by hit
+    walked = hits[..., None] + torch.tensor(offsets, device=hits.device)
+    usable = (hits[..., None] >= 0) & (walked >= 0) & (walked < allowed[..., None, None])
+    never = steps.numel()
     first = torch.full((*hits.shape[:-1], segments + 1), never, device=hits.device)
-    first.scatter_reduce_(-1, torch.where(usable, walked, segments), torch.where(usable, steps, never), "amin")
+    reached = torch.where(usable, walked, segments).flatten(-2)
+    first.scatter_reduce_(-1, reached, torch.where(usable, steps, never).flatten(-2), "amin")
     taken = min(wanted, segments)
     order, chosen = first[..., :segments].topk(taken, largest=False)
     chosen = torch.where(order < never, chosen, -1)

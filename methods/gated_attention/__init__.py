@@ -60,8 +60,8 @@ register(
             "attention, after Liao and Chang's course report)."
         ),
         limits=(
-            "All keys and values are kept, so memory grows with the text. Closed gates only save reading them; with the "
-            "default threshold of 0 they save nothing.",
+            "All keys and values are kept, so memory grows with the text. Closed gates only save reading them; with "
+            "the default threshold of 0 they save nothing.",
             "A text can be no longer than the base model's positions.",
         ),
         grows="all keys and values; reads of closed tokens do not",
