@@ -1,13 +1,6 @@
 """The memory methods, a file or a folder each. Importing this module registers them."""
 
-from cacheformers.methods import (
-    cacheformer,
-    gated_attention,
-    infini_attention,
-    memorizing,
-    neurocache,
-    windowed,
-)
+from cacheformers.methods import cacheformer, gated_attention, infini_attention, memorizing, neurocache, windowed
 
 DEFAULT = neurocache.NeurocacheConfig.model_type  # of `train_adapt.py`
 

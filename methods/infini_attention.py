@@ -2,16 +2,17 @@
 
     A_mem = s(Q) M / (s(Q) z)                                    what closed segments hold; s(x) = ELU(x) + 1
     A     = sigmoid(beta) A_mem + (1 - sigmoid(beta)) A_dot      one beta a query head; 1 is all memory
-    M    += s(K)^T V,  z += sum of s(K)                          when a segment closes; "delta" stores V minus what
-                                                                 M returned for K before
-Q and K of the memory carry no rotary position and no scale; A_dot is the base's own attention within its local window.
-M and z are float32 or better: sums in half precision stall after a few hundred tokens.
+    M    += s(K)^T V,  z += sum of s(K)                          when a segment closes; the rule "delta" stores V minus
+                                                                 what M returned for K before
+
+The memory takes Q and K without rotary position and scale. A_dot is the base's own attention within its local window.
+M and z are float32 or better, because sums in half precision stall after a few hundred tokens.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,14 +24,8 @@ from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
 from cacheformers.modeling.attention import AttentionInputs, by_head, by_kv_head
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
-from cacheformers.modeling.memory import (
-    MemoryState,
-    SegmentCall,
-    joined,
-    keep_columns,
-    part,
-)
-from cacheformers.modeling.method import MemoryMethod, Share, first_numbers, share_statistics
+from cacheformers.modeling.memory import MemoryState, SegmentCall, joined, keep_columns, part
+from cacheformers.modeling.method import MemoryMethod, Share, share_statistics
 from cacheformers.modeling.settings import (
     LocalWindowOptions,
     LocalWindowSettings,
@@ -48,26 +43,22 @@ class InfiniAttentionSettings(LocalWindowSettings):
     segment_tokens: int = setting(2048, "Tokens after which a segment enters the memory (N).")
     layers: list[int] | None = setting(None, "Layers with a memory. Default: all (paper).")
     rule: str = setting(
-        "linear", "'linear' stores values; 'delta' what they differ by from what the memory returned for their keys."
+        "linear", "'linear' stores values; 'delta' stores them minus what the memory returned for their keys."
     )
     empty: str = setting(
         "bypass",
-        "While nothing has been stored, 'bypass' leaves attention as it is; 'literal' multiplies it by "
-        "1 - sigmoid(beta): the formula read literally, which changes a pretrained model.",
+        "While nothing is stored, 'bypass' leaves attention as it is; 'literal' takes the formula literally and "
+        "multiplies attention by 1 - sigmoid(beta), which changes a pretrained model.",
         free=True,
     )
     truncated: bool = setting(
-        False, "No gradient through what was stored, for study: the model cannot learn what to store.", free=True
+        False, "For study: no gradient through stored segments, so the model cannot learn what to store.", free=True
     )
 
 
 @dataclass(kw_only=True)
 class InfiniAttentionOptions(InfiniAttentionSettings, LocalWindowOptions):
-    """`InfiniAttentionSettings` resolved against a base model.
-
-    Raises:
-        ValueError: an option that does not fit the base model.
-    """
+    """`InfiniAttentionSettings` resolved against a base model; ValueError if an option does not fit it."""
 
     layers: tuple[int, ...]  # type: ignore[assignment]  # resolved
 
@@ -79,42 +70,33 @@ class InfiniAttentionOptions(InfiniAttentionSettings, LocalWindowOptions):
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Layers whose output the method changes."""
         return self.layers
 
 
-class Beta(Share):
-    """The memory's share of each head, a half at first. It wants a high rate and no decay."""
-
-
 class InfiniParts(NamedTuple):
-    """The trained parts that one layer holds. Shapes: `beta` `[heads]`."""
+    """The trained parts of one layer: `beta` `[heads]`, 0 at first. It needs a high learning rate and no decay."""
 
-    beta: Beta
-
-    @property
-    def fingerprint(self) -> tuple[float, ...]:
-        return first_numbers(self.beta.weight)
+    beta: Share
 
 
 def make_parts(options: InfiniAttentionOptions, *_: Any) -> dict[str, nn.Module]:
-    """The parts that a layer trains; at 0 each head takes half of its output from the memory."""
-    return {"beta": Beta(options.base.heads)}
+    """Make the parts of one layer. At first each head takes half of its output from the memory."""
+    return {"beta": Share(options.base.heads)}
 
 
 def feature(inputs: Tensor) -> Tensor:
-    """s(x) = ELU(x) + 1 in float32 or better; by exp, which does not round to 0 where ELU rounds to -1."""
+    """Compute s(x) = ELU(x) + 1 in float32 or better, by exp: it does not round to 0 where ELU rounds to -1."""
     exact = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
     return torch.exp(exact.clamp(max=0)) + torch.relu(exact)
 
 
 class Compressed(NamedTuple):
-    """What one layer has stored.
+    """The memory of one layer.
 
     Attributes:
         matrix: M `[rows, kv_heads, ..., d_k, d_v]`.
         norm: z `[rows, kv_heads, ..., d_k]`.
-        known: whether anything has been stored, `[rows, ...]`. Not read off z, so that no epsilon is needed.
+        known: whether anything is stored, `[rows, ...]`. It is not read off z, so no epsilon is needed.
     """
 
     matrix: Tensor
@@ -122,24 +104,25 @@ class Compressed(NamedTuple):
     known: Tensor
 
     def recall(self, features: Tensor) -> Tensor:
-        """A_mem for s(Q) or s(K) `[rows, kv_heads, ..., tokens, d_k]`; exactly 0 where nothing is known."""
+        """Return A_mem for s(Q) or s(K) `[rows, kv_heads, ..., tokens, d_k]`; exactly 0 where nothing is known."""
         weights = features @ self.norm[..., None]
         return features @ self.matrix / torch.where(self.known[:, None, ..., None, None], weights, 1)
 
     def update(self, rule: str, keys: Tensor, values: Tensor) -> Compressed:
-        """The memory after one more segment, `keys` `[rows, kv_heads, tokens, d_k]`, all of them tokens."""
+        """Return the memory after one more segment of tokens, `keys` `[rows, kv_heads, tokens, d_k]`."""
         features = feature(keys)
         values = values.to(features.dtype)
         if rule == "delta":
             values = values - self.recall(features)
         return Compressed(self.matrix + features.mT @ values, self.norm + features.sum(-2), torch.ones_like(self.known))
 
-    def detach(self) -> Compressed:
-        return Compressed(self.matrix.detach(), self.norm.detach(), self.known)
+    def each(self, change: Callable[[Tensor], Tensor]) -> Compressed:
+        """Apply a function to every tensor."""
+        return Compressed(*map(change, self))
 
 
 def empty_memory(rows: int, kv_heads: int, sizes: tuple[int, int], dtype: torch.dtype, device: Any) -> Compressed:
-    """Nothing stored. `sizes` are d_k and d_v; `dtype` that of activations."""
+    """Make an empty memory. `sizes` are d_k and d_v; `dtype` is that of the activations."""
     dtype = torch.promote_types(dtype, torch.float32)
     return Compressed(
         torch.zeros(rows, kv_heads, *sizes, dtype=dtype, device=device),
@@ -149,17 +132,14 @@ def empty_memory(rows: int, kv_heads: int, sizes: tuple[int, int], dtype: torch.
 
 
 def mix(options: InfiniAttentionOptions, shares: Tensor, near: Tensor, far: Tensor, known: Tensor) -> Tensor:
-    """sigmoid(beta) A_mem + (1 - sigmoid(beta)) A_dot, in the dtype of `near`.
+    """Return sigmoid(beta) A_mem + (1 - sigmoid(beta)) A_dot, in the dtype of `near`.
 
-    Args:
-        shares: of the memory, `[heads]`.
-        near, far: `[rows, heads, ..., tokens, d_v]`.
-        known: `[rows, ...]`.
+    Shapes: shares (sigmoid(beta)) `[heads]`; near (A_dot) and far (A_mem) `[rows, heads, ..., tokens, d_v]`; known
+    `[rows, ...]`.
     """
-    known = known[:, None, ..., None, None]
     shares = shares.view(1, -1, *[1] * (near.dim() - 2))
     if options.empty == "bypass":
-        shares = shares * known
+        shares = shares * known[:, None, ..., None, None]
     return (shares * far + (1 - shares) * near.to(far.dtype)).to(near.dtype)
 
 
@@ -173,15 +153,12 @@ def attend(
     values: Tensor,
     call: SegmentCall,
 ) -> Tensor:
-    """Infini-attention over new columns in which no segment closes.
+    """Compute Infini-attention of new columns in which no segment closes, `[rows, time, heads, d_v]`.
 
     Args:
-        near: A_dot, what local attention returned, `[rows, time, heads, d_v]`.
-        queries, keys: without rotary positions and scale, of the new columns, `[rows, (kv_)heads, time, d_k]`.
-        values: of the new columns, `[rows, kv_heads, time, d_v]`.
-
-    Returns:
-        A, `[rows, time, heads, d_v]`.
+        near: A_dot, `[rows, time, heads, d_v]`.
+        queries, keys: without rotary positions and scale, `[rows, (kv_)heads, time, d_k]`.
+        values: `[rows, kv_heads, time, d_v]`.
     """
     reading: InfiniReading = call.reading
     reading.new_keys[layer], reading.new_values[layer] = keys, values
@@ -191,7 +168,7 @@ def attend(
 
 
 def attend_inputs(options: InfiniAttentionOptions, layer: int, parts: InfiniParts, inputs: AttentionInputs) -> Tensor:
-    """`attend`, given what the attention module computes."""
+    """Call `attend` with what the attention module computes."""
     near, _ = inputs.local
     return attend(options, layer, parts, near, inputs.plain_query, inputs.plain_key, inputs.new_value, inputs.call)
 
@@ -209,21 +186,20 @@ def attend_segments(
     held: Compressed | None = None,
     segments_at_once: int = 4,
 ) -> tuple[Tensor, Compressed]:
-    """Infini-attention over a whole text whose rows are at the beginning of a segment, many segments at once.
+    """Compute Infini-attention of rows that begin with a segment, several segments at once.
 
     With the linear rule M and z before each segment are prefix sums, taken over `segments_at_once` segments so that
-    memory does not grow with their number. The delta rule goes from segment to segment.
+    memory does not grow with the text. The delta rule goes from segment to segment.
 
     Args:
         queries, keys: without rotary positions and scale, `[rows, (kv_)heads, time, d_k]`.
         values: `[rows, kv_heads, time, d_v]`.
-        local_queries, local_keys: as local attention takes them.
-        scaling: of local attention's scores.
-        real: which columns are tokens, `[rows, time]`; None for all. Boundaries count from each row's first token.
-        held: what earlier segments left; None for nothing.
+        local_queries, local_keys, scaling: as local attention takes them.
+        real: which columns are tokens, `[rows, time]`; None for all. Segments count from each row's first token.
+        held: the memory of earlier segments; None for an empty one.
 
     Returns:
-        A `[rows, heads, time, d_v]`, and the memory with all complete segments in it.
+        A `[rows, heads, time, d_v]`, and the memory of all complete segments.
 
     Raises:
         ValueError: the local window keeps tokens of closed segments.
@@ -232,13 +208,11 @@ def attend_segments(
         raise ValueError("Local windows that keep earlier tokens are read one segment at a time.")
     rows, kv_heads, time, _ = keys.shape
     inputs: tuple[Tensor, ...] = (queries, keys, values, local_queries, local_keys)
-    order = None
+    order, counts = None, torch.full((rows,), time, device=keys.device)
     if real is not None and not bool(real.all()):
         order = torch.argsort((~real).long(), dim=1, stable=True).to(keys.device)  # tokens first
         inputs = tuple(keep_columns(tensor, order, 2) for tensor in inputs)
         counts = real.sum(1).to(keys.device)
-    else:
-        counts = torch.full((rows,), time, device=keys.device)
     if held is None:
         held = empty_memory(rows, kv_heads, (keys.shape[-1], values.shape[-1]), keys.dtype, keys.device)
     shares, outputs, start = parts.beta.shares(), [], 0
@@ -261,7 +235,7 @@ def attend_segments(
 def scan(
     options: InfiniAttentionOptions, held: Compressed, keys: Tensor, values: Tensor, complete: Tensor
 ) -> tuple[Compressed, Compressed]:
-    """The memory before each segment, and after the last.
+    """Return the memory before each segment, and the memory after the last one.
 
     Args:
         keys, values: `[rows, kv_heads, segments, tokens, d]`.
@@ -276,27 +250,23 @@ def scan(
             torch.cat([old[:, :, None], added.detach() if options.truncated else added], 2).cumsum(2)
             for old, added in zip(held[:2], new, strict=True)
         )
-        every = Compressed(matrix, norm, known)
     else:
         steps = [held]
         for segment in range(keys.shape[2]):
-            old, keep = steps[-1], stored[:, :, segment]
+            old, keep = steps[-1]._replace(known=known[:, segment]), stored[:, :, segment]
             new_one = old.update("delta", keys[:, :, segment], values[:, :, segment])
-            step = Compressed(
-                torch.where(keep, new_one.matrix, old.matrix),
-                torch.where(keep[..., 0], new_one.norm, old.norm),
-                known[:, segment + 1],
+            step = old._replace(
+                matrix=torch.where(keep, new_one.matrix, old.matrix),
+                norm=torch.where(keep[..., 0], new_one.norm, old.norm),
             )
-            steps.append(step.detach() if options.truncated else step)
-        every = Compressed(
-            torch.stack([step.matrix for step in steps], 2), torch.stack([step.norm for step in steps], 2), known
-        )
-    before = Compressed(every.matrix[:, :, :-1], every.norm[:, :, :-1], known[:, :-1])
-    return before, Compressed(every.matrix[:, :, -1], every.norm[:, :, -1], known[:, -1])
+            steps.append(step.each(Tensor.detach) if options.truncated else step)
+        matrix, norm = (torch.stack(list(side), 2) for side in list(zip(*steps, strict=True))[:2])
+    before = Compressed(matrix[:, :, :-1], norm[:, :, :-1], known[:, :-1])
+    return before, Compressed(matrix[:, :, -1], norm[:, :, -1], known[:, -1])
 
 
 def local_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """Causal attention within each of many segments, `[rows, heads, segments, tokens, d_v]`."""
+    """Compute causal attention within each segment, `[rows, heads, segments, tokens, d_v]`."""
     rows = len(queries)
     queries, keys, values = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (queries, keys, values))
     output = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
@@ -313,7 +283,14 @@ class InfiniReading:
 
 
 class InfiniState(MemoryState):
-    """M and z of every layer, and keys and values of open segments. Nothing is written in place."""
+    """M and z of every layer, and the keys and values of open segments. Nothing is written in place.
+
+    `MemoryMethod.new_state` has the arguments. With cache_size 0 the memory stays empty.
+
+    Attributes:
+        held: memories by layer.
+        keys, values: of open segments by layer, without rotary positions, `[rows, kv_heads, columns, d_head]`.
+    """
 
     def __init__(
         self,
@@ -321,15 +298,18 @@ class InfiniState(MemoryState):
         rows: int,
         devices: dict[int, torch.device],
         dtype: torch.dtype,
-        stays_empty: bool = False,
+        keep_values: bool,
+        cache_size: int | None,
     ) -> None:
-        self.rule, self.truncated, self.stays_empty = options.rule, options.truncated, stays_empty
+        if cache_size:
+            raise ValueError("Infini-attention has a memory of one size: leave cache_size out, or 0 for none.")
+        self.rule, self.truncated, self.stays_empty = options.rule, options.truncated, cache_size == 0
         sizes = (options.base.head_dim, options.base.head_dim)
         self.held = {
             layer: empty_memory(rows, options.base.kv_heads, sizes, dtype, devices[layer]) for layer in options.layers
         }
-        self.keys: dict[int, Tensor] = {}  # layer -> [rows, kv_heads, columns, d_head], without rotary positions
-        self.values: dict[int, Tensor] = {}  # layer -> [rows, kv_heads, columns, d_head]
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
 
     def begin(self) -> InfiniReading:
         return InfiniReading(dict(self.held))
@@ -345,7 +325,7 @@ class InfiniState(MemoryState):
                 if not bool(torch.isfinite(held[row][:, columns.to(held.device)]).all()):
                     raise ValueError(
                         f"The open segment of row {row} holds NaN or Inf in layer {layer}; nothing was stored, and "
-                        "what was read before is as it was. Check the model's weights and dtype (float16 overflows in "
+                        "what was read before is unchanged. Check the model's weights and dtype (float16 overflows in "
                         f"many models: use bfloat16), then go on from a clone() taken before, or reset([{row}])."
                     )
 
@@ -353,24 +333,17 @@ class InfiniState(MemoryState):
         if self.stays_empty:
             return
         for layer, held in self.held.items():
-            chosen = columns.to(held.norm.device)
-            mine = Compressed(*(tensor[row : row + 1] for tensor in held))
-            new = mine.update(
-                self.rule, self.keys[layer][row : row + 1, :, chosen], self.values[layer][row : row + 1, :, chosen]
-            )
             index = torch.tensor([row], device=held.norm.device)
-            self.held[layer] = Compressed(
-                *(
-                    old.index_copy(0, index, change)
-                    for old, change in zip(held, new.detach() if self.truncated else new, strict=True)
-                )
-            )
+            chosen = columns.to(index.device)
+            keys, values = (side[layer][row : row + 1, :, chosen] for side in (self.keys, self.values))
+            new = held.each(lambda tensor: tensor[row : row + 1]).update(self.rule, keys, values)
+            new = new.each(Tensor.detach) if self.truncated else new
+            pairs = zip(held, new, strict=True)
+            self.held[layer] = Compressed(*(old.index_copy(0, index, changed) for old, changed in pairs))
 
     def detach(self) -> None:
-        """Cut the autograd graph: the next step's gradient does not reach what this one stored."""
-        self.held = {layer: held.detach() for layer, held in self.held.items()}
-        for waiting in (self.keys, self.values):
-            waiting.update({layer: tensor.detach() for layer, tensor in waiting.items()})
+        """Cut the autograd graph, so that no gradient of the next step reaches what this one stored."""
+        self._change(Tensor.detach)
 
     def kept(self, row: int, closed: int) -> int:
         return 0 if self.stays_empty else closed
@@ -385,10 +358,7 @@ class InfiniState(MemoryState):
             self.held[layer] = Compressed(*(tensor.index_fill(0, index, 0) for tensor in held))
 
     def select(self, rows: Sequence[int]) -> None:
-        def chosen(tensor: Tensor) -> Tensor:
-            return tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)]
-
-        self._change(chosen)
+        self._change(lambda tensor: tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)])
 
     def clone(self) -> InfiniState:
         twin = copy.copy(self)
@@ -398,30 +368,28 @@ class InfiniState(MemoryState):
     def to(self, device: torch.device | str) -> None:
         self._change(lambda tensor: tensor.to(device))
 
-    def _change(self, change: Any) -> None:
-        self.held = {layer: Compressed(*map(change, held)) for layer, held in self.held.items()}
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.held = {layer: held.each(change) for layer, held in self.held.items()}
         for waiting in (self.keys, self.values):
             waiting.update({layer: change(tensor) for layer, tensor in waiting.items()})
 
     def state_dict(self) -> dict[str, Tensor]:
-        held = {
-            f"{layer}.{name}": tensor for layer, held in self.held.items() for name, tensor in held._asdict().items()
-        }
+        held = joined(**{str(layer): held._asdict() for layer, held in self.held.items()})
         return joined(held=held, keys=self.keys, values=self.values)
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
-        for layer, old in self.held.items():
+        devices = {layer: held.norm.device for layer, held in self.held.items()}
+        for layer, device in devices.items():
             saved = part(tensors, f"held.{layer}")
-            self.held[layer] = Compressed(**{name: saved[name].to(old.norm.device) for name in Compressed._fields})
+            self.held[layer] = Compressed(**{name: tensor.to(device) for name, tensor in saved.items()})
         self.keys, self.values = (
-            {int(layer): held.to(self.held[int(layer)].norm.device) for layer, held in part(tensors, name).items()}
+            {int(layer): held.to(devices[int(layer)]) for layer, held in part(tensors, name).items()}
             for name in ("keys", "values")
         )
 
     @property
     def nbytes(self) -> int:
-        waiting = sum(tensor.nbytes for held in (self.keys, self.values) for tensor in held.values())
-        return waiting + sum(tensor.nbytes for held in self.held.values() for tensor in held)
+        return sum(tensor.nbytes for tensor in self.state_dict().values())
 
 
 class NaiveDocument(NamedTuple):
@@ -429,7 +397,7 @@ class NaiveDocument(NamedTuple):
 
     Attributes:
         output, dot, mem: A, A_dot and A_mem, `[heads, time, d_v]`.
-        matrices, norms: M and z after each segment, a partial last one included.
+        matrices, norms: M and z after each segment, including a partial last one.
     """
 
     output: Tensor
@@ -449,13 +417,9 @@ def naive(
     local_keys: Tensor,
     scaling: float,
 ) -> NaiveDocument:
-    """The specification: Infini-attention over one document, token by token, in the plainest way.
+    """Specify Infini-attention: one document, token by token, in the plainest way.
 
-    Args:
-        beta: `[heads]`.
-        queries, keys: without rotary positions and scale, `[(kv_)heads, time, d_k]`.
-        values: `[kv_heads, time, d_v]`.
-        local_queries, local_keys: as local attention takes them.
+    Arguments are those of `attend_segments`, of one row; `beta` is `[heads]`.
     """
     heads, time, _ = queries.shape
     kv_heads, length = len(keys), options.segment_tokens
@@ -494,30 +458,6 @@ def naive(
     return NaiveDocument(outputs, dots, mems, matrices, norms)
 
 
-def new_state(
-    options: InfiniAttentionOptions,
-    rows: int,
-    devices: dict[int, torch.device],
-    dtype: torch.dtype,
-    keep_values: bool = False,
-    cache_size: int | None = None,
-) -> InfiniState:
-    """An empty memory.
-
-    Args:
-        devices: of each augmented layer.
-        dtype: of the model's activations.
-        keep_values: nothing is encoded anew in training, so this changes nothing.
-        cache_size: 0 for a memory that stays empty.
-
-    Raises:
-        ValueError: another cache_size was asked for.
-    """
-    if cache_size:
-        raise ValueError("Infini-attention has a memory of one size: leave cache_size out, or 0 for none.")
-    return InfiniState(options, rows, devices, dtype, stays_empty=cache_size == 0)
-
-
 @dataclass
 class InfiniAttentionAdapterConfig(InfiniAttentionSettings, MemoryAdapterConfig):
     """Infini-attention beside LoRA (Munkhdalai et al. 2024, arXiv 2404.07143)."""
@@ -547,7 +487,7 @@ register(
         adapter_config=InfiniAttentionAdapterConfig,
         causal_lm=InfiniAttentionForCausalLM,
         options=InfiniAttentionOptions,
-        new_state=new_state,
+        new_state=InfiniState,
         parts=InfiniParts,
         make_parts=make_parts,
         attend=attend_inputs,
@@ -560,11 +500,11 @@ register(
   year = {2024}
 }""",
         summary=(
-            "Text is read in segments of {segment_tokens:,} tokens; what was read before is in a matrix of constant "
-            "size a head, which each head mixes into its attention (Infini-attention, arXiv 2404.07143)."
+            "Text is read in segments of {segment_tokens:,} tokens; earlier text is in a matrix of constant size "
+            "per head, which each head mixes into its attention (Infini-attention, arXiv 2404.07143)."
         ),
         limits=(
-            "Self-attention sees the open segment, and what the local window keeps; all else comes through the memory.",
+            "Self-attention sees the open segment and what the local window keeps; the memory holds everything else.",
             "The memory does not grow: the more it has read, the less of each token is left in it.",
         ),
         grows="nothing",

@@ -5,12 +5,12 @@
     V_t = g M_t + (1 - g) L_t,   g = sigmoid(b)                                                      (equation 1)
 
 q, k, v are the layer's own, head by head; L is what self-attention gives that head; V goes through the layer's own W_o.
-b and s are one number a head. No gradient reaches stored pairs. A token for which nothing is stored keeps L alone.
+b and s are one number per head. No gradient reaches stored pairs. A token for which nothing is stored keeps L alone.
 
-The paper leaves open, chosen here: q and k are taken before their rotary rotation (its model has relative biases, which
-memory attention does not use); s is learned, as Henry et al. 2020 do for keys and queries of length 1, and starts at
-sqrt(d_head); local attention stays what the base makes it; query heads that share a key head (GQA) search its keys,
-each for itself.
+The paper leaves some choices open. Here q and k are taken before their rotary rotation (the paper's model has relative
+biases, which memory attention does not use); s is learned and starts at sqrt(d_head), as in Henry et al. 2020 for keys
+and queries of length 1; local attention stays the base's own; query heads that share a key head (GQA) each search its
+keys for themselves.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
 from cacheformers.modeling.attention import AttentionInputs
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
-from cacheformers.modeling.memory import RingState, SegmentCall, token_numbers
-from cacheformers.modeling.method import MemoryMethod, PerHead, Share, first_numbers, share_statistics
+from cacheformers.modeling.memory import RingReading, RingState, SegmentCall, token_numbers
+from cacheformers.modeling.method import MemoryMethod, PerHead, Share, share_statistics
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.search.store import Entries, Ring
 from cacheformers.modeling.settings import (
@@ -50,24 +50,20 @@ class MemorizingSettings(SearchSettings, LocalWindowSettings):
     """Fields of `MemorizingAdapterConfig` and `MemorizingConfig`. Layers count from 0."""
 
     cache_size: int = setting(
-        8192, "Pairs of a key and a value that a document may keep; the oldest go first.", free=True
+        8192, "Pairs of a key and a value that a document may keep; the oldest are dropped first.", free=True
     )
     topk: int = setting(64, "Pairs that each head of each token retrieves (k).", free=True)
     attention_layers: list[int] | None = setting(
-        None, "Layers with a memory, each one of its own. Default: three quarters up (the 9th of 12)."
+        None, "Layers with a memory of their own. Default: one, three quarters up (the 9th of 12)."
     )
     gate_start: float = setting(
-        0.0, "The gates' bias at first: 0 mixes both attentions evenly, -4 begins near the base.", free=True
+        0.0, "Initial bias of the gates: 0 mixes both attentions evenly, -4 starts near the base.", free=True
     )
 
 
 @dataclass(kw_only=True)
 class MemorizingOptions(StoreOptions, MemorizingSettings, LocalWindowOptions):
-    """`MemorizingSettings` resolved against a base model.
-
-    Raises:
-        ValueError: an option that does not fit the base model.
-    """
+    """`MemorizingSettings` resolved against a base model; ValueError if an option does not fit it."""
 
     attention_layers: tuple[int, ...]  # type: ignore[assignment]  # resolved
 
@@ -86,70 +82,74 @@ class MemorizingOptions(StoreOptions, MemorizingSettings, LocalWindowOptions):
 
     @property
     def width(self) -> int:
-        """Numbers in the keys of one token, as many as in its values."""
+        """The size of the keys, and of the values, of one token."""
         return self.base.kv_heads * self.base.head_dim
 
     @property
     def entry_numbers(self) -> int:
-        """Numbers that one token's entries take in all layers that store."""
+        """The size of one token's entries in all layers that store."""
         return 2 * self.width * len(self.layers)
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Every layer that takes part."""
+        """The layers with a memory."""
         return self.attention_layers
 
 
 def default_layer(layers: int) -> int:
-    """The paper's layer, three quarters up: the 9th of 12, counted from 0."""
+    """Return the paper's layer, three quarters up (the 9th of 12), counted from 0."""
     return max(3 * layers // 4 - 1, 0)
 
 
 class MemorizingParts(NamedTuple):
-    """What one layer trains: `gate` is b, `scale` is s, both `[heads]`."""
+    """The trained parts of one layer: `gate` is b, `scale` is s, both `[heads]`."""
 
     gate: Share
     scale: PerHead
 
-    @property
-    def fingerprint(self) -> tuple[float, ...]:
-        return first_numbers(self.gate.weight, self.scale.weight)
-
 
 def make_parts(options: MemorizingOptions, *_: Any) -> dict[str, nn.Module]:
-    """The parts that one layer trains, the same in each and on every base."""
+    """Make the parts of one layer."""
     heads = options.base.heads
     return {"gate": Share(heads, options.gate_start), "scale": PerHead(heads, options.base.head_dim**0.5)}
 
 
 @dataclass
-class MemorizingReading:
-    """What one forward reads and leaves behind, by layer."""
+class MemorizingReading(RingReading):
+    """What one forward reads and leaves behind; `hits` `[rows, heads, time, k]` by layer."""
 
-    stores: dict[int, Ring]
     hits: dict[int, Tensor] = field(default_factory=dict)
-    new_keys: dict[int, Tensor] = field(default_factory=dict)
-    new_values: dict[int, Tensor] = field(default_factory=dict)
 
 
 class MemorizingState(RingState):
-    """A ring of pairs per layer: all key heads of a token side by side, and so its values.
+    """A ring of pairs per layer, with all heads of a token side by side; see `MemoryMethod.new_state`.
 
     Attributes:
-        last: hits of the last forward by layer, all heads of a token side by side, `[rows, columns, heads * k]`.
+        last: the hits of the last forward by layer, all heads of a token side by side, `[rows, columns, heads * k]`.
     """
 
     retrieves = True
 
-    def __init__(self, rings: dict[int, Ring]) -> None:
-        super().__init__(rings)
+    def __init__(
+        self,
+        options: MemorizingOptions,
+        rows: int,
+        devices: dict[int, torch.device],
+        dtype: torch.dtype,
+        keep_values: bool,
+        cache_size: int | None,
+    ) -> None:
+        size, width = options.cache_size if cache_size is None else cache_size, options.width
+        super().__init__(
+            {layer: options.new_ring(rows, size, devices[layer], dtype, width, width) for layer in options.layers}
+        )
         self.last: dict[int, Tensor] = {}
 
     def begin(self) -> MemorizingReading:
         return MemorizingReading({layer: ring.view() for layer, ring in self.rings.items()})
 
     def end(self, reading: MemorizingReading) -> None:
-        self.add(keys=reading.new_keys, values=reading.new_values)
+        super().end(reading)
         self.last = {layer: side_by_side(hits) for layer, hits in reading.hits.items()}
 
     def retrieved(self) -> dict[int, Tensor]:
@@ -164,44 +164,19 @@ class MemorizingState(RingState):
         self.last = {layer: hits[torch.tensor(rows, device=hits.device)] for layer, hits in self.last.items()}
 
 
-def new_state(
-    options: MemorizingOptions,
-    rows: int,
-    devices: dict[int, torch.device],
-    dtype: torch.dtype,
-    keep_values: bool,
-    cache_size: int | None = None,
-) -> MemorizingState:
-    """An empty memory.
-
-    Args:
-        devices: of each augmented layer.
-        dtype: of the model's activations.
-        keep_values: means nothing here: values are always kept.
-        cache_size: another number of pairs than the configured one (0: nothing is remembered).
-    """
-    capacity = options.cache_size if cache_size is None else cache_size
-    return MemorizingState(
-        {
-            layer: options.new_ring(rows, capacity, devices[layer], dtype, options.width, options.width)
-            for layer in options.layers
-        }
-    )
-
-
 def unit(states: Tensor) -> Tensor:
-    """Vectors of length 1, so that keys of different age and heads differ by direction alone."""
+    """Scale vectors to length 1, so that keys of different ages and heads differ in direction alone."""
     return F.normalize(states, dim=-1)
 
 
 def mix(options: MemorizingOptions, layer: int, parts: MemorizingParts, inputs: AttentionInputs) -> Tensor:
-    """Self-attention mixed with attention to the memory, head by head, `[rows, time, heads, d_head]`."""
+    """Mix self-attention with attention to the memory, head by head (equation 1), `[rows, time, heads, d_head]`."""
     reading: MemorizingReading = inputs.call.reading
     ring = reading.stores[layer]
     queries = unit(inputs.plain_query)
     with torch.no_grad():
-        reading.new_keys[layer] = side_by_side(unit(inputs.plain_key)).to(ring.keys.dtype)
-        reading.new_values[layer] = side_by_side(inputs.new_value).to(ring.keys.dtype)
+        reading.new["keys"][layer] = side_by_side(unit(inputs.plain_key)).to(ring.keys.dtype)
+        reading.new["values"][layer] = side_by_side(inputs.new_value).to(ring.keys.dtype)
     if layer not in reading.hits:  # activation checkpointing runs this twice, and searches once
         reading.hits[layer] = search_heads(options, ring, queries, inputs.call)
     local, _ = inputs.local
@@ -211,13 +186,17 @@ def mix(options: MemorizingOptions, layer: int, parts: MemorizingParts, inputs: 
 
 
 def side_by_side(heads: Tensor) -> Tensor:
-    """`[rows, heads, time, d]` as `[rows, time, heads * d]`."""
+    """Turn `[rows, heads, time, d]` into `[rows, time, heads * d]`."""
     return heads.transpose(1, 2).flatten(2)
 
 
 @torch.no_grad()
 def search_heads(options: MemorizingOptions, ring: Ring, queries: Tensor, call: SegmentCall) -> Tensor:
-    """Search each row's and head's own keys: hits `[rows, heads, time, k]` from the oldest pair, -1 for none."""
+    """Search the keys of each row and head (section 3.1).
+
+    Returns:
+        Hits `[rows, heads, time, k]`, counted from the oldest pair, -1 for none.
+    """
     search, base = get_search(options.search), options.base
     rows, heads, time, size = queries.shape
     groups = heads // base.kv_heads
@@ -237,7 +216,7 @@ def search_heads(options: MemorizingOptions, ring: Ring, queries: Tensor, call: 
 
 
 def one_head(entries: Entries, head: int, size: int) -> Entries:
-    """The keys of one head, with an index of their own."""
+    """Take the keys of one head, with their own search index."""
     spans = tuple(span[:, head * size : (head + 1) * size] for span in entries.spans)
     return Entries(spans, entries.first, entries.index.setdefault(f"head {head}", {}))
 
@@ -245,7 +224,7 @@ def one_head(entries: Entries, head: int, size: int) -> Entries:
 def recall(
     options: MemorizingOptions, ring: Ring, queries: Tensor, hits: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attention to what was retrieved.
+    """Attend to retrieved pairs (section 3.2).
 
     Args:
         queries: of length 1, `[rows, heads, time, d_head]`.
@@ -253,7 +232,7 @@ def recall(
         scale: s, `[heads]`.
 
     Returns:
-        M `[rows, time, heads, d_head]`, 0 where nothing was found; whether anything was, `[rows, time, heads]`.
+        M `[rows, time, heads, d_head]`, 0 where nothing was found; and where anything was, `[rows, time, heads]`.
     """
     base = options.base
     filled = hits >= 0
@@ -270,22 +249,22 @@ def recall(
 
 
 def vectors(store: Tensor, size: int) -> Tensor:
-    """Every head's vectors of a store, `[rows * allocated * kv_heads, size]`; one of zeros where it is empty."""
+    """View a store as vectors of heads, `[rows * allocated * kv_heads, size]`; an empty one as a vector of zeros."""
     return store.new_zeros(store.shape[-1] // size, size) if store.shape[1] == 0 else store.reshape(-1, size)
 
 
 def naive(
     options: MemorizingOptions, parts: MemorizingParts, queries: Tensor, keys: Tensor, values: Tensor, local: Tensor
 ) -> Tensor:
-    """The specification: one document, token by token, head by head.
+    """Specify the memory: one document, token by token, head by head.
 
     Args:
         queries: before their rotation, `[time, heads, d_head]`.
         keys, values: before their rotation, `[time, kv_heads, d_head]`.
-        local: what self-attention gives each head, `[time, heads, d_head]`.
+        local: L, `[time, heads, d_head]`.
 
     Returns:
-        What each head gives with the memory, `[time, heads, d_head]`. Stored pairs take no gradient.
+        V, `[time, heads, d_head]`. Stored pairs take no gradient.
     """
     base, length = options.base, options.segment_tokens
     keys, values = keys.detach(), values.detach()
@@ -338,7 +317,7 @@ register(
         adapter_config=MemorizingAdapterConfig,
         causal_lm=MemorizingForCausalLM,
         options=MemorizingOptions,
-        new_state=new_state,
+        new_state=MemorizingState,
         parts=MemorizingParts,
         make_parts=make_parts,
         attend=mix,
@@ -351,13 +330,13 @@ register(
   year = {2022}
 }""",
         summary=(
-            "Text is read in segments of {segment_tokens:,} tokens; of what was read before, each head keeps up to "
+            "Text is read in segments of {segment_tokens:,} tokens; of earlier text, each head keeps up to "
             "{cache_size:,} pairs of a key and a value, and attends to the {topk} nearest of each token (Memorizing "
             "Transformer, arXiv 2203.08913)."
         ),
         limits=(
-            "Self-attention sees the open segment, and what the local window keeps; all else comes through the memory.",
-            "What is older than the memory's capacity is forgotten.",
+            "Self-attention sees the open segment and what the local window keeps; the memory holds everything else.",
+            "Text beyond the memory's capacity is forgotten.",
         ),
         grows="a ring of at most `cache_size` pairs a layer",
         starts_as="the base model, until a segment is stored",

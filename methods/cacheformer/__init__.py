@@ -1,17 +1,21 @@
-"""CacheFormer: the paper's own transformer (`modeling.py`), and its attention on the layers of a base (`memory.py`)."""
+"""CacheFormer (Singh & Mahmood). Read `cacheformer.py` first: branches, settings, trained parts, pooling.
+
+`naive.py` is the specification. `selection.py` chooses segments, `tiles.py` computes attention and its gradient,
+`attention.py` uses it on whole documents and `state.py` while decoding. Two kinds of models share them: the paper's
+own transformer (`configuration.py`, `modeling.py`), and a base model's layers (`memory.py`).
+"""
 
 from dataclasses import dataclass
 
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register, register_model
-from cacheformers.methods.cacheformer.cacheformer import CacheFormerParts
+from cacheformers.methods.cacheformer.cacheformer import CacheFormerParts, make_parts
 from cacheformers.methods.cacheformer.configuration import CacheFormerConfig
 from cacheformers.methods.cacheformer.memory import (
+    CacheFormerMemory,
     CacheFormerOnBaseOptions,
     CacheFormerOnBaseSettings,
     attend_inputs,
-    make_layer_parts,
-    new_state,
 )
 from cacheformers.methods.cacheformer.modeling import CacheFormerForCausalLM, CacheFormerModel
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
@@ -48,9 +52,9 @@ register(
         adapter_config=CacheFormerAdapterConfig,
         causal_lm=CacheFormerOnBaseForCausalLM,
         options=CacheFormerOnBaseOptions,
-        new_state=new_state,
+        new_state=CacheFormerMemory,
         parts=CacheFormerParts,
-        make_parts=make_layer_parts,
+        make_parts=make_parts,
         attend=attend_inputs,
         title="CacheFormer",
         paper="[Singh & Mahmood 2025](https://arxiv.org/abs/2504.13981)",
@@ -64,13 +68,13 @@ register(
   year = {2025}
 }""",
         summary=(
-            "A token sees its own and the previous window of {window_tokens:,} tokens, older ones as {pool_vectors} "
-            "vectors for each {pool_tokens}, and what else the options below say (CacheFormer, arXiv 2504.13981; "
-            "without cache and overlap it is Transformer-LS)."
+            "A token sees its own and the previous window of {window_tokens:,} tokens, and older text as "
+            "{pool_vectors} vectors for every {pool_tokens} tokens; the options below say what else it sees "
+            "(CacheFormer, arXiv 2504.13981; without cache and overlap it is Transformer-LS)."
         ),
         limits=(
-            "The keys of every token are kept, and the compressed vectors that each step reads grow with the text.",
-            "The paper's rule for choosing segments looks into the future; what it reports of the cache is unverified.",
+            "The keys of every token are kept, and each step reads compressed vectors that grow with the text.",
+            "The paper's rule for choosing segments looks into the future; its results with the cache are unverified.",
         ),
         grows="keys of all tokens; read at each step: `pool_vectors` for every `pool_tokens` of them",
         starts_as="the base model on texts of two windows",

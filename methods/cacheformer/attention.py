@@ -1,4 +1,4 @@
-"""CacheFormer's attention over whole sequences, for training and for reading without a state."""
+"""CacheFormer's attention to whole documents, for training and for reading without a state."""
 
 from __future__ import annotations
 
@@ -25,15 +25,12 @@ def attend(
     rotate: Rotate | None = None,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """What each head reads, `[rows, heads, time, head_dim]`.
+    """Attend to whole documents, `[rows, heads, time, head_dim]`; zeros for padding.
 
     Args:
-        rotate: turns unrotated keys to positions; used with `pretrained` alone.
-        documents: the number of the document that each token belongs to, -1 for padding, `[rows, time]`. A document's
-            tokens follow each other; windows, segments and blocks count from its first. None: each row is a document.
-
-    Returns:
-        Zeros for padding.
+        rotate: turns unrotated keys to positions; only used with `pretrained`.
+        documents: each token's document, -1 for padding, `[rows, time]`. The tokens of a document are consecutive;
+            windows, segments and blocks count from its first token. None: each row is a document.
     """
     if documents is None:
         return attend_rows(options, parts, projected, rotate)[0]
@@ -54,7 +51,7 @@ def attend(
 def selected_segments(
     options: CacheFormerOptions, parts: CacheFormerParts, projected: Projected, rotate: Rotate | None = None
 ) -> Tensor:
-    """The segments that each token retrieves, `[rows, kv_heads, time, topk * neighbors]`; -1 is none."""
+    """Return the segments that each token retrieves, `[rows, kv_heads, time, topk * neighbors]`, -1 for none."""
     _, run = attend_rows(options, parts, projected, rotate)
     each = [
         lists if lists.dim() == 4 else lists[:, :, None].expand(-1, -1, end - begin, -1)
@@ -66,7 +63,7 @@ def selected_segments(
 def attend_rows(
     options: CacheFormerOptions, parts: CacheFormerParts, projected: Projected, rotate: Rotate | None
 ) -> tuple[Tensor, Run]:
-    """Attention where each row is a document that begins in its first column; what follows it does no harm."""
+    """Attend where each row is a document that begins in the first column. Columns after it do no harm."""
     q = projected.q
     chooser = Chooser(options, len(q), q.device, q.dtype) if options.cache else None
     run = Run(options, (0,), q.shape[2], projected.scale, chooser)
@@ -105,15 +102,15 @@ def make_stores(
 
 
 def document_batches(documents: Tensor, alike: bool = False) -> list[tuple[Tensor, Tensor]]:
-    """Documents as rows of their own, together with others of about the same length.
+    """Batch documents of about the same length, one document per row.
 
     Args:
-        documents: `[rows, time]`, -1 for padding.
-        alike: only those of the same length together, for a rule that would look at what follows a shorter one.
+        documents: each token's document, `[rows, time]`, -1 for padding.
+        alike: batch only documents of the same length, for a rule that would look beyond the end of a shorter one.
 
     Returns:
-        For each batch: `places` in the flattened `[rows * time]`, and which of them are real, `[documents, longest]`,
-        on the host. No batch is more than twice as large as its tokens.
+        For each batch: places in the flattened `[rows * time]`, and which of them are real, `[documents, longest]`, on
+        the host. At least half of a batch is real.
     """
     numbers = documents.cpu()
     begins = torch.ones_like(numbers, dtype=torch.bool)

@@ -1,16 +1,15 @@
 """CacheFormer: window, compressed segments, and a cache of the best raw segments (Singh & Mahmood, arXiv 2504.13981).
 
-    short    keys of the own and the whole previous window of w tokens
+    short    keys of the token's window and of the whole previous window, w tokens each
     long     G_c = softmax(Z_c W_P^T)^T Z_c: r vectors for each complete segment Z_c of s tokens  (Transformer-LS, 2021)
     overlap  the same for segments shifted by s/2
-    cache    the raw keys of the k segments whose probabilities in `long` are largest, and their neighbors
+    cache    the raw keys of the k segments whose probabilities in `long` are largest, and of their neighbors
 
-A token attends to all four at once (`joint`), or to each by itself and takes the mean (`separate`) or a gated mean
-(`gated`). Without overlap and cache this is Transformer-LS. The published choice of segments looks into the future
-(`paper_block`, for study only); the others choose from what a decoder has seen.
+A token attends to all four with one softmax (`joint`), or to each separately and takes the mean (`separate`) or a gated
+mean (`gated`). Without overlap and cache this is Transformer-LS. The published choice of segments looks into the future
+(`paper_block`, for study only); the other choices use what a decoder has seen.
 
-This file holds the options, the trained parts and the pooling; `cacheformer_attention.py` attends to a whole sequence,
-`cacheformer_state.py` decodes, `cacheformer_selection.py` chooses, and `cacheformer_naive.py` is the specification.
+This file holds settings, trained parts and pooling.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cacheformers.modeling.method import first_numbers
-from cacheformers.modeling.settings import setting
+from cacheformers.modeling.settings import check_at_least, check_choices, setting
 
 NORM_EPS = 1e-5
 
@@ -34,67 +32,54 @@ Rotate = Callable[[Tensor, Tensor], Tensor]  # keys [rows, heads, tokens, head_d
 
 @dataclass(repr=False)  # transformers prints a configuration
 class CacheFormerSettings:
-    """Fields that every configuration with CacheFormer's attention has."""
+    """Fields of every configuration with CacheFormer's attention."""
 
-    window_tokens: int = setting(128, "Window w: a token sees its own window up to itself, and the whole previous one.")
+    window_tokens: int = setting(
+        128, "Window w: a token sees its own window up to itself, and all of the previous one."
+    )
     pool_tokens: int = setting(16, "Tokens of a segment (s), compressed together.")
     pool_vectors: int = setting(4, "Vectors that a segment is compressed to (r_s).")
     topk: int = setting(7, "Segments that the cache retrieves uncompressed (k).")
-    neighbors: int = setting(1, "Segments that each of them brings along, itself included (u).")
+    neighbors: int = setting(1, "Segments that each of them brings along, including itself (u).")
     select_rows: int | None = setting(
         None, "Rows that choose segments together (p). Default: window_tokens; 1 for 'token'."
     )
     selection: str = setting(
         "previous_block",
-        "Who chooses for a block of rows: the block before it ('previous_block'), each row for itself "
-        "('token'), the block's rows so far ('prefix'), or, to study what that leaks, the whole block as published "
-        "('paper_block', which cannot generate).",
+        "Who chooses for a block of rows: the previous block ('previous_block'), each row for itself ('token'), the "
+        "block's rows so far ('prefix'), or, to study its leak, the whole block as published ('paper_block', which "
+        "cannot generate).",
     )
     magnitude: str = setting("rows", "'rows': mean of the rows' magnitudes. 'mean': magnitude of their mean.")
     aggregation: str = setting(
         "joint",
-        "'joint': one softmax over all branches. 'separate': the mean of one softmax a branch, over the branches "
-        "that are not empty. 'gated': their gated mean.",
+        "'joint': one softmax over all branches. 'separate': the mean of one softmax per branch, over branches that "
+        "are not empty. 'gated': their gated mean.",
     )
     long: bool = setting(True, "Attend to compressed segments.")
-    overlap: bool = setting(True, "Attend to compressed segments shifted by half of one, too.")
-    cache: bool = setting(True, "Attend to the tokens of retrieved segments (scores are those of `long`, on or off).")
+    overlap: bool = setting(True, "Attend also to compressed segments shifted by half a segment.")
+    cache: bool = setting(True, "Attend to the tokens of retrieved segments (scored by `long`, even if that is off).")
     exclude_window: bool = setting(False, "Retrieve only segments before the window.")
     sink: bool = setting(False, "Always retrieve the first segment.")
-    shared_projection: bool = setting(True, "Overlapping segments are compressed by the same projection.")
+    shared_projection: bool = setting(True, "Compress overlapping segments by the same projection.")
     wide_blocks: bool = setting(
         False,
         "Allow select_rows > window_tokens with 'previous_block'; tokens that have left the window cannot be "
         "retrieved before their block ends.",
     )
 
-    def attention_of(self, heads: int, kv_heads: int, head_dim: int, **others: Any) -> CacheFormerOptions:
-        """The options of layers of one shape.
-
-        Args:
-            others: options that are no settings.
-
-        Raises:
-            ValueError: options that contradict each other.
-        """
-        settings = {field.name: getattr(self, field.name) for field in fields(CacheFormerSettings)}
-        return CacheFormerOptions(heads=heads, kv_heads=kv_heads, head_dim=head_dim, **settings, **others)
-
 
 @dataclass(kw_only=True)
 class CacheFormerOptions(CacheFormerSettings):
-    """`CacheFormerSettings` for one layer.
+    """`CacheFormerSettings` for one layer; ValueError if they contradict each other.
 
     Attributes:
         heads, kv_heads, head_dim: shape of the layer's attention.
-        tied: keys are values too.
-        local_norm, global_norm: LayerNorm on the tokens' and on the compressed keys and values.
-        pretrained: for attention that was trained without this method: keys are compressed before their rotation and
-            then rotated to their segment's center, and only what lies wholly before the window is compressed or
-            retrieved, so that up to two windows of text are attended as before.
-
-    Raises:
-        ValueError: options that contradict each other.
+        tied: keys are also values.
+        local_norm, global_norm: LayerNorm on the keys and values of tokens, and on compressed ones.
+        pretrained: for attention that was trained without this method. Keys are compressed before their rotation and
+            then rotated to their segment's center. Only text wholly before the window is compressed or retrieved, so
+            attention to a text of up to two windows stays as it was.
     """
 
     heads: int
@@ -111,20 +96,17 @@ class CacheFormerOptions(CacheFormerSettings):
             value, allowed_kinds = getattr(self, entry.name), kinds.get(str(entry.type))
             if allowed_kinds and type(value) not in allowed_kinds:
                 raise ValueError(f"{entry.name} must be {entry.type}, got {value!r}.")
-        for name in ("heads", "kv_heads", "head_dim", "window_tokens", "pool_tokens", "pool_vectors", "topk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        check_at_least(1, self, "heads", "kv_heads", "head_dim", "window_tokens", "pool_tokens", "pool_vectors", "topk")
         if self.neighbors < 1:
             raise ValueError(f"neighbors counts the segment itself: it must be at least 1, got {self.neighbors}.")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}.")
-        for name, allowed in (
-            ("selection", ("previous_block", "token", "prefix", "paper_block")),
-            ("magnitude", ("rows", "mean")),
-            ("aggregation", ("joint", "separate", "gated")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}.")
+        check_choices(
+            self,
+            selection=("previous_block", "token", "prefix", "paper_block"),
+            magnitude=("rows", "mean"),
+            aggregation=("joint", "separate", "gated"),
+        )
         if self.compresses and self.pool_tokens > 2 * self.window_tokens:
             raise ValueError(
                 f"pool_tokens {self.pool_tokens} is more than two windows of {self.window_tokens}: recent tokens would "
@@ -168,45 +150,45 @@ class CacheFormerOptions(CacheFormerSettings):
 
     @property
     def block_rows(self) -> int:
-        """Rows that choose together, p."""
+        """The number of rows that choose together, p."""
         if self.selection == "token":
             return 1
         return self.window_tokens if self.select_rows is None else self.select_rows
 
     @property
     def retrieved(self) -> int:
-        """Segments in a list, k*u."""
+        """The number of segments in a list, k*u."""
         return self.topk * self.neighbors
 
     @property
     def branches(self) -> tuple[str, ...]:
-        """Branches that are on; gates come in this order."""
+        """The branches that are on, in the order of gates."""
         return tuple(name for name in ("short", "long", "overlap", "cache") if name == "short" or getattr(self, name))
 
     def window_start(self, position: Tensor) -> Tensor:
-        """First position that a token's sliding window shows."""
+        """Return the first position that a token's sliding window shows."""
         return ((position // self.window_tokens - 1) * self.window_tokens).clamp(min=0)
 
     def horizon(self, position: Tensor) -> Tensor:
-        """A compressed segment is visible to a token if it ends before this position."""
+        """Return the position before which a compressed segment must end to be visible to a token."""
         return self.window_start(position) if self.pretrained else position
 
     def block_start(self, position: Tensor) -> Tensor:
-        """First position of a token's block."""
+        """Return the first position of a token's block."""
         return position // self.block_rows * self.block_rows
 
     def admissible(self, position: Tensor) -> Tensor:
-        """How many of the first segments the block that begins at a position may retrieve."""
+        """Count the segments, from the first on, that the block beginning at a position may retrieve."""
         before = self.window_start(position) if self.exclude_window or self.pretrained else position
         return before // self.pool_tokens
 
     def filled(self, position: Tensor) -> Tensor:
-        """How many segments a token retrieves."""
+        """Count the segments that a token retrieves."""
         return self.admissible(self.block_start(position)).clamp(max=self.retrieved)
 
 
 class BranchGate(nn.Module):
-    """A number between 0 and 1 for each token, head and branch, read from the query. All alike at first."""
+    """A gate between 0 and 1 for each token, head and branch, computed from the query; 0.5 at first."""
 
     def __init__(self, heads: int, branches: int, head_dim: int) -> None:
         super().__init__()
@@ -214,17 +196,16 @@ class BranchGate(nn.Module):
         self.bias = nn.Parameter(torch.zeros(heads, branches))
 
     def forward(self, queries: Tensor) -> Tensor:
-        """`[rows, heads, time, head_dim]` to `[rows, heads, time, branches]`, in float32 or better."""
+        """Turn `[rows, heads, time, head_dim]` into `[rows, heads, time, branches]`, in float32 or better."""
         wide = queries.to(torch.promote_types(queries.dtype, torch.float32))
         scores = wide @ self.weight.to(wide.dtype).transpose(1, 2) + self.bias.to(wide.dtype)[:, None]
         return torch.sigmoid(scores)
 
 
 class CacheFormerParts(NamedTuple):
-    """The parts that a layer trains; None where its options have no use for one.
+    """The trained parts of one layer; None where its options need none. All but the gate are shared by the heads.
 
-    Shapes: `pool`, `overlap_pool` `[r_s, head_dim]`; `local_norm`, `global_norm` LayerNorm(head_dim); `gate` see
-    `BranchGate`. All but the gate are shared by the heads.
+    Shapes: `pool`, `overlap_pool` `[r_s, head_dim]`; `local_norm`, `global_norm` LayerNorm(head_dim).
     """
 
     pool: nn.Linear | None = None
@@ -233,14 +214,9 @@ class CacheFormerParts(NamedTuple):
     global_norm: nn.LayerNorm | None = None
     gate: BranchGate | None = None
 
-    @property
-    def fingerprint(self) -> tuple[float, ...]:
-        """A few of its numbers."""
-        return first_numbers(*(p for module in self if module is not None for p in module.parameters()))
 
-
-def make_parts(options: CacheFormerOptions) -> dict[str, nn.Module]:
-    """The modules that a layer trains, by their names in `CacheFormerParts`."""
+def make_parts(options: CacheFormerOptions, *_: Any) -> dict[str, nn.Module]:
+    """Make the parts of one layer."""
     parts: dict[str, nn.Module] = {}
     if options.compresses:
         parts["pool"] = nn.Linear(options.head_dim, options.pool_vectors, bias=False)
@@ -256,13 +232,13 @@ def make_parts(options: CacheFormerOptions) -> dict[str, nn.Module]:
 
 
 class Projected(NamedTuple):
-    """What a layer's projections gave for some tokens, `[rows, heads or kv_heads, time, head_dim]`.
+    """Queries, keys and values of consecutive tokens, `[rows, heads or kv_heads, time, head_dim]`.
 
     Attributes:
-        q, k: queries and keys, rotated where the model rotates.
-        v: values; None where keys are values too.
-        plain_q, plain_k: before rotation; None where nothing was rotated. Gates read the one, `pretrained` pools the
-            other.
+        q, k: rotated where the model rotates.
+        v: None where keys are also values.
+        plain_q, plain_k: before rotation; None where nothing was rotated. Gates read `plain_q`, `pretrained` pools
+            `plain_k`.
         scaling: of the queries; None for `head_dim ** -0.5`.
     """
 
@@ -275,27 +251,27 @@ class Projected(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """What queries are multiplied with."""
+        """The factor of queries."""
         return self.q.shape[-1] ** -0.5 if self.scaling is None else self.scaling
 
     def gates(self, parts: CacheFormerParts) -> Tensor | None:
-        """`[rows, heads, time, branches]`."""
+        """Compute gates `[rows, heads, time, branches]`."""
         if parts.gate is None:
             return None
         return parts.gate(self.q if self.plain_q is None else self.plain_q)
 
     def pooled_keys(self, options: CacheFormerOptions) -> Tensor:
-        """The keys that segments are compressed from."""
+        """Return the keys from which segments are compressed."""
         return self.plain_k if options.pretrained and self.plain_k is not None else self.k
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Projected:
-        """The same with every tensor changed."""
+        """Apply a function to every tensor."""
         tensors = {name: part for name, part in self._asdict().items() if isinstance(part, Tensor)}
         return self._replace(**{name: change(tensor) for name, tensor in tensors.items()})  # type: ignore[arg-type]
 
 
 def normalize(norm: nn.LayerNorm | None, vectors: Tensor) -> Tensor:
-    """LayerNorm in float32 or better; None leaves them as they are."""
+    """Apply LayerNorm in float32 or better; None changes nothing."""
     if norm is None:
         return vectors
     dtype = torch.promote_types(vectors.dtype, torch.float32)
@@ -314,12 +290,12 @@ def pool(
     overlap: bool,
     rotate: Rotate | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compress segments: r_s sums of each one's tokens, weighted by what W_P makes of the keys.
+    """Compress each segment to r_s sums of its tokens, G_c, weighted by W_P of the keys.
 
     Args:
         keys, values: tokens of segments, `[rows, kv_heads, segments, s, head_dim]`.
-        numbers: which segments they are, `[rows or 1, segments]`.
-        overlap: they are shifted by s/2 to the left; the first half of segment 0 is then no text.
+        numbers: of the segments, `[rows or 1, segments]`.
+        overlap: segments are shifted to the left by s/2; the first half of segment 0 is then not text.
         rotate: turns keys to positions, where keys were given unrotated.
 
     Returns:

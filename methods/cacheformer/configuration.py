@@ -1,4 +1,4 @@
-"""Configuration of a CacheFormer model, the paper's sizes, and the rows of its ablation."""
+"""The configuration of a CacheFormer model from scratch, with the paper's sizes and ablation."""
 
 from __future__ import annotations
 
@@ -10,19 +10,14 @@ from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions, Cac
 from cacheformers.modeling.architectures import WholeConfig
 from cacheformers.modeling.memory import BaseShape
 
-# The paper's models; parameters as counted (the paper reports 34.88 M for the last).
+# The paper's models, of 122,523,460, 23,377,152 and 34,934,016 parameters (it reports 34.88 M for the last).
 SIZES: dict[str, dict[str, Any]] = {
-    "122m": {
-        "vocab_size": 28996,
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-    },  # 122,523,460
-    "23m": {"vocab_size": 256, "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8},  # 23,377,152
-    "35m": {"vocab_size": 256, "hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8},  # 34,934,016
+    "122m": {"vocab_size": 28996, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
+    "23m": {"vocab_size": 256, "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8},
+    "35m": {"vocab_size": 256, "hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8},
 }
 
-# Its ablation: which branches are on, and how much the cache retrieves. None adds or takes away a parameter.
+# The paper's ablation: which branches are on, and how much the cache retrieves. All have the same parameters.
 VARIANTS: dict[str, dict[str, Any]] = {
     "transformer_ls": {"overlap": False, "cache": False},
     "overlap": {"overlap": True, "cache": False},
@@ -45,10 +40,10 @@ class CacheFormerConfig(CacheFormerSettings, WholeConfig):
         head_dim: default: hidden_size / num_attention_heads.
         intermediate_size: of the feed-forward blocks; default: 4 * hidden_size.
         rope_theta: base of the rotary positions, which turn all channels in neighboring pairs.
-        tied: keys, rotated, are values too, as published.
-        local_norm, global_norm: LayerNorm on the tokens' and on the compressed keys and values.
-        tie_word_embeddings: the head is the embedding (with a bias of its own).
-        segment_tokens: tokens of a row when it is trained from scratch and evaluated in rows (the paper's n). The model
+        tied: rotated keys are also values, as published.
+        local_norm, global_norm: LayerNorm on the keys and values of tokens, and on compressed ones.
+        tie_word_embeddings: the head is the embedding (with its own bias).
+        segment_tokens: tokens of a row in training from scratch and in evaluation by rows (the paper's n). The model
             reads texts of any length.
     """
 
@@ -90,15 +85,15 @@ class CacheFormerConfig(CacheFormerSettings, WholeConfig):
 
     @classmethod
     def preset(cls, size: str, variant: str = "overlap_cache_k7u1", **changes: Any) -> Self:
-        """A model of the paper.
+        """Make the configuration of a model of the paper.
 
         Args:
             size: a key of `SIZES`: "122m" (WikiText-103 in WordPieces), "23m" or "35m" (enwik8 in bytes).
             variant: a key of `VARIANTS`.
-            changes: fields that shall differ.
+            changes: other values of fields.
 
         Raises:
-            ValueError: there is no such size, variant or field.
+            ValueError: unknown size, variant or field.
         """
         for name, value, known in (("size", size, SIZES), ("variant", variant, VARIANTS)):
             if value not in known:
@@ -127,11 +122,7 @@ class CacheFormerConfig(CacheFormerSettings, WholeConfig):
         )
 
     def attention_options(self) -> CacheFormerOptions:
-        """The same in every layer.
-
-        Raises:
-            ValueError: options that contradict each other.
-        """
+        """Return the options of every layer; raise ValueError if they contradict each other."""
         assert self.num_key_value_heads is not None and self.head_dim is not None
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "segment_tokens"):
             value = getattr(self, name)
@@ -139,11 +130,13 @@ class CacheFormerConfig(CacheFormerSettings, WholeConfig):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
         if self.head_dim % 2:
             raise ValueError(f"Rotary positions turn pairs of channels: head_dim must be even, got {self.head_dim}.")
-        return self.attention_of(
-            self.num_attention_heads,
-            self.num_key_value_heads,
-            self.head_dim,
+        settings = {field.name: getattr(self, field.name) for field in fields(CacheFormerSettings)}
+        return CacheFormerOptions(
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
             tied=self.tied,
             local_norm=self.local_norm,
             global_norm=self.global_norm,
+            **settings,
         )

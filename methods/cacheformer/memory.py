@@ -1,11 +1,11 @@
 """CacheFormer's attention on the layers of a pretrained model, with the layers' own projections.
 
-    near    the own and the whole previous window of w tokens, attended to as the base does
-    far     compressed segments, shifted ones, and retrieved tokens (`cacheformer.py`), wholly before that window
+    near    the token's window and the whole previous window, w tokens each, attended to as the base does
+    far     compressed segments, shifted ones, and retrieved tokens (`cacheformer.py`), wholly before those windows
 
-So whatever is no longer than two windows is the base's own attention. Keys are compressed as they were before their
-rotation, then rotated to the middle of their segment; values carry no rotation. What is compressed is not normed unless
-`global_norm` asks for it: it stands in one softmax with the base's keys, so it must have their scale.
+A text of up to two windows therefore gets the base's own attention. Keys are compressed before their rotation, then
+rotated to the middle of their segment; values carry no rotation. Compressed vectors share a softmax with the base's
+keys, so they are not normed, which would change their scale, unless `global_norm` asks for it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cacheformers.methods.cacheformer.attention import attend as attend_documents
 from cacheformers.methods.cacheformer.cacheformer import (
@@ -24,11 +23,10 @@ from cacheformers.methods.cacheformer.cacheformer import (
     CacheFormerParts,
     CacheFormerSettings,
     Projected,
-    make_parts,
 )
 from cacheformers.methods.cacheformer.state import CacheFormerState
 from cacheformers.modeling.attention import AttentionInputs, unrotated
-from cacheformers.modeling.memory import EVERYTHING, BaseShape, LocalWindow, MemoryState, SegmentCall
+from cacheformers.modeling.memory import EVERYTHING, BaseShape, LocalWindow, MemoryState, SegmentCall, joined, part
 from cacheformers.modeling.settings import (
     MethodOptions,
     MethodSettings,
@@ -43,20 +41,13 @@ from cacheformers.modeling.settings import (
 class CacheFormerOnBaseSettings(CacheFormerSettings, MethodSettings):
     """Fields of `CacheFormerAdapterConfig` and `CacheFormerOnBaseConfig`. Layers count from 0."""
 
-    layers: list[int] | None = setting(None, "Layers that attend so; the others see everything. Default: all.")
+    layers: list[int] | None = setting(None, "Layers with this attention; the others see everything. Default: all.")
     global_norm: bool = setting(
         False, "LayerNorm on compressed keys and values, as in the paper's models from scratch."
     )
-    segment_tokens: int = setting(
-        2048, "Tokens that one forward takes; it bounds activations, and changes no result.", free=True
-    )
+    segment_tokens: int = setting(2048, "Tokens of one forward; bounds activations and changes no result.", free=True)
 
     def resolve(self, base: BaseShape) -> CacheFormerOnBaseOptions:
-        """The method's options for one base model.
-
-        Raises:
-            ValueError: options that contradict each other, or do not fit the base model.
-        """
         chosen = {entry.name: getattr(self, entry.name) for entry in fields(CacheFormerOnBaseSettings)}
         return CacheFormerOnBaseOptions(
             heads=base.heads, kv_heads=base.kv_heads, head_dim=base.head_dim, base=base, **chosen
@@ -65,11 +56,7 @@ class CacheFormerOnBaseSettings(CacheFormerSettings, MethodSettings):
 
 @dataclass(kw_only=True)
 class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, MethodOptions):
-    """`CacheFormerOnBaseSettings` resolved against a base model.
-
-    Raises:
-        ValueError: options that contradict each other, or do not fit the base model.
-    """
+    """`CacheFormerOnBaseSettings` resolved against a base model; ValueError if an option does not fit it."""
 
     layers: tuple[int, ...]  # type: ignore[assignment]  # resolved
     tied: bool = False
@@ -91,35 +78,26 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Layers whose output the method changes."""
         return self.layers
 
     @property
     def near_tokens(self) -> int:
-        """Texts of up to two windows are attended to in full."""
+        """Two windows: shorter texts are attended to in full."""
         return 2 * self.window_tokens
 
     @property
     def window(self) -> LocalWindow:
-        """What stays visible: everything. (Near and far are the attention's own matter.)"""
+        """Everything stays visible; the attention itself tells near from far."""
         return LocalWindow(self.segment_tokens if self.causal else EVERYTHING, EVERYTHING)
-
-
-def make_layer_parts(options: CacheFormerOnBaseOptions, *_: Any) -> dict[str, nn.Module]:
-    """What a layer trains. Nothing of it is used until a text is longer than two windows."""
-    return make_parts(options)
-
-
-# Attention
 
 
 def attend(
     options: CacheFormerOnBaseOptions, layer: int, parts: CacheFormerParts, projected: Projected, call: SegmentCall
 ) -> Tensor:
-    """CacheFormer's attention of new columns, `[rows, time, heads, d]`.
+    """Compute CacheFormer's attention of new columns, `[rows, time, heads, d]`.
 
     Raises:
-        ValueError: `paper_block` with padding, or after a text that was read before.
+        ValueError: `paper_block` with padding, or after earlier text.
     """
     if not options.causal:
         if call.visible.shape[1] > call.real.shape[1]:
@@ -140,7 +118,7 @@ def attend(
 def attend_inputs(
     options: CacheFormerOnBaseOptions, layer: int, parts: CacheFormerParts, inputs: AttentionInputs
 ) -> Tensor:
-    """`attend`, given what the attention module computes."""
+    """Call `attend` with what the attention module computes."""
     projected = Projected(
         inputs.query,
         inputs.new_key,
@@ -153,7 +131,7 @@ def attend_inputs(
 
 
 def turned_back(keys: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Keys as they would be at position 0; whatever factor the model scales its rotation by stays in them."""
+    """Rotate keys back to position 0, and keep the factor by which the model scales its rotation."""
     if rotation is None:
         return keys
     exact = keys.to(torch.promote_types(keys.dtype, torch.float32))
@@ -164,22 +142,35 @@ def turned_back(keys: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
 
 @dataclass
 class CacheFormerReading:
-    """What one forward reads, and leaves behind: every layer's state before and after it."""
+    """The states before and after one forward, by layer."""
 
     before: dict[int, CacheFormerState]
     after: dict[int, CacheFormerState] = field(default_factory=dict)
 
 
 class CacheFormerMemory(MemoryState):
-    """A state for every layer with the method. Rows stand flush left in it, whatever columns they have elsewhere."""
+    """A state for every layer with the method, which counts each row's tokens, not columns.
 
-    can_crop = False  # whom the last tokens chose for is not undone
+    `MemoryMethod.new_state` has the arguments. With cache_size 0 it only sees windows.
+    """
+
+    can_crop = False  # the choices of the last tokens cannot be undone
 
     def __init__(
-        self, options: CacheFormerOnBaseOptions, rows: int, devices: dict[int, torch.device], dtype: torch.dtype
+        self,
+        options: CacheFormerOnBaseOptions,
+        rows: int,
+        devices: dict[int, torch.device],
+        dtype: torch.dtype,
+        keep_values: bool,
+        cache_size: int | None,
     ) -> None:
+        if cache_size:
+            raise ValueError("CacheFormer keeps every key and value: leave cache_size out, or 0 for windows alone.")
+        if cache_size == 0:
+            options = replace(options, long=False, overlap=False, cache=False)
         self.own_layers = frozenset(options.layers)
-        layers = options.layers if options.causal else ()  # the others are for whole documents, and keep nothing
+        layers = options.layers if options.causal else ()  # `paper_block` takes whole documents and keeps nothing
         self.layers = {layer: CacheFormerState(options, rows, dtype, devices[layer]) for layer in layers}
 
     def begin(self) -> CacheFormerReading:
@@ -189,18 +180,18 @@ class CacheFormerMemory(MemoryState):
         self.layers = {**self.layers, **reading.after}
 
     def check(self, row: int, columns: Tensor) -> None:
-        """Nothing is stored that is not read already."""
+        """Do nothing: the forward has stored everything."""
 
     def commit(self, row: int, columns: Tensor) -> None:
-        """Segments of a forward mean nothing to the method."""
+        """Do nothing: the method does not know the segments of a forward."""
 
     def detach(self) -> None:
-        """Cut the graph: the next step's gradient does not reach what this one read."""
+        """Cut the autograd graph, so that no gradient of the next step reaches what this one read."""
         for state in self.layers.values():
             state.detach()
 
     def keep(self, columns: Tensor) -> None:
-        """There are no columns."""
+        """Do nothing: there are no columns."""
 
     def reset(self, rows: Sequence[int]) -> None:
         for state in self.layers.values():
@@ -224,40 +215,8 @@ class CacheFormerMemory(MemoryState):
         return sum(state.nbytes for state in self.layers.values())
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {
-            f"{layer}.{name}": tensor
-            for layer, state in self.layers.items()
-            for name, tensor in state.state_dict().items()
-        }
+        return joined(**{str(layer): state.state_dict() for layer, state in self.layers.items()})
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         for layer, state in self.layers.items():
-            prefix = f"{layer}."
-            state.load_state_dict(
-                {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-            )
-
-
-def new_state(
-    options: CacheFormerOnBaseOptions,
-    rows: int,
-    devices: dict[int, torch.device],
-    dtype: torch.dtype,
-    keep_values: bool = False,
-    cache_size: int | None = None,
-) -> CacheFormerMemory:
-    """An empty memory.
-
-    Args:
-        devices: of each layer with the method.
-        dtype: of the model's activations.
-        keep_values: nothing is encoded anew in training, so this changes nothing.
-        cache_size: 0 for one that sees the windows alone.
-
-    Raises:
-        ValueError: another cache_size was asked for.
-    """
-    if cache_size:
-        raise ValueError("CacheFormer keeps every key and value: leave cache_size out, or 0 for windows alone.")
-    kept = options if cache_size is None else replace(options, long=False, overlap=False, cache=False)
-    return CacheFormerMemory(kept, rows, devices, dtype)
+            state.load_state_dict(part(tensors, str(layer)))

@@ -4,8 +4,8 @@
     L times:  hidden += attention(norm(hidden));  hidden += feed_forward(norm(hidden))
     logits = head(norm(hidden))
 
-Attention is `memories/cacheformer.py`. A forward with gradients, or without a cache, attends to whole documents; with a
-cache it reads the ids as a decoder does. Both give the same.
+A forward with gradients, or without a cache, attends to whole documents; with a cache it reads the ids as a decoder
+does. Both compute the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.output_capturing import capture_outputs
 
 from cacheformers.methods.cacheformer.attention import attend, selected_segments
-from cacheformers.methods.cacheformer.cache import CacheFormerCache, is_blank
 from cacheformers.methods.cacheformer.cacheformer import (
     NORM_EPS,
     BranchGate,
@@ -34,22 +33,21 @@ from cacheformers.methods.cacheformer.cacheformer import (
     make_parts,
 )
 from cacheformers.methods.cacheformer.configuration import CacheFormerConfig
-from cacheformers.methods.cacheformer.documents import Columns, continued, documents_of
-from cacheformers.methods.cacheformer.state import CacheFormerState
+from cacheformers.methods.cacheformer.state import CacheFormerCache, CacheFormerState, is_blank
 from cacheformers.modeling.architectures import device_of
 from cacheformers.modeling.inputs import check_shape, real_tokens, refuse_looking_ahead
 from cacheformers.modeling.pretrained import ForwardWithHead, MemoryPreTrainedModel
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of tokens' positions, `[rows or 1, 1, time, head_dim / 2]`, in float32 or better."""
+    """Cosines and sines of positions, `[rows or 1, 1, time, head_dim / 2]`, in float32 or better."""
 
     cos: Tensor
     sin: Tensor
 
     @classmethod
     def at(cls, positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
-        """Of positions `[rows or 1, time]`, for activations of a dtype."""
+        """Compute the rotation to positions `[rows or 1, time]`, for activations of a dtype."""
         exact = torch.promote_types(dtype, torch.float32)
         channels = torch.arange(0, head_dim, 2, device=positions.device, dtype=exact)
         angles = positions[:, None, :, None].to(exact) * theta ** (-channels / head_dim)
@@ -62,8 +60,69 @@ class Rotation(NamedTuple):
         return torch.stack(turned, -1).flatten(-2).to(vectors.dtype)
 
 
+class Places(NamedTuple):
+    """Where each token of a forward belongs, for rows of any length, padded, or packed.
+
+    Attributes:
+        positions: in the token's document, `[rows or 1, time]`.
+        documents: number of the token's document in its row, -1 for padding, `[rows, time]` on the host; None where
+            each row is a document. Used without a cache.
+        real: which columns are not padding, `[rows, time]` on the host; None for all. Used with a cache.
+    """
+
+    positions: Tensor
+    documents: Tensor | None = None
+    real: Tensor | None = None
+
+
+def documents_of(real: Tensor, position_ids: Tensor | None) -> Places:
+    """Find each token's document, and its position there.
+
+    Args:
+        real: which columns are not padding, `[rows, time]` on the host.
+        position_ids: `[rows or 1, time]`, restart at 0 where a document begins; None: each row is a document.
+
+    Raises:
+        ValueError: padding inside a document, or positions that do not count a document's tokens.
+    """
+    time = real.shape[1]
+    if position_ids is not None and position_ids.shape[-1] != time:
+        raise ValueError(f"position_ids has shape {tuple(position_ids.shape)}, but there are {time} tokens a row.")
+    if position_ids is None and bool(real.all()):
+        return Places(torch.arange(time)[None])
+    count = real.cumsum(1)
+    begins = real & (count == 1)
+    given = None if position_ids is None else position_ids.cpu().expand(len(real), -1)
+    if given is not None:
+        begins |= real & (given == 0)
+    first = torch.where(begins, count, 0).cummax(1).values
+    positions = (count - first).clamp(min=0)
+    if given is not None and bool((real & (given != positions)).any()):
+        raise ValueError(
+            "position_ids must count each document's tokens from 0. Leave them out, unless documents are packed into a "
+            "row."
+        )
+    after_padding = real[:, 1:] & ~real[:, :-1]
+    if bool((after_padding & ~begins[:, 1:]).any()):
+        raise ValueError("attention_mask has padding inside a document: pad on the left or on the right.")
+    documents = torch.where(real, begins.cumsum(1) - 1, -1)
+    alone = bool(real.all()) and bool((documents == 0).all())
+    return Places(positions, None if alone else documents)
+
+
+def continued(real: Tensor, position_ids: Tensor | None, tokens_read: list[int]) -> Places:
+    """Find the places of tokens that follow `tokens_read` tokens in each row; raise ValueError for a new document."""
+    positions = (torch.tensor(tokens_read)[:, None] + real.cumsum(1) - 1).clamp(min=0)
+    if position_ids is not None and bool((real & (position_ids.cpu() == 0) & (positions > 0)).any()):
+        raise ValueError(
+            "position_ids restart, but with a cache every row goes on with its document: leave them out, and call "
+            "cache.reset([row]) before a new document."
+        )
+    return Places(positions, real=None if bool(real.all()) else real)
+
+
 class CacheFormerSelfAttention(nn.Module):
-    """CacheFormer's attention with its projections; names of the parts are those of `CacheFormerParts`."""
+    """CacheFormer's attention with its projections; `memory` holds `CacheFormerParts`."""
 
     def __init__(self, config: CacheFormerConfig, options: CacheFormerOptions) -> None:
         super().__init__()
@@ -80,11 +139,7 @@ class CacheFormerSelfAttention(nn.Module):
 
     @property
     def parts(self) -> CacheFormerParts:
-        """What the layer trains beside its projections.
-
-        Raises:
-            ValueError: LoRA was put on one of them, where it would have no effect.
-        """
+        """The trained parts; raise ValueError if LoRA was put on one of them, where it has no effect."""
         wrapped = [name for name, part in self.memory.items() if hasattr(part, "base_layer")]
         if wrapped:
             raise ValueError(
@@ -94,7 +149,7 @@ class CacheFormerSelfAttention(nn.Module):
         return CacheFormerParts(**dict(self.memory.items()))  # type: ignore[arg-type]
 
     def project(self, hidden: Tensor, rotation: Rotation) -> Projected:
-        """Queries, keys and values of `[rows, time, hidden_size]`; values are rotated only where keys are values."""
+        """Compute q, k and v of `[rows, time, hidden_size]`. Values are rotated only where keys are values."""
 
         def split(vectors: Tensor) -> Tensor:
             return vectors.unflatten(-1, (-1, self.options.head_dim)).transpose(1, 2)
@@ -106,22 +161,22 @@ class CacheFormerSelfAttention(nn.Module):
         return Projected(rotation.turn(plain_q), k, v, plain_q)
 
     def forward(
-        self, hidden: Tensor, rotation: Rotation, columns: Columns, state: CacheFormerState | None = None
+        self, hidden: Tensor, rotation: Rotation, places: Places, state: CacheFormerState | None = None
     ) -> Tensor:
-        """`[rows, time, hidden_size]` to the same."""
-        read = self.attend(self.project(hidden, rotation), columns, state)
+        """Attend; `[rows, time, hidden_size]` in and out."""
+        read = self.attend(self.project(hidden, rotation), places, state)
         return self.o_proj(read.transpose(1, 2).flatten(2))
 
-    # It decides on the host what to look up; what is around it compiles.
+    # This part decides on the host what to look up; the rest compiles.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def attend(self, projected: Projected, columns: Columns, state: CacheFormerState | None) -> Tensor:
-        """What heads read, `[rows, heads, time, head_dim]`."""
+    def attend(self, projected: Projected, places: Places, state: CacheFormerState | None) -> Tensor:
+        """Return what heads read, `[rows, heads, time, head_dim]`."""
         if state is not None:
-            return state.attend(self.parts, projected, real=columns.real)
-        return attend(self.options, self.parts, projected, documents=columns.documents)
+            return state.attend(self.parts, projected, real=places.real)
+        return attend(self.options, self.parts, projected, documents=places.documents)
 
     def selected_segments(self, hidden: Tensor, rotation: Rotation) -> Tensor:
-        """The segments that each token of whole documents retrieves, `[rows, kv_heads, time, topk * neighbors]`."""
+        """Return the segments that each token retrieves, each row a document, `[rows, kv_heads, time, k*u]`."""
         return selected_segments(self.options, self.parts, self.project(hidden, rotation))
 
 
@@ -139,7 +194,7 @@ class CacheFormerFeedForward(nn.Module):
 
 
 class CacheFormerLayer(GradientCheckpointingLayer):
-    """Attention and a feed-forward block, each behind a LayerNorm and beside a residual connection."""
+    """Attention and a feed-forward block, each with a LayerNorm before it and a residual connection."""
 
     def __init__(self, config: CacheFormerConfig, options: CacheFormerOptions) -> None:
         super().__init__()
@@ -149,20 +204,20 @@ class CacheFormerLayer(GradientCheckpointingLayer):
         self.mlp = CacheFormerFeedForward(config)
 
     def forward(
-        self, hidden: Tensor, rotation: Rotation, columns: Columns, state: CacheFormerState | None = None
+        self, hidden: Tensor, rotation: Rotation, places: Places, state: CacheFormerState | None = None
     ) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, columns, state)
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, places, state)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class CacheFormerPreTrainedModel(MemoryPreTrainedModel):
-    """How both CacheFormer models are initialized."""
+    """Initialization of both CacheFormer models."""
 
     config_class = CacheFormerConfig
     _no_split_modules = ["CacheFormerLayer"]
     _skip_keys_device_placement = ["past_key_values"]
     _can_record_outputs = {"hidden_states": CacheFormerLayer}
-    _is_stateful = True  # what was read cannot be taken back, so assisted decoding is refused
+    _is_stateful = True  # tokens once read cannot be removed, so assisted decoding is refused
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -212,11 +267,11 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
             position_ids: `[rows or 1, time]`; only needed to pack documents: each begins where they restart at 0.
             past_key_values: a `CacheFormerCache` to go on with.
             inputs_embeds: `[rows, time, hidden_size]`, instead of ids.
-            use_cache: whether to make a cache where none is passed. A cache carries no gradient.
+            use_cache: make a cache if none is passed. A cache carries no gradient.
 
         Raises:
             ValueError: a cache with gradients, of another kind, or with packed documents; positions that do not count
-                documents' tokens; attentions, which are never held as a whole.
+                a document's tokens; a request for attentions, which are never held as a whole.
         """
         if kwargs.get("output_attentions", self.config.output_attentions):
             raise ValueError(
@@ -227,10 +282,10 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
             raise ValueError("Pass either input_ids or inputs_embeds.")
         check_shape(input_ids)
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cache, columns = self.prepare(hidden, attention_mask, position_ids, past_key_values, bool(use_cache))
-        rotation = Rotation.at(columns.positions, self.options.head_dim, self.config.rope_theta, hidden.dtype)
+        cache, places = self.prepare(hidden, attention_mask, position_ids, past_key_values, bool(use_cache))
+        rotation = Rotation.at(places.positions, self.options.head_dim, self.config.rope_theta, hidden.dtype)
         for number, layer in enumerate(self.layers):
-            hidden = layer(hidden, rotation, columns, None if cache is None else cache.states[number])
+            hidden = layer(hidden, rotation, places, None if cache is None else cache.states[number])
         if cache is not None:
             cache.visible += hidden.shape[1]
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=cache)
@@ -243,19 +298,16 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
         position_ids: Tensor | None,
         past_key_values: Cache | None,
         use_cache: bool,
-    ) -> tuple[CacheFormerCache | None, Columns]:
-        """The cache to read into, and what the columns of `[rows, time, hidden_size]` hold; see `forward`."""
-        cache = self.find_cache(past_key_values, use_cache, len(hidden))
+    ) -> tuple[CacheFormerCache | None, Places]:
+        """Return the cache to read into, and the tokens' places; see `forward`."""
+        wanted = use_cache or past_key_values is not None
+        cache = self.find_cache(past_key_values, len(hidden)) if wanted else None
         real = real_tokens(attention_mask, hidden[..., 0], 0 if cache is None else cache.visible)
-        columns = (
-            documents_of(real, position_ids) if cache is None else continued(real, position_ids, cache.tokens_read)
-        )
-        return cache, columns._replace(positions=columns.positions.to(hidden.device))
+        places = documents_of(real, position_ids) if cache is None else continued(real, position_ids, cache.tokens_read)
+        return cache, places._replace(positions=places.positions.to(hidden.device))
 
-    def find_cache(self, passed: Cache | None, wanted: bool, rows: int) -> CacheFormerCache | None:
-        """The cache to read into."""
-        if passed is None and not wanted:
-            return None
+    def find_cache(self, passed: Cache | None, rows: int) -> CacheFormerCache:
+        """Return the cache to read into."""
         if torch.is_grad_enabled():
             raise ValueError(
                 "A cache carries no gradient: decode under torch.no_grad(), or leave use_cache and past_key_values out."
@@ -269,11 +321,7 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
         return passed
 
     def new_cache(self, rows: int) -> CacheFormerCache:
-        """An empty cache for a batch of documents.
-
-        Raises:
-            ValueError: `selection="paper_block"`, which chooses with tokens that do not exist yet.
-        """
+        """Make an empty cache for a batch of documents; raise ValueError with `selection="paper_block"`."""
         devices = [device_of(layer) for layer in self.layers]
         return CacheFormerCache(self.options, rows, self.dtype, devices)
 
@@ -290,11 +338,7 @@ class CacheFormerForCausalLM(ForwardWithHead, CacheFormerPreTrainedModel, Genera
         self.post_init()  # type: ignore[no-untyped-call]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; static, quantized and offloaded caches and assistants are refused.
-
-        Raises:
-            ValueError: `selection="paper_block"`, which chooses with tokens that do not exist yet.
-        """
+        """Generate as in transformers; raise ValueError with `selection="paper_block"`, which looks ahead."""
         refuse_looking_ahead(self.model.options)
         check_shape(args[0] if args else kwargs.get("inputs", kwargs.get("input_ids")))
         return super().generate(*args, **kwargs)  # type: ignore[misc]

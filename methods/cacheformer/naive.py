@@ -1,4 +1,4 @@
-"""CacheFormer's specification: one document, token by token, in the plainest way."""
+"""The specification of CacheFormer's attention: one document, token by token, in the plainest way."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ Vectors = list[tuple[Tensor, Tensor]]  # a key and a value each
 def naive(
     options: CacheFormerOptions, parts: CacheFormerParts, projected: Projected, rotate: Rotate | None = None
 ) -> tuple[Tensor, list[list[list[int]]]]:
-    """Attention over one document.
-
-    Args:
-        projected: of a batch of one row.
+    """Attend to one document, a batch of one row.
 
     Returns:
-        What the heads read, `[1, heads, time, head_dim]`, and the segments each token's cache retrieved, by kv head.
+        The output `[1, heads, time, head_dim]`, and the segments that each token retrieves, by kv head.
     """
     queries, time = projected.q[0] * projected.scale, projected.q.shape[2]
     gates = projected.gates(parts)
@@ -74,7 +71,7 @@ def compress(
     shift: int,
     rotate: Rotate | None,
 ) -> Vectors:
-    """A segment's vectors; positions before the text and after it are left out."""
+    """Compress a segment to its vectors (G_c), without positions before and after the text."""
     if parts.pool is None or (shift and not options.overlap):
         return []
     own = shift > 0 and parts.overlap_pool is not None
@@ -98,7 +95,7 @@ def compress(
 
 
 def segment_probabilities(options: CacheFormerOptions, query: Tensor, long: list[Vectors], t: int) -> list[Tensor]:
-    """The softmax over all visible compressed columns of a row, by segment `[r_s]`; zeros where one is not visible."""
+    """Return a row's softmax over all visible compressed columns, by segment `[r_s]`; zeros for hidden segments."""
     horizon = int(options.horizon(torch.tensor(t)))
     visible = [c for c in range(len(long)) if (c + 1) * options.pool_tokens <= horizon]
     found = [query.new_zeros(options.pool_vectors) for _ in long]
@@ -110,7 +107,7 @@ def segment_probabilities(options: CacheFormerOptions, query: Tensor, long: list
 
 
 def choose(options: CacheFormerOptions, probabilities: list[list[list[Tensor]]], t: int, time: int) -> list[int]:
-    """The segments that row t retrieves, from `probabilities[head][row][segment]` of one group of heads."""
+    """Choose the segments that row t retrieves, from `probabilities[head][row][segment]` of one group of heads."""
     if not options.cache:
         return []
     p = options.block_rows
@@ -136,7 +133,7 @@ def choose(options: CacheFormerOptions, probabilities: list[list[list[Tensor]]],
 
 
 def choose_segments(scores: list[float], allowed: int, topk: int, neighbors: int, sink: bool = False) -> list[int]:
-    """The k best segments, their neighbors, replacements: k*u ids, ascending, -1 at the end (section 5.3)."""
+    """Choose the k best segments, neighbors and replacements: k*u ids, ascending, -1 at the end (section 5.3)."""
     ranked = sorted(range(allowed), key=lambda c: (not (sink and c == 0), -scores[c], c))
     hits = ranked[:topk]
     after = neighbors // 2
@@ -163,7 +160,7 @@ def choose_segments(scores: list[float], allowed: int, topk: int, neighbors: int
 
 
 def attend(options: CacheFormerOptions, query: Tensor, branches: list[Vectors], gate: Tensor | None) -> Tensor:
-    """What one token reads from its branches."""
+    """Attend from one token to its branches."""
     if options.aggregation == "joint":
         return read(query, [vector for branch in branches for vector in branch])
     total, weight = torch.zeros_like(query), query.new_zeros(())
@@ -175,6 +172,6 @@ def attend(options: CacheFormerOptions, query: Tensor, branches: list[Vectors], 
 
 
 def read(query: Tensor, vectors: Vectors) -> Tensor:
-    """Plain attention."""
+    """Attend to vectors with one softmax."""
     keys, values = (torch.stack(side) for side in zip(*vectors, strict=True))
     return torch.softmax(keys @ query, 0) @ values

@@ -1,4 +1,4 @@
-"""Which segments CacheFormer's cache retrieves: top k by score, their neighbors, replacements for duplicates."""
+"""The choice of the segments that CacheFormer's cache retrieves: the k best, their neighbors, and replacements."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions
 
 
 def select_segments(scores: Tensor, allowed: Tensor, topk: int, neighbors: int, sink: bool = False) -> Tensor:
-    """The best segments and their neighbors, ascending, -1 at the end.
+    """Choose the best segments and their neighbors, ascending, -1 at the end.
 
-    Hits are walked from the best down (of equal ones the oldest first), each followed by its neighbors from the
-    nearest outwards: +1, -1, +2, ... Whatever is taken already or not allowed is replaced by the next segments around
-    the hits, so there are always `min(topk * neighbors, allowed)`.
+    Hits are taken from the best down (the oldest first among equals), each followed by its neighbors from the nearest
+    outwards: +1, -1, +2, ... Segments taken already or not allowed are replaced by the next ones around the hits, so
+    there are always `min(topk * neighbors, allowed)`.
 
     Args:
         scores: `[..., segments]`.
-        allowed: how many of the first segments may be taken, broadcasts with `[...]`.
+        allowed: how many segments, from the first on, may be taken; broadcasts with `[...]`.
         sink: the first segment is the first hit.
 
     Returns:
@@ -34,51 +34,40 @@ def select_segments(scores: Tensor, allowed: Tensor, topk: int, neighbors: int, 
 
 
 def best(scores: Tensor, allowed: Tensor, topk: int, sink: bool) -> Tensor:
-    """The allowed segments with the highest scores, best first, -1 where there are no more, `[..., topk]`."""
+    """Return the allowed segments with the highest scores, best first, then -1, `[..., topk]`."""
     columns = torch.arange(scores.shape[-1], device=scores.device)
     left = scores.masked_fill(columns >= allowed[..., None], float("-inf"))
     if sink:
         left[..., 0] = torch.where(allowed > 0, float("inf"), float("-inf"))
     hits = []
     for rank in range(topk):
-        hit = left.argmax(-1, keepdim=True)  # the first of equal ones
+        hit = left.argmax(-1, keepdim=True)  # the first among equals
         hits.append(torch.where(rank < allowed[..., None], hit, -1))
         left.scatter_(-1, hit, float("-inf"))
     return torch.cat(hits, -1)
 
 
 def widen(hits: Tensor, allowed: Tensor, neighbors: int, segments: int) -> Tensor:
-    """Each hit's neighbors, and replacements for those that are taken or not allowed, `[..., topk * neighbors]`."""
-    wanted = hits.shape[-1] * neighbors
-    after = neighbors // 2
+    """Add each hit's neighbors, and replacements for those taken or not allowed, `[..., topk * neighbors]`."""
+    topk = hits.shape[-1]
+    wanted, after = topk * neighbors, neighbors // 2
     before = neighbors - 1 - after
-    near = [0]
+    offsets = [0]
     for distance in range(1, after + 1):
-        near += [distance, -distance] if distance <= before else [distance]
-    # A hit's surroundings grow by one segment a distance at least, so this many distances always suffice.
-    further = [(after + distance, -before - distance) for distance in range(1, wanted + 1)]
-    offsets = torch.tensor(near, device=hits.device)
-    pairs = torch.tensor(further, device=hits.device)
-    walked = torch.cat(
-        [
-            (hits[..., None] + offsets).flatten(-2),  # hit by hit
-            (hits[..., None, :, None] + pairs[:, None]).flatten(-3),  # distance by distance, in each hit by hit
-        ],
-        -1,
-    )
-    is_hit = hits >= 0
-    found = torch.cat(
-        [
-            is_hit[..., None].expand(*hits.shape, neighbors).flatten(-2),
-            is_hit[..., None, :, None].expand(*hits.shape[:-1], wanted, hits.shape[-1], 2).flatten(-3),
-        ],
-        -1,
-    )
-    usable = found & (walked >= 0) & (walked < allowed[..., None])
-    steps = torch.arange(walked.shape[-1], device=hits.device).expand_as(walked)
-    never = walked.shape[-1]
+        offsets += [distance, -distance] if distance <= before else [distance]
+    # Each further distance adds at least one segment around a hit, so this many distances always suffice.
+    for distance in range(1, wanted + 1):
+        offsets += [after + distance, -before - distance]
+    place, rank = torch.arange(len(offsets), device=hits.device), torch.arange(topk, device=hits.device)[:, None]
+    beyond = place - neighbors
+    further = wanted + 2 * (beyond // 2 * topk + rank) + beyond % 2  # distance by distance, in each hit by hit
+    steps = torch.where(place < neighbors, rank * neighbors + place, further)  # [topk, offsets]; neighbors hit by hit
+    walked = hits[..., None] + torch.tensor(offsets, device=hits.device)
+    usable = (hits[..., None] >= 0) & (walked >= 0) & (walked < allowed[..., None, None])
+    never = steps.numel()
     first = torch.full((*hits.shape[:-1], segments + 1), never, device=hits.device)
-    first.scatter_reduce_(-1, torch.where(usable, walked, segments), torch.where(usable, steps, never), "amin")
+    reached = torch.where(usable, walked, segments).flatten(-2)
+    first.scatter_reduce_(-1, reached, torch.where(usable, steps, never).flatten(-2), "amin")
     taken = min(wanted, segments)
     order, chosen = first[..., :segments].topk(taken, largest=False)
     chosen = torch.where(order < never, chosen, -1)
@@ -87,15 +76,15 @@ def widen(hits: Tensor, allowed: Tensor, neighbors: int, segments: int) -> Tenso
 
 
 class Chooser:
-    """Chooses the segments that tokens retrieve, tile by tile, from what tokens thought of them.
+    """Chooses the segments that tokens retrieve, tile by tile, from the opinions of tokens.
 
-    What a token thinks of a segment is the magnitude of its r_s probabilities among all compressed columns it sees,
-    summed over the query heads that share keys.
+    A token's opinion of a segment is the magnitude of its r_s probabilities among all compressed columns that the token
+    sees, summed over the query heads that share keys.
 
     Attributes:
-        lists: the current block's segments, `[rows, kv_heads, k*u]`; -1 is none.
-        evidence: sum over the current block's tokens so far of what they think of each segment, `[rows, kv_heads,
-            segments]`; with magnitude="mean", of the probabilities, `[rows, heads, segments, r_s]`.
+        lists: the current block's segments, `[rows, kv_heads, k*u]`, -1 for none.
+        evidence: sum of the opinions of the current block's tokens so far, `[rows, kv_heads, segments]`; with
+            magnitude="mean", of the probabilities, `[rows, heads, segments, r_s]`.
         foreseen: the same for whole blocks, by their numbers (`paper_block`).
     """
 
@@ -107,27 +96,22 @@ class Chooser:
         self.foreseen: dict[int, Tensor] = {}
 
     def grow(self, segments: int) -> None:
-        """Make room for evidence on so many segments."""
+        """Make room for evidence on `segments` segments."""
         missing = segments - self.evidence.shape[2]
         if missing > 0:
             blank = self.evidence.new_zeros(*self.evidence.shape[:2], missing, *self.evidence.shape[3:])
             self.evidence = torch.cat([self.evidence, blank], 2)
 
-    @property
-    def one_by_one(self) -> bool:
-        """Whether the tokens of a block may retrieve different segments."""
-        return self.options.selection in ("token", "prefix")
-
     def __call__(self, positions: Tensor, opinions: Tensor | None, real: Tensor | None) -> Tensor:
-        """The segments that a tile retrieves; what its tokens think counts from now on.
+        """Return the segments that a tile retrieves, and take its opinions into account from now on.
 
         Args:
             positions: `[rows or 1, time]`, all of one block.
-            opinions: what `weigh` made of the probabilities of compressed columns; None where the tile sees none.
+            opinions: what `weigh` returned for the tile; None where it sees no compressed columns.
             real: which tokens count, `[rows, time]`; None for all.
 
         Returns:
-            Ascending, -1 at the end, `[rows, kv_heads, k*u]`, or with a list for each token, `[rows, kv_heads, time,
+            Segments, ascending, -1 at the end: `[rows, kv_heads, k*u]`, or for each token `[rows, kv_heads, time,
             k*u]`.
         """
         options = self.options
@@ -147,7 +131,7 @@ class Chooser:
         return lists
 
     def begin_block(self, first: Tensor, real: Tensor | None) -> None:
-        """Where a row's tile begins a block, choose for it, and forget what the block before it thought."""
+        """Where a row's tile begins a block, choose for it, and forget the opinions of the previous block."""
         options = self.options
         begins = first % options.block_rows == 0  # [rows or 1, 1]
         if real is not None:
@@ -163,13 +147,13 @@ class Chooser:
         self.evidence = self.evidence.masked_fill(here if evidence.dim() == 3 else here[..., None], 0.0)
 
     def foresee(self, positions: Tensor, opinions: Tensor) -> None:
-        """Note what a tile thinks, before the run."""
+        """Note a tile's opinions before the run."""
         block = int(positions[0, 0]) // self.options.block_rows
         thought = self.foreseen.setdefault(block, torch.zeros_like(self.evidence))
         thought[:, :, : opinions.shape[2]] += opinions
 
     def weigh(self, probabilities: Tensor, real: Tensor | None = None) -> Tensor:
-        """What a tile's tokens think of segments: each of them where it matters, or all of them together.
+        """Compute the opinions of a tile's tokens: of each token where they choose one by one, else their sum.
 
         Args:
             probabilities: among all compressed columns, `[rows, kv_heads, group, time, segments*r_s]`.
@@ -184,17 +168,17 @@ class Chooser:
             opinions = first
             if others:
                 opinions = first.square()
-                for vector in others:  # faster than a reduction over so few
+                for vector in others:  # faster than a reduction over a few vectors
                     opinions.addcmul_(vector, vector)
                 opinions.sqrt_()
         if real is not None:
             opinions = opinions * real.to(opinions.device)[:, None, None, :, *[None] * (opinions.dim() - 4)]
-        if not self.one_by_one:
+        if self.options.selection not in ("token", "prefix"):
             opinions = opinions.sum(3)
         return opinions.sum(2) if self.options.magnitude == "rows" else opinions.flatten(1, 2)
 
     def select(self, evidence: Tensor, allowed: Tensor) -> Tensor:
-        """Lists `[..., k*u]`, from evidence that is summed over tokens; `allowed` broadcasts with `[...]`."""
+        """Choose segments `[..., k*u]` from evidence summed over tokens; `allowed` broadcasts with `[...]`."""
         options = self.options
         if options.magnitude == "mean":
             evidence = torch.linalg.vector_norm(evidence, dim=-1).unflatten(1, (options.kv_heads, -1)).sum(2)

@@ -1,13 +1,15 @@
-"""What a layer with CacheFormer's attention keeps while it decodes, and how it reads the next tokens."""
+"""CacheFormer while it decodes: what one layer keeps and how it reads the next tokens, and the cache of all layers."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from cacheformers.methods.cacheformer.cacheformer import (
     CacheFormerOptions,
@@ -24,19 +26,19 @@ from cacheformers.modeling.memory import joined, keep_columns, part
 
 @dataclass(frozen=True)
 class Shelf:
-    """Vectors of every row, `[rows, kv_heads, allocated, head_dim]`; each row is written at a place of its own.
+    """Vectors of every row, `[rows, kv_heads, allocated, head_dim]`. Each row is written at its own place.
 
     Attributes:
-        private: nobody else needs what lies behind a row's last vector, so that new ones may be put there in place.
+        private: nobody else uses the room after a row's last vector, so new vectors may be written there in place.
     """
 
     vectors: Tensor
     private: bool = False
 
     def written(self, starts: Sequence[int], new: Tensor) -> Shelf:
-        """With `[rows, kv_heads, count, head_dim]` where each row's start is (one start: that of all).
+        """Write `[rows, kv_heads, count, head_dim]` from each row's start on (one start holds for all rows).
 
-        In place where possible, but never where gradients are on: a graph may need what was there.
+        In place where possible, but never with gradients on, because a graph may need the old content.
         """
         new, count = new.to(self.vectors.dtype), new.shape[2]
         needed, allocated = max(starts) + count, self.vectors.shape[2]
@@ -60,20 +62,21 @@ class Shelf:
 
 
 class CacheFormerState:
-    """One layer's keys, values and choices, for rows that may have read different numbers of tokens.
+    """Keys, values and choices of one layer, for rows that may have read different numbers of tokens.
 
-    A step reads a window, the compressed vectors and the retrieved segments; the shelves of tokens are only written and
-    looked up. Windows, segments and blocks count from each row's first real token. Where gradients are on, what is held
-    carries the graph of what was read, until `detach`.
+    A step reads a window, compressed vectors and retrieved segments; all other tokens are only kept. Windows, segments
+    and blocks count from each row's first real token. With gradients on, the state carries the graph of what was read,
+    until `detach`.
 
     Attributes:
-        tokens_read: of each row.
-        shelves: by the names of `Stores`; of values there are none where keys are values too.
-        tail: the last s tokens of each row as they are compressed, `[rows, kv_heads, s, head_dim]`, keys and values.
+        tokens_read: by each row.
+        shelves: by the names of `Stores`, without values where keys are also values.
+        tail: the last s tokens of each row, from which segments are compressed: keys, and values, `[rows, kv_heads, s,
+            head_dim]`.
         chooser: None without a cache.
 
     Raises:
-        ValueError: for `paper_block`, whose choice needs tokens that are not there yet.
+        ValueError: with `paper_block`, which chooses with tokens that do not exist yet.
     """
 
     def __init__(
@@ -98,17 +101,13 @@ class CacheFormerState:
         return len(self.tokens_read)
 
     def attend(
-        self,
-        parts: CacheFormerParts,
-        projected: Projected,
-        rotate: Rotate | None = None,
-        real: Tensor | None = None,
+        self, parts: CacheFormerParts, projected: Projected, rotate: Rotate | None = None, real: Tensor | None = None
     ) -> Tensor:
-        """Read new tokens and return what heads read, `[rows, heads, time, head_dim]`; any number at a time.
+        """Read any number of new tokens, and return what heads read, `[rows, heads, time, head_dim]`.
 
         Args:
-            rotate: turns unrotated keys to positions; used with `pretrained` alone.
-            real: which of the tokens are no padding, `[rows, time]`; None for all.
+            rotate: turns unrotated keys to positions; only used with `pretrained`.
+            real: which tokens are not padding, `[rows, time]`; None for all.
         """
         if real is None or bool(real.all()):
             return self.advance(parts, projected, rotate, [projected.q.shape[2]] * self.rows)
@@ -126,7 +125,7 @@ class CacheFormerState:
     def advance(
         self, parts: CacheFormerParts, projected: Projected, rotate: Rotate | None, counts: list[int]
     ) -> Tensor:
-        """Read tokens of which each row's first `counts` are real; what follows them is written over later."""
+        """Read tokens of which each row's first `counts` are real; the others are overwritten later."""
         options, time = self.options, projected.q.shape[2]
         alike = len(set(self.tokens_read)) == 1
         starts = tuple(self.tokens_read[:1] if alike else self.tokens_read)
@@ -159,16 +158,13 @@ class CacheFormerState:
     ) -> None:
         """Compress the segments that the new tokens complete, and keep the last s tokens.
 
-        Where gradients are on, the parts take part in the graph also if no segment is complete.
+        With gradients on, the parts are in the graph even if no segment is complete.
         """
         options, size = self.options, self.options.pool_tokens
         tokens = [torch.cat([old, fresh], 2) for old, fresh in zip(self.tail, new.values(), strict=True)]
         time = tokens[0].shape[2] - size
         begins = torch.tensor(starts)[:, None]
-        for name, on, shift in (
-            ("long", options.long or options.cache, 0),
-            ("overlap", options.overlap, size // 2),
-        ):
+        for name, on, shift in (("long", options.long or options.cache, 0), ("overlap", options.overlap, size // 2)):
             first = (begins + shift) // size
             complete = int(((begins + time + shift) // size - first).max())
             if not on or (complete == 0 and not torch.is_grad_enabled()):
@@ -177,10 +173,8 @@ class CacheFormerState:
             places = numbers[..., None] * size - shift + torch.arange(size) - begins[..., None] + size
             places = places.clamp(max=time + size - 1).flatten(1).expand(self.rows, -1)
             cut = [keep_columns(side, places, 2).unflatten(2, (complete, size)) for side in tokens]
-            device = cut[0].device
-            pooled = pool(
-                options, parts, cut[0], None if options.tied else cut[1], numbers.to(device), shift > 0, rotate
-            )
+            cut_values = None if options.tied else cut[1]
+            pooled = pool(options, parts, cut[0], cut_values, numbers.to(cut[0].device), shift > 0, rotate)
             for side, vectors in zip(("keys", "values"), pooled, strict=True):
                 if vectors is not None:
                     shelf = self.shelves[f"{name}_{side}"]
@@ -190,14 +184,14 @@ class CacheFormerState:
         self.tail = [keep_columns(side, last, 2) for side in tokens]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor, by name."""
+        """Return every tensor by name."""
         shelves = {name: shelf.vectors for name, shelf in self.shelves.items()}
         tail = dict(zip(("keys", "values"), self.tail, strict=False))
         choices = {} if self.chooser is None else {"lists": self.chooser.lists, "evidence": self.chooser.evidence}
         return joined(shelves=shelves, tail=tail, chooser=choices)
 
     def replace(self, tensors: dict[str, Tensor], private: bool = False) -> None:
-        """Take other tensors under the names of `tensors`; `private` ones are nobody else's."""
+        """Replace the tensors of `tensors()`; `private` ones are not used elsewhere."""
         self.shelves = {name: Shelf(vectors, private) for name, vectors in part(tensors, "shelves").items()}
         self.tail = list(part(tensors, "tail").values())
         if self.chooser is not None:
@@ -205,7 +199,7 @@ class CacheFormerState:
             self.chooser.lists, self.chooser.evidence = tensors["chooser.lists"], tensors["chooser.evidence"]
 
     def change(self, function: Callable[[Tensor], Tensor], private: bool = False) -> None:
-        """Replace every tensor by what a function makes of it."""
+        """Apply a function to every tensor."""
         self.replace({name: function(tensor) for name, tensor in self.tensors().items()}, private)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -228,18 +222,18 @@ class CacheFormerState:
         self.tokens_read = [0 if row in rows else tokens for row, tokens in enumerate(self.tokens_read)]
 
     def successor(self) -> CacheFormerState:
-        """One that can go on from here, so that this one can still be read; what it is not for is to go on twice."""
+        """Return a state that can go on from here while this one is read. Only one successor may go on."""
         twin = copy.copy(self)
         twin.shelves, twin.tail, twin.chooser = dict(self.shelves), list(self.tail), copy.copy(self.chooser)
         return twin
 
     def clone(self) -> CacheFormerState:
-        """An independent copy. What both hold is copied when either goes on."""
+        """Return an independent copy. Shared tensors are copied when either of the two goes on."""
         self.shelves = {name: Shelf(shelf.vectors) for name, shelf in self.shelves.items()}
         return self.successor()
 
     def detach(self) -> None:
-        """Cut the graph of everything held."""
+        """Cut the autograd graph."""
         if any(tensor.requires_grad for tensor in self.tensors().values()):
             self.change(Tensor.detach)
 
@@ -249,11 +243,11 @@ class CacheFormerState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything held."""
+        """Bytes of every tensor."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything held, by name."""
+        """Return everything held, by name, without unused room."""
         most, size = max(self.tokens_read), self.options.pool_tokens
         complete = {"long": most // size, "overlap": (most + size // 2) // size}
         held = {}
@@ -265,7 +259,128 @@ class CacheFormerState:
         return {**held, "tokens_read": torch.tensor(self.tokens_read)}
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what `state_dict` of a state with the same options and number of rows returned."""
+        """Load the `state_dict` of a state with the same options and number of rows."""
         device = self.tail[0].device
         self.replace({name: tensor.to(device) for name, tensor in tensors.items() if name != "tokens_read"})
         self.tokens_read = tensors["tokens_read"].tolist()
+
+
+class CacheFormerCache(Cache):
+    """The decoding state of a CacheFormer model for a batch of documents.
+
+    A forward with `use_cache=True` makes one. It is passed as `past_key_values`, comes back in the output, and is
+    changed in place like every transformers cache; `clone()` it to go on from it more than once.
+
+    Attributes:
+        states: one per layer.
+        visible: the number of columns of ids that it has seen, including padding.
+    """
+
+    def __init__(
+        self, options: CacheFormerOptions, rows: int, dtype: torch.dtype, devices: Sequence[torch.device]
+    ) -> None:
+        super().__init__(layer_class_to_replicate=DynamicLayer)
+        self.states = [CacheFormerState(options, rows, dtype, device) for device in devices]
+        self.visible = 0
+
+    @property
+    def batch_size(self) -> int:
+        return self.states[0].rows
+
+    @property
+    def tokens_read(self) -> list[int]:
+        """The number of tokens that each row has read."""
+        return self.states[0].tokens_read
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(state.nbytes for state in self.states)
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.visible > 0
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def __repr__(self) -> str:
+        read = ", ".join(f"{tokens:,}" for tokens in self.tokens_read)
+        return f"CacheFormerCache(tokens_read=[{read}], nbytes={self.nbytes:,})"
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of columns seen, which `generate` does not feed again."""
+        return self.visible
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # the name of older transformers releases
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise RuntimeError("A CacheFormerCache was given to another model: only CacheFormer models can use it.")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raise ValueError: tokens cannot be removed."""
+        raise ValueError("A CacheFormerCache cannot forget tokens. To go back, clone() it before they are read.")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.expand(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero()[:, 0]
+        self.select(indices.tolist())
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Make row i what row `rows[i]` was. Rows may be left out or repeated."""
+        for state in self.states:
+            state.select(rows)
+
+    def expand(self, repeats: int) -> None:
+        """Repeat every row `repeats` times in place (row 0, row 0, ..., row 1, ...), as `generate` does for beams."""
+        self.select([row for row in range(self.batch_size) for _ in range(repeats)])
+
+    def reset(self, rows: Sequence[int] | None = None) -> None:
+        """Forget what the given rows (default: all) have read, so that a new document can begin there."""
+        if rows is None:
+            self.visible = 0
+            rows = range(self.batch_size)
+        for state in self.states:
+            state.reset(rows)
+
+    def clone(self) -> CacheFormerCache:
+        """Return an independent copy."""
+        twin = copy.copy(self)
+        twin.states = [state.clone() for state in self.states]
+        return twin
+
+    def match_rows(self, rows: int) -> None:
+        """Expand to the number of rows of a batch (beams); raise ValueError unless the cache's rows divide it."""
+        if rows % self.batch_size:
+            raise ValueError(
+                f"The cache holds {self.batch_size} documents, the batch has {rows} rows, which it neither equals nor "
+                "is a multiple of. Use cache.select(rows) or cache.expand(n)."
+            )
+        self.expand(rows // self.batch_size)
+
+
+def is_blank(cache: Cache) -> bool:
+    """Tell the empty plain cache that `generate` passes from a CacheFormerCache; raise ValueError for any other."""
+    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+        if isinstance(cache, CacheFormerCache):
+            return False
+        raise ValueError(
+            f"{type(cache).__name__} (static, quantized or offloaded) cannot hold CacheFormer's state: leave "
+            "past_key_values and cache_implementation out, or pass a CacheFormerCache."
+        )
+    if cache.get_seq_length() > 0:
+        raise ValueError("A plain cache that holds tokens was passed to a CacheFormer model: start without one.")
+    return True

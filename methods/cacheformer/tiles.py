@@ -1,8 +1,11 @@
-"""CacheFormer's attention, tile by tile: a tile is some consecutive tokens that share a window and a block.
+"""CacheFormer's attention, tile by tile. A tile is a run of tokens that share a window and a block.
 
-Every branch shows a token the first so many of its columns, so a mask is one number a token and branch. Scores exist
-for one tile and a few heads at a time, and are computed again for the gradient: nothing of size time x columns is ever
-held. The compressed columns' probabilities serve both the attention and the choice of segments.
+Every branch shows a token a prefix of its columns, so a mask is one number per token and branch. Scores exist for one
+tile and a few heads at a time, and are computed again for the gradient, so nothing of size time x columns is ever held.
+The probabilities of the compressed columns serve both attention and the choice of segments.
+
+Shapes: queries and outputs `[rows, heads, time, head_dim]`, gates `[rows, heads, time, branches]`, one number per head
+and token `[rows, heads, time]`.
 """
 
 from __future__ import annotations
@@ -20,11 +23,10 @@ from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions
 from cacheformers.methods.cacheformer.selection import Chooser
 
 TILE_TOKENS = 128
-# Scores that are held at once, unless those of one key-value head are more: what stays in a processor's cache, or keeps
-# a GPU busy.
+# Scores held at once, unless one key-value head has more: they fit a processor's cache, or keep a GPU busy.
 SCORES_AT_ONCE = {"cpu": 2**19, "cuda": 2**26}
-# Where each token has a list of its own, this many times a list's columns are better all multiplied, and most of them
-# hidden, than gathered for each token.
+# Where each token has its own list: up to this many times a list's columns, multiplying all columns and hiding most of
+# them is faster than gathering a list for each token.
 ALL_AT_ONCE = 32
 
 
@@ -32,7 +34,7 @@ class Stores(NamedTuple):
     """What tokens attend to; values are None where keys are values too.
 
     Attributes:
-        keys, values: of tokens, from each row's first on, normed, `[rows, kv_heads, tokens, head_dim]`.
+        keys, values: of a row's tokens, normed, `[rows, kv_heads, tokens, head_dim]`.
         long_keys, overlap_keys, long_values, overlap_values: of segments, `[rows, kv_heads, segments*r_s, head_dim]`;
             empty where no branch needs them.
     """
@@ -45,15 +47,15 @@ class Stores(NamedTuple):
     overlap_values: Tensor | None = None
 
 
-class Columns(NamedTuple):
+class View(NamedTuple):
     """What a branch shows a tile.
 
     Attributes:
-        keys, values: the names of the stores they are in.
-        where: columns of the store: from where to where, the same for all; or their numbers `[rows, kv_heads,
-            columns]`; or those of each token `[rows, kv_heads, time, columns]`.
+        keys, values: names of the stores.
+        where: columns of the stores: (start, end), the same for all; or their numbers `[rows, kv_heads, columns]`; or
+            those of each token `[rows, kv_heads, time, columns]`.
         limit: how many of the columns each token sees, `[rows or 1, time]`, on the host.
-        seen: which segments of the columns it sees at all, `[rows, kv_heads, time, segments]`; None for all.
+        seen: which segments of the columns a token sees, `[rows, kv_heads, time, segments]`; None for all.
     """
 
     keys: str
@@ -63,35 +65,29 @@ class Columns(NamedTuple):
     seen: Tensor | None = None
 
     @property
-    def each_its_own(self) -> bool:
-        """Whether every token has columns of its own."""
+    def by_token(self) -> bool:
+        """Whether every token has its own columns."""
         return isinstance(self.where, Tensor) and self.where.dim() == 4
 
-    @property
-    def most(self) -> int:
-        """How many of the columns are there at most."""
-        return self.where.shape[-1] if isinstance(self.where, Tensor) else self.where[1] - self.where[0]
-
-    def pieces(self, queries: Tensor, kv_heads: int) -> list[slice]:
-        """Key-value heads whose scores are held at once."""
+    def pieces(self, queries: Tensor, kv_heads: int) -> Iterator[tuple[slice, slice]]:
+        """Yield key-value heads whose scores are held at once, and their query heads."""
         rows, heads, time, _ = queries.shape
+        most = self.where.shape[-1] if isinstance(self.where, Tensor) else self.where[1] - self.where[0]
         budget = SCORES_AT_ONCE.get(queries.device.type, SCORES_AT_ONCE["cpu"])
-        step = max(budget * kv_heads // (rows * heads * time * self.most), 1)
-        return [slice(begin, min(begin + step, kv_heads)) for begin in range(0, kv_heads, step)]
+        step, group = max(budget * kv_heads // (rows * heads * time * most), 1), heads // kv_heads
+        for begin in range(0, kv_heads, step):
+            end = min(begin + step, kv_heads)
+            yield slice(begin, end), slice(begin * group, end * group)
 
     def of(self, heads: slice) -> tuple[int, int] | Tensor:
-        """The columns of some key-value heads."""
+        """Return the columns of some key-value heads."""
         return self.where[:, heads] if isinstance(self.where, Tensor) else self.where
 
     def fetch(self, stores: Stores, heads: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of some key-value heads, `[rows, kv_heads, (time,) columns, head_dim]`."""
+        """Take keys and values of some key-value heads, `[rows, kv_heads, (time,) columns, head_dim]`."""
         keys = take(getattr(stores, self.keys), heads, self.of(heads)).to(dtype)
         values = getattr(stores, self.values)
         return keys, keys if values is None else take(values, heads, self.of(heads)).to(dtype)
-
-    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Of queries `[rows, heads, time, head_dim]`, in the layout of `fold`."""
-        return fold(queries, keys.shape[1], self.each_its_own) @ keys.transpose(-1, -2)
 
     def hide(self, scores: Tensor, heads: slice, value: float) -> None:
         """Overwrite some heads' scores of columns that a token does not see."""
@@ -99,22 +95,21 @@ class Columns(NamedTuple):
         if self.seen is not None:
             by_segment = unfold(scores, self.limit.shape[1], False).unflatten(-1, (self.seen.shape[-1], -1))
             by_segment.masked_fill_(~self.seen[:, heads, None, ..., None], value)
-            return
-        if full < most:
+        elif full < most:
             hidden = (torch.arange(full, most) >= self.limit[..., None]).to(scores.device)
-            by_head = unfold(scores, self.limit.shape[1], self.each_its_own)
+            by_head = unfold(scores, self.limit.shape[1], self.by_token)
             by_head[..., full:].masked_fill_(hidden[:, None, None], value)
 
 
 def take(store: Tensor, heads: slice, where: tuple[int, int] | Tensor) -> Tensor:
-    """Columns of some heads of a store `[rows, kv_heads, tokens, head_dim]`."""
+    """Take columns of some heads of a store `[rows, kv_heads, tokens, head_dim]`."""
     if isinstance(where, tuple):
         return store[:, heads, where[0] : where[1]]
     return store.flatten(0, 2).index_select(0, flat_places(store, heads, where)).unflatten(0, where.shape)
 
 
 def add(gradient: Tensor, heads: slice, where: tuple[int, int] | Tensor, added: Tensor) -> None:
-    """The opposite of `take`: add to the columns of a contiguous gradient."""
+    """Add to columns of a contiguous gradient: the inverse of `take`."""
     if isinstance(where, tuple):
         gradient[:, heads, where[0] : where[1]] += added
     else:
@@ -123,40 +118,28 @@ def add(gradient: Tensor, heads: slice, where: tuple[int, int] | Tensor, added: 
 
 
 def flat_places(store: Tensor, heads: slice, where: Tensor) -> Tensor:
-    """Where columns `[rows, some kv_heads, ...]` of a store are when its first three dimensions are one."""
+    """Number columns `[rows, some kv_heads, ...]` of a store whose first three dimensions are flattened."""
     rows, kv_heads, tokens = store.shape[:3]
     begins = torch.arange(0, rows * kv_heads * tokens, tokens, device=store.device).view(rows, kv_heads)[:, heads]
     return (where.to(store.device) + begins[..., *[None] * (where.dim() - 2)]).flatten()
 
 
-def by_kv_head(tensor: Tensor, pieces: list[slice], kv_heads: int) -> Iterator[tuple[slice, Tensor]]:
-    """The query heads of `[rows, heads, ...]` that belong to some key-value heads."""
-    group = tensor.shape[1] // kv_heads
-    for heads in pieces:
-        yield heads, tensor[:, heads.start * group : heads.stop * group]
+def fold(tensor: Tensor, kv_heads: int, by_token: bool) -> Tensor:
+    """Bring `[rows, heads, time, ...]` to the layout of columns: `[rows, kv_heads, group*time, ...]`.
 
-
-def fold(tensor: Tensor, kv_heads: int, each_its_own: bool) -> Tensor:
-    """`[rows, heads, time, ...]` as what is multiplied with columns: `[rows, kv_heads, group*time or time, ...]`."""
+    Where each token has its own columns: `[rows, kv_heads, time, group, ...]`.
+    """
     grouped = tensor.unflatten(1, (kv_heads, -1))
-    if each_its_own:
-        return grouped.transpose(2, 3)  # [rows, kv_heads, time, group, ...]
-    return grouped.flatten(2, 3)
+    return grouped.transpose(2, 3) if by_token else grouped.flatten(2, 3)
 
 
-def unfold(tensor: Tensor, time: int, each_its_own: bool) -> Tensor:
-    """The opposite, `[rows, kv_heads, group, time, ...]`."""
-    return tensor.transpose(2, 3) if each_its_own else tensor.unflatten(2, (-1, time))
+def unfold(tensor: Tensor, time: int, by_token: bool) -> Tensor:
+    """Undo `fold`, up to `[rows, kv_heads, group, time, ...]`."""
+    return tensor.transpose(2, 3) if by_token else tensor.unflatten(2, (-1, time))
 
 
 class Attended(NamedTuple):
-    """What a branch by itself gives a tile.
-
-    Attributes:
-        read: `[rows, heads, time, head_dim]`; empty where only probabilities were asked for.
-        total: logarithm of the sum of its columns' exponentials, `[rows, heads, time]`.
-        opinions: what was made of the columns' probabilities; None where nothing was asked.
-    """
+    """What one branch gives a tile: its output (empty where not wanted), log-sum-exp of scores, and opinions."""
 
     read: Tensor
     total: Tensor
@@ -164,31 +147,27 @@ class Attended(NamedTuple):
 
 
 def attend(
-    queries: Tensor,
-    stores: Stores,
-    columns: Columns,
-    read: bool = True,
-    weigh: Callable[[Tensor], Tensor] | None = None,
+    queries: Tensor, stores: Stores, view: View, read: bool = True, weigh: Callable[[Tensor], Tensor] | None = None
 ) -> Attended:
-    """Softmax attention of a tile `[rows, heads, time, head_dim]` to the columns of one branch.
+    """Attend from a tile with the softmax of one branch.
 
     Args:
-        read: whether the values are wanted.
-        weigh: makes opinions `[rows, kv_heads or heads, ...]` of probabilities `[rows, kv_heads, group, time,
-            columns]`.
+        read: whether values are wanted.
+        weigh: turns probabilities `[rows, kv_heads, group, time, columns]` into opinions `[rows, kv_heads or heads,
+            ...]`.
     """
-    own, time, kv_heads = columns.each_its_own, queries.shape[2], stores.keys.shape[1]
-    lowest, none_visible = torch.finfo(queries.dtype).min, int(columns.limit.min()) == 0
+    own, time, kv_heads = view.by_token, queries.shape[2], stores.keys.shape[1]
+    lowest, none_visible = torch.finfo(queries.dtype).min, int(view.limit.min()) == 0
     reads, totals, opinions = [], [], []
-    for heads, tile in by_kv_head(queries, columns.pieces(queries, kv_heads), kv_heads):
-        keys, values = columns.fetch(stores, heads, queries.dtype)
-        scores = columns.scores(tile, keys)
-        columns.hide(scores, heads, lowest)
+    for heads, here in view.pieces(queries, kv_heads):
+        keys, values = view.fetch(stores, heads, queries.dtype)
+        scores = fold(queries[:, here], keys.shape[1], own) @ keys.transpose(-1, -2)
+        view.hide(scores, heads, lowest)
         top = scores.amax(-1)
         probabilities = torch.softmax(scores, -1)
         totals.append(unfold(top - probabilities.amax(-1).log(), time, own).flatten(1, 2))
         if none_visible:
-            columns.hide(probabilities, heads, 0.0)
+            view.hide(probabilities, heads, 0.0)
         if read:
             reads.append(unfold(probabilities @ values, time, own).flatten(1, 2))
         if weigh is not None:
@@ -202,15 +181,15 @@ def attend(
 
 @dataclass
 class Run:
-    """Attention of some tokens to stores.
+    """Attention of consecutive tokens to stores.
 
     Attributes:
-        starts: position of the first token in each row, or one number where all rows are alike.
-        time: how many tokens.
-        scale: what queries are multiplied with.
+        starts: position of the first token of each row, or one number where all rows are alike.
+        time: the number of tokens.
+        scale: the factor of queries.
         chooser: None without a cache.
         real: which tokens count for the choice of segments, `[rows, time]` on the host; None for all.
-        lists: the segments that each tile retrieved, filled by `forward`.
+        lists: the segments that each tile retrieved; `forward` fills it.
     """
 
     options: CacheFormerOptions
@@ -222,7 +201,7 @@ class Run:
     lists: list[Tensor] = field(default_factory=list)
 
     def tiles(self) -> Iterator[tuple[int, int]]:
-        """Begin and end of each tile: no row's tokens in it differ in window or block."""
+        """Yield (begin, end) of each tile. In every row, its tokens share a window and a block."""
         periods = {self.options.window_tokens}
         if self.options.cache and self.options.selection != "token":
             periods.add(self.options.block_rows)
@@ -234,11 +213,11 @@ class Run:
         return iter(zip(ordered[:-1], ordered[1:], strict=True))
 
     def positions(self, begin: int, end: int) -> Tensor:
-        """`[rows or 1, time]`, on the host."""
+        """Return positions `[rows or 1, time]`, on the host."""
         return torch.tensor(self.starts)[:, None] + torch.arange(begin, end)
 
-    def columns(self, positions: Tensor, lists: Tensor | None) -> dict[str, Columns]:
-        """What each branch shows a tile; branches that show nothing are left out."""
+    def views(self, positions: Tensor, lists: Tensor | None) -> dict[str, View]:
+        """Return what each branch shows a tile, without branches that show nothing."""
         options = self.options
         begin, last = options.window_start(positions[:, :1]), positions[:, -1:]
         limit = positions - begin + 1
@@ -246,45 +225,36 @@ class Run:
         if len(begin) > 1:
             window = (begin + torch.arange(int(limit.max()))).minimum(last)
             where = window[:, None].expand(-1, options.kv_heads, -1)
-        shown = {"short": Columns("keys", "values", where, limit)}
+        shown = {"short": View("keys", "values", where, limit)}
         horizon, size = options.horizon(positions), options.pool_tokens
         complete = {"long": horizon // size, "overlap": (horizon + size // 2) // size}
         for name, on in (("long", options.long or options.cache), ("overlap", options.overlap)):
             if on:
                 limit = complete[name] * options.pool_vectors
-                shown[name] = Columns(f"{name}_keys", f"{name}_values", (0, int(limit.max())), limit)
+                shown[name] = View(f"{name}_keys", f"{name}_values", (0, int(limit.max())), limit)
         if lists is not None:
             shown["cache"] = self.retrieved(positions, lists)
-        return {name: columns for name, columns in shown.items() if int(columns.limit.max()) > 0}
+        return {name: view for name, view in shown.items() if int(view.limit.max()) > 0}
 
-    def retrieved(self, positions: Tensor, lists: Tensor) -> Columns:
-        """The tokens of the listed segments."""
+    def retrieved(self, positions: Tensor, lists: Tensor) -> View:
+        """Return a view of the tokens of the listed segments."""
         options, size = self.options, self.options.pool_tokens
         filled = options.filled(positions)
         segments = int(options.admissible(options.block_start(positions)).max())
         if lists.dim() == 4 and segments <= min(lists.shape[2], ALL_AT_ONCE) * options.retrieved:
             nowhere = torch.where(lists < 0, segments, lists)
             seen = lists.new_zeros(*lists.shape[:3], segments + 1, dtype=torch.bool).scatter_(-1, nowhere, True)
-            return Columns("keys", "values", (0, segments * size), filled * size, seen[..., :segments])
+            return View("keys", "values", (0, segments * size), filled * size, seen[..., :segments])
         chosen = lists[..., : int(filled.max()), None].clamp(min=0) * size
         tokens = (chosen + torch.arange(size, device=lists.device)).flatten(-2)
-        return Columns("keys", "values", tokens, filled * size)
+        return View("keys", "values", tokens, filled * size)
 
-    def shares(self, shown: dict[str, Columns], gates: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
-        """Each branch's part of the sum where a softmax does not decide it, and what was divided by.
-
-        Args:
-            gates: `[rows, heads, time, branches]`.
-
-        Returns:
-            Tensors that broadcast with `[rows, heads, time]`.
-        """
+    def shares(self, shown: dict[str, View], gates: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
+        """Return each branch's share of a "separate" or "gated" mean, and the divisor; both broadcast over heads."""
         branches = self.options.branches
-        there = {name: (shown[name].limit > 0)[:, None] for name in branches if name in shown}
-        if gates is None:
-            opened = {name: filled.double() for name, filled in there.items()}
-        else:
-            opened = {name: gates[..., branches.index(name)] * there[name].to(gates.device) for name in there}
+        opened = {name: (shown[name].limit > 0)[:, None].double() for name in branches if name in shown}
+        if gates is not None:
+            opened = {name: gates[..., branches.index(name)] * there.to(gates) for name, there in opened.items()}
         total = torch.stack([*opened.values()]).sum(0)
         return {name: gate / total for name, gate in opened.items()}, total
 
@@ -292,13 +262,8 @@ class Run:
     def forward(self, queries: Tensor, stores: Stores, gates: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attend.
 
-        Args:
-            queries: `[rows, heads, time, head_dim]`.
-            gates: `[rows, heads, time, branches]`.
-
         Returns:
-            What heads read `[rows, heads, time, head_dim]`; and what makes their weights of scores, exp(score - shift),
-            `[1 or branches, rows, heads, time]`.
+            The output, and shifts `[1 or branches, rows, heads, time]`: the weight of a column is exp(score - shift).
         """
         options, branches = self.options, self.options.branches
         dtype = torch.promote_types(queries.dtype, torch.float32)
@@ -328,10 +293,10 @@ class Run:
 
     def attend_branches(
         self, tile: Tensor, stores: Stores, begin: int, end: int
-    ) -> tuple[dict[str, Columns], dict[str, Attended]]:
-        """Choose the segments of a tile `[rows, heads, time, head_dim]`, and attend to each branch by itself."""
+    ) -> tuple[dict[str, View], dict[str, Attended]]:
+        """Choose the segments of a tile, and attend to each branch separately."""
         positions = self.positions(begin, end)
-        shown, done = self.columns(positions, None), {}
+        shown, done = self.views(positions, None), {}
         real = None if self.real is None else self.real[:, begin:end]
         weigh = None if self.chooser is None else partial(self.chooser.weigh, real=real)
         if "long" in shown:
@@ -339,16 +304,16 @@ class Run:
         if self.chooser is not None:
             lists = self.chooser(positions, done["long"].opinions if "long" in done else None, real)
             self.lists.append(lists)
-            shown = self.columns(positions, lists)
-        shown = {name: columns for name, columns in shown.items() if name in self.options.branches}
-        return shown, {name: done.get(name) or attend(tile, stores, columns) for name, columns in shown.items()}
+            shown = self.views(positions, lists)
+        shown = {name: view for name, view in shown.items() if name in self.options.branches}
+        return shown, {name: done.get(name) or attend(tile, stores, view) for name, view in shown.items()}
 
     def look_ahead(self, queries: Tensor, stores: Stores) -> None:
-        """Tell the chooser what whole blocks think, their last tokens included (`paper_block`)."""
+        """Tell the chooser the opinions of whole blocks, including their last tokens (`paper_block`)."""
         assert self.chooser is not None
         for begin, end in self.tiles():
             positions = self.positions(begin, end)
-            shown = self.columns(positions, None)
+            shown = self.views(positions, None)
             if "long" in shown:
                 dtype = torch.promote_types(queries.dtype, torch.float32)
                 tile = queries[:, :, begin:end].to(dtype) * self.scale
@@ -360,7 +325,7 @@ class Run:
     def backward(
         self, queries: Tensor, stores: Stores, gates: Tensor | None, output: Tensor, shifts: Tensor, gradient: Tensor
     ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-        """Gradients of queries, gates and stores, given those of the output; probabilities are computed again."""
+        """Return gradients of queries, gates and stores; probabilities are computed again."""
         branches, joint = self.options.branches, self.options.aggregation == "joint"
         dtype = shifts.dtype
         to_queries = torch.zeros_like(queries, dtype=dtype)
@@ -373,23 +338,19 @@ class Run:
             part = slice(begin, end)
             tile, upstream = queries[:, :, part].to(dtype) * self.scale, gradient[:, :, part].to(dtype)
             kept = (upstream * output[:, :, part].to(dtype)).sum(-1)  # [rows, heads, time]
-            shown = self.columns(self.positions(begin, end), self.lists[number] if self.lists else None)
-            shown = {name: columns for name, columns in shown.items() if name in branches}
+            shown = self.views(self.positions(begin, end), self.lists[number] if self.lists else None)
+            shown = {name: view for name, view in shown.items() if name in branches}
             shares, divisor = self.shares(shown, None if gates is None else gates[:, :, part])
-            for name, columns in shown.items():
+            for name, view in shown.items():
                 place = branches.index(name)
                 shift = shifts[0 if joint else place, :, :, part]
                 share = None if joint else shares[name].to(kept).expand_as(kept)
-                means = self.differentiate(
-                    tile, upstream, kept, shift, share, columns, stores, to_queries[:, :, part], to_stores
-                )
+                slope = to_queries[:, :, part]
+                means = self.differentiate(tile, upstream, kept, shift, share, view, stores, slope, to_stores)
                 if to_gates is not None:
-                    there = (columns.limit > 0)[:, None].to(kept.device)
+                    there = (view.limit > 0)[:, None].to(kept.device)
                     to_gates[:, :, part, place] = (means - kept) / divisor * there
-        cast = [
-            None if grown is None or store is None else grown.to(store.dtype)
-            for grown, store in zip(to_stores.values(), stores, strict=True)
-        ]
+        cast = [None if grown is None else grown.to(stores.keys.dtype) for grown in to_stores.values()]
         return to_queries.mul_(self.scale).to(queries.dtype), to_gates, cast
 
     def differentiate(
@@ -399,7 +360,7 @@ class Run:
         kept: Tensor,
         shift: Tensor,
         share: Tensor | None,
-        columns: Columns,
+        view: View,
         stores: Stores,
         to_queries: Tensor,
         to_stores: dict[str, Tensor | None],
@@ -407,27 +368,24 @@ class Run:
         """Add one branch's gradients of a tile to `to_queries` and `to_stores`.
 
         Args:
-            queries, upstream: of the tile and of its output, `[rows, heads, time, head_dim]`.
-            kept: product of the output and its gradient, `[rows, heads, time]`.
-            shift: `[rows, heads, time]`.
-            share: of the branch where it is not decided by its scores, `[rows, heads, time]`.
+            upstream: gradient of the tile's output.
+            kept: product of the output and its gradient, summed over head_dim.
+            share: of the branch; None with a joint softmax.
 
         Returns:
-            Product of the branch's own output and the gradient, `[rows, heads, time]`; `kept` for a joint softmax.
+            Product of the branch's own output and the gradient, summed over head_dim; `kept` with a joint softmax.
         """
-        own, time, kv_heads = columns.each_its_own, queries.shape[2], self.options.kv_heads
-        group, means = self.options.heads // kv_heads, []
-        for heads in columns.pieces(queries, kv_heads):
-            here = slice(heads.start * group, heads.stop * group)
+        own, time, means = view.by_token, queries.shape[2], []
+        for heads, here in view.pieces(queries, self.options.kv_heads):
 
             def by_column(tensor: Tensor, here: slice = here, count: int = heads.stop - heads.start) -> Tensor:
                 return fold(tensor[:, here], count, own)
 
-            keys, values = columns.fetch(stores, heads, queries.dtype)
+            keys, values = view.fetch(stores, heads, queries.dtype)
             tile, incoming = by_column(queries), by_column(upstream)
             weights = tile @ keys.transpose(-1, -2)
             weights.sub_(by_column(shift)[..., None]).exp_()
-            columns.hide(weights, heads, 0.0)
+            view.hide(weights, heads, 0.0)
             to_weights = incoming @ values.transpose(-1, -2)
             to_values = weights.transpose(-1, -2) @ incoming
             mean = by_column(kept)
@@ -438,18 +396,18 @@ class Run:
             to_scores = weights.mul_(to_weights.sub_(mean[..., None]))
             to_queries[:, here] += unfold(to_scores @ keys, time, own).flatten(1, 2)
             to_keys = to_scores.transpose(-1, -2) @ tile
-            key_gradient, value_gradient = to_stores[columns.keys], to_stores[columns.values]
+            key_gradient, value_gradient = to_stores[view.keys], to_stores[view.values]
             assert key_gradient is not None
             if value_gradient is None:
                 to_keys += to_values
             else:
-                add(value_gradient, heads, columns.of(heads), to_values)
-            add(key_gradient, heads, columns.of(heads), to_keys)
+                add(value_gradient, heads, view.of(heads), to_values)
+            add(key_gradient, heads, view.of(heads), to_keys)
         return torch.cat(means, 1)
 
 
 class TiledAttention(torch.autograd.Function):
-    """`Run` for autograd: keeps the inputs, the output and one number a token, and computes the rest again."""
+    """`Run` for autograd: saves inputs, output and shifts, and computes the rest again."""
 
     @staticmethod
     def forward(ctx: Any, run: Run, queries: Tensor, gates: Tensor | None, *stores: Tensor | None) -> Tensor:

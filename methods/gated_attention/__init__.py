@@ -1,4 +1,8 @@
-"""Gated attention: settings and equations in `gated_attention.py`, its state, and fused near and far attention."""
+"""Gated attention (Liao & Chang). Read `gated_attention.py` first: equations, gates, and the specification.
+
+Then `near_far.py`, which attends to a window and beyond it; `state.py`, which keeps keys, values and the gates' loss;
+and `options.py`, the settings.
+"""
 
 from dataclasses import dataclass
 
@@ -6,7 +10,7 @@ from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
 from cacheformers.methods.gated_attention.gated_attention import GatedParts, attend_inputs, make_parts
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions, GatedAttentionSettings
-from cacheformers.methods.gated_attention.state import new_state, token_gate_statistics
+from cacheformers.methods.gated_attention.state import GatedState, token_gate_statistics
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
 from cacheformers.modeling.method import MemoryMethod
 
@@ -40,7 +44,7 @@ register(
         adapter_config=GatedAttentionAdapterConfig,
         causal_lm=GatedAttentionForCausalLM,
         options=GatedAttentionOptions,
-        new_state=new_state,
+        new_state=GatedState,
         parts=GatedParts,
         make_parts=make_parts,
         attend=attend_inputs,
@@ -56,9 +60,9 @@ register(
             "attention, after Liao and Chang's course report)."
         ),
         limits=(
-            "All keys and values are kept: bytes grow with the text, whatever gates do. What closed gates save is "
-            "reading them, and with the default threshold of 0 nothing is saved.",
-            "Text may be as long as the base model's positions allow.",
+            "All keys and values are kept, so memory grows with the text. Closed gates only save reading them; with "
+            "the default threshold of 0 they save nothing.",
+            "A text can be no longer than the base model's positions.",
         ),
         grows="all keys and values; reads of closed tokens do not",
         starts_as="nearly the base model (gates of 0.98)",

@@ -4,9 +4,9 @@
     P_t = (1 - g_t) P_near + g_t P_all                     softmax over the last w tokens, and over all tokens so far
     loss = CE + sparsity_weight * mean g(1 - g) + mean_weight * mean g
 
-The report's softmax over one logit is 1 for every token, and its sparsity term has the sign that pushes gates to 0.5;
-hence the sigmoid and the plus (`sparsity_sign="paper"` is for study). Where a gate is below `threshold` nothing far is
-read, in prefill and in decoding. Keys and values all stay, since a later token may open its gate, except in heads that
+The report's softmax over one logit is 1 for every token, and the sign of its sparsity term pushes gates to 0.5; hence
+the sigmoid and the plus here (`sparsity_sign="paper"` is for study). A gate below `threshold` reads nothing far, in
+prefill and in decoding. All keys and values stay, since a later token may open its gate, except in heads that
 `far_heads` fixes for good (as DuoAttention does, Xiao et al. 2024, arXiv 2410.10819).
 """
 
@@ -29,9 +29,9 @@ STRETCH = (-0.1, 1.1)  # hard-concrete gates (Louizos et al. 2018, arXiv 1712.01
 
 
 class GatedParts(NamedTuple):
-    """The trained parts that one layer holds.
+    """The trained parts of one layer, both with a bias.
 
-    Shapes: `token_gate` `[channels, h or gate_hidden]` and a bias; `token_gate_hidden` `[gate_hidden, h]` and a bias.
+    Shapes: `token_gate` `[channels, h or gate_hidden]`; `token_gate_hidden` `[gate_hidden, h]`.
     """
 
     token_gate: nn.Linear
@@ -42,7 +42,7 @@ class GatedParts(NamedTuple):
         return first_numbers(self.token_gate.weight, self.token_gate.bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """a `[rows, channels, time]` of x `[rows, time, h]`, in float32 or better."""
+        """Compute a `[rows, channels, time]` from x `[rows, time, h]`, in float32 or better."""
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         if self.token_gate_hidden is not None:
             hidden = F.gelu(applied(self.token_gate_hidden, hidden))
@@ -50,12 +50,12 @@ class GatedParts(NamedTuple):
 
 
 def applied(linear: nn.Linear, inputs: Tensor) -> Tensor:
-    """A linear layer in the dtype of its inputs."""
+    """Apply a linear layer in the dtype of its inputs."""
     return F.linear(inputs, linear.weight.to(inputs.dtype), linear.bias.to(inputs.dtype))
 
 
 def make_parts(options: GatedAttentionOptions, *_: Any) -> dict[str, nn.Module]:
-    """The parts that a layer trains: every token's gate is sigmoid(gate_bias) at first."""
+    """Make the parts of one layer. At first every gate is sigmoid(gate_bias)."""
     size, hidden = options.base.hidden_size, options.gate_hidden
     gate = nn.Linear(hidden or size, options.channels)
     nn.init.zeros_(gate.weight)
@@ -67,7 +67,7 @@ def make_parts(options: GatedAttentionOptions, *_: Any) -> dict[str, nn.Module]:
 
 
 def gates_for_training(options: GatedAttentionOptions, logits: Tensor) -> Tensor:
-    """Gates by which outputs are mixed in training."""
+    """Return g in training."""
     if options.gate_choice == "soft":
         return torch.sigmoid(logits)
     if options.gate_choice == "straight_through":
@@ -79,7 +79,7 @@ def gates_for_training(options: GatedAttentionOptions, logits: Tensor) -> Tensor
 
 
 def gates_for_inference(options: GatedAttentionOptions, logits: Tensor) -> Tensor:
-    """The same without noise, and with the threshold."""
+    """Return g in inference: without noise, and with the threshold."""
     gates = torch.sigmoid(logits)
     if options.gate_choice == "straight_through":
         return (gates > 0.5).to(gates.dtype)
@@ -95,10 +95,10 @@ def stretched(gates: Tensor) -> Tensor:
 
 
 def fix_heads(options: GatedAttentionOptions, means: dict[int, Tensor], least: float = 0.5) -> GatedAttentionOptions:
-    """Options in which each head sees either everything or its window, for good.
+    """Return options in which each head sees either everything or its window, for good.
 
     Args:
-        means: mean gate by layer, `[channels]` (`GatedState.gate_means` over some text).
+        means: mean gates by layer, `[channels]` (`GatedState.gate_means` over some text).
         least: a kv head sees everything if the mean gate of one of its query heads is at least this.
     """
     kv_heads, fixed = options.base.kv_heads, []
@@ -106,9 +106,6 @@ def fix_heads(options: GatedAttentionOptions, means: dict[int, Tensor], least: f
         highest = mean.expand(max(len(mean), kv_heads)).unflatten(0, (kv_heads, -1)).amax(1)
         fixed.append((layer, tuple((highest >= least).nonzero()[:, 0].tolist())))
     return replace(options, far_heads=tuple(fixed))
-
-
-# Attention
 
 
 def attend(
@@ -123,19 +120,18 @@ def attend(
     call: SegmentCall,
     training: bool,
 ) -> Tensor:
-    """Gated attention of new columns over all visible ones.
+    """Compute gated attention of new columns to all visible ones, `[rows, time, heads, d]`.
 
     Args:
-        hidden: x, the input of the layer's self-attention, `[rows, time, h]`.
+        hidden: x, `[rows, time, h]`.
         queries, keys, values: of the new columns, as local attention takes them, `[rows, (kv_)heads, time, d]`.
-        training: gates as in training; in inference they have the threshold.
-
-    Returns:
-        `[rows, time, heads, d]`.
+        training: compute gates as in training.
     """
     reading: GatedReading = call.reading
     if reading.counted is None:
-        reading.counted, reading.visible = counted_tokens(call, options.window_tokens), call.visible
+        time = call.real.shape[1]
+        reading.counted = call.real & (call.visible.cumsum(1)[:, -time:] > options.window_tokens)
+        reading.visible = call.visible
     fixed = () if reading.closed else options.fixed(layer)
     if fixed is not None:
         return attend_fixed(options, layer, fixed, queries, keys, values, scaling, call).transpose(1, 2)
@@ -148,19 +144,9 @@ def attend(
 
 
 def attend_inputs(options: GatedAttentionOptions, layer: int, parts: GatedParts, inputs: AttentionInputs) -> Tensor:
-    """`attend`, given what the attention module computes."""
-    return attend(
-        options,
-        layer,
-        parts,
-        inputs.hidden,
-        inputs.query,
-        inputs.new_key,
-        inputs.new_value,
-        inputs.scaling,
-        inputs.call,
-        inputs.module.training,
-    )
+    """Call `attend` with what the attention module computes."""
+    new = inputs.query, inputs.new_key, inputs.new_value
+    return attend(options, layer, parts, inputs.hidden, *new, inputs.scaling, inputs.call, inputs.module.training)
 
 
 def attend_fixed(
@@ -173,7 +159,7 @@ def attend_fixed(
     scaling: float,
     call: SegmentCall,
 ) -> Tensor:
-    """Attention of a layer whose heads are fixed, `[rows, heads, time, d]`."""
+    """Compute attention of a layer whose heads are fixed, `[rows, heads, time, d]`."""
     reading: GatedReading = call.reading
     kv_heads = options.base.kv_heads
     near_heads = tuple(head for head in range(kv_heads) if head not in far_heads)
@@ -191,18 +177,8 @@ def attend_fixed(
     return mixed.flatten(1, 2)
 
 
-def counted_tokens(call: SegmentCall, window: int) -> Tensor:
-    """Which new columns are tokens with something far from them, `[rows, time]`."""
-    time = call.real.shape[1]
-    return call.real & (call.visible.cumsum(1)[:, -time:] > window)
-
-
-# The specification
-
-
 class NaiveAttention(NamedTuple):
-    """What `naive` returns: outputs `[heads, time, d]`, probabilities `[heads, time, time]`, log-sum-exps
-    `[heads, time]`."""
+    """What `naive` returns: `output*` `[heads, time, d]`, `shares*` `[heads, time, time]`, `lse_*` `[heads, time]`."""
 
     output: Tensor
     output_near: Tensor
@@ -215,11 +191,9 @@ class NaiveAttention(NamedTuple):
 
 
 def naive(queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, window: int, scaling: float) -> NaiveAttention:
-    """The specification: gated attention over one document, token by token, in the plainest way.
+    """Specify gated attention: one document, token by token, in the plainest way.
 
-    Args:
-        queries, keys, values: `[(kv_)heads, time, d]`.
-        gates: `[channels, time]`.
+    Shapes: queries, keys and values `[(kv_)heads, time, d]`; gates `[channels, time]`.
     """
     heads, time, _ = queries.shape
     found: list[list[tuple[Tensor, ...]]] = []

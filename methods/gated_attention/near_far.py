@@ -1,11 +1,14 @@
-"""Attention over a near window and over everything before it, each key read once.
+"""Attention to a near window and to everything before it, which reads each key once.
 
-Queries go in tiles. For a tile that begins at token s, window w and query t:
+Queries are taken in tiles. For a tile that begins at token s, window w and query t:
 
     near     t - w < j <= t     a band of the last keys
     far      j <= t - w         keys before s - w, which every query of the tile sees, and a small triangle
 
-Each part is a softmax with its log-sum-exp, and parts are merged by those. No n x n matrix is made.
+Each part is a softmax with its log-sum-exp, by which parts are merged. No n x n matrix is made.
+
+Queries `[rows, heads, time, d]` are of the last tokens, keys and values `[rows, kv_heads, total, d]` of all tokens.
+Gates `[rows, 1 or kv_heads or heads, time]` are shares of global attention. A window includes the token itself.
 """
 
 from __future__ import annotations
@@ -28,9 +31,9 @@ class Reads:
     """What attention read.
 
     Attributes:
-        decisions: gates of tokens that have something far.
-        skipped: of these, closed ones, for which nothing far was read.
-        near_pairs, far_pairs: pairs of a query and a key in each query head, masked ones included.
+        decisions: gates of tokens with something beyond their window.
+        skipped: closed ones among them, for which nothing far was read.
+        near_pairs, far_pairs: pairs of a query and a key in each query head, including masked ones.
     """
 
     decisions: int = 0
@@ -50,25 +53,23 @@ class Reads:
 
 
 class Part(NamedTuple):
-    """Softmax over some keys: its output `[..., queries, d]` and log-sum-exp `[..., queries]`, float32 or better."""
+    """A softmax over some keys: output `[..., queries, d]` and log-sum-exp `[..., queries]`, in float32 or better."""
 
     output: Tensor
     lse: Tensor
 
     def joined(self, other: Part, share: Tensor | None = None) -> Tensor:
-        """The output over the keys of both; `share` `[..., queries]` is how much of it, beside this part alone."""
+        """Return the output over both sets of keys, mixed with this part's own by `share` `[..., queries]`."""
         weight = torch.sigmoid(other.lse - self.lse)
         weight = (weight if share is None else share * weight)[..., None]
         return torch.lerp(self.output, other.output, weight)
 
 
 def softmax_part(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, bias: Tensor | None) -> Part:
-    """One softmax, without a gradient: fused on the CPU; elsewhere by a matrix of scores, as large as a tile needs.
+    """Compute one softmax without a gradient: fused on the CPU, elsewhere from the scores of a tile.
 
     Args:
-        queries: `[rows, heads, queries, d]`.
-        keys, values: `[rows, heads, keys, d]`.
-        bias: 0 for the keys that each query sees, at least one, and -inf for the others, `[queries, keys]`.
+        bias: 0 for keys that a query sees, at least one each, and -inf for the others, `[queries, keys]`.
     """
     exact = torch.promote_types(queries.dtype, torch.float32)
     if queries.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
@@ -83,7 +84,7 @@ def softmax_part(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, 
 
 
 def tiles(first: int, total: int, window: int) -> Iterator[tuple[int, int]]:
-    """Tokens from `first` on, in tiles (start, end) of which none has both tokens with and without something far."""
+    """Yield tiles (start, end) from `first` on. The tokens of a tile all have something far, or none has."""
     start = first
     while start < total:
         end = min(start + TILE, total)
@@ -94,19 +95,19 @@ def tiles(first: int, total: int, window: int) -> Iterator[tuple[int, int]]:
 
 
 def bias_of(seen: Tensor, like: Tensor) -> Tensor:
-    """0 where a key is seen and -inf elsewhere, in the dtype of `like`."""
+    """Return 0 where a key is seen and -inf elsewhere, in the dtype of `like`."""
     return like.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
 
 
 class Bands:
-    """Biases by which queries see their window; tiles of the same shape share one."""
+    """The biases by which queries see their window. Tiles of one shape share a bias."""
 
     def __init__(self, window: int, like: Tensor) -> None:
         self.window, self.like = window, like
         self.made: dict[tuple[int, int], Tensor] = {}
 
     def bias(self, start: int, end: int, near: int) -> Tensor | None:
-        """For queries start to end and the keys from `near` on, `[queries, keys]`; None for one query."""
+        """Return the bias of queries start to end and keys from `near` on, `[queries, keys]`; None for one query."""
         if end - start == 1:
             return None
         shape = (end - start, start - near)
@@ -120,13 +121,7 @@ class Bands:
 def one_pass(
     queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, window: int, scaling: float
 ) -> tuple[Tensor, Reads]:
-    """Local and global attention mixed by gates, without a gradient; nothing far is read where a gate is 0.
-
-    Args:
-        queries: of the last tokens, `[rows, heads, time, d]`.
-        keys, values: of all tokens, `[rows, kv_heads, total, d]`.
-        gates: the share of global attention, `[rows, 1 or kv_heads or heads, time]`.
-        window: tokens that local attention sees, the token itself included.
+    """Mix local and global attention by gates, without a gradient. Where a gate is 0 nothing far is read.
 
     Returns:
         `[rows, heads, time, d]`, and what was read.
@@ -163,7 +158,7 @@ def one_pass(
 
 
 def open_queries(is_open: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Rows, channels and queries of open gates `[rows, channels, queries]`: all at once where all are open."""
+    """Yield rows, channels and queries of open gates `[rows, channels, queries]`: all at once where all are open."""
     rows, channels, queries = is_open.shape
     if bool(is_open.all()):
         yield slice(0, rows), slice(0, channels), torch.arange(queries, device=is_open.device)
@@ -176,7 +171,7 @@ def open_queries(is_open: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
 
 
 def attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, bias: Tensor | None) -> Part:
-    """`softmax_part` for grouped queries `[rows, heads, queries, d]`; no key is repeated."""
+    """Compute `softmax_part` for grouped queries `[rows, heads, queries, d]`, without repeating keys."""
     kv_heads, count = keys.shape[1], queries.shape[2]
     if bias is not None:
         bias = bias.repeat(queries.shape[1] // kv_heads, 1)
@@ -195,12 +190,10 @@ def far_part(
     chosen: Tensor,
     scaling: float,
 ) -> Part:
-    """Softmax over what is far from some queries of the tile that begins at token `start`.
+    """Compute the softmax over what is far from some queries of the tile that begins at token `start`.
 
     Args:
-        queries: `[rows, heads of mine, chosen, d]`.
-        keys, values: of all kv heads, `[rows, kv_heads, total, d]`.
-        mine: which of the `heads` query heads.
+        mine: which of the `heads` query heads ask.
         chosen: places of the queries in their tile.
     """
     kv_heads = keys.shape[1]
@@ -220,7 +213,7 @@ def far_part(
 
 
 def two_passes(queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, window: int, scaling: float) -> Tensor:
-    """The same as `one_pass`, with gradients: the mixture of two fused attentions, which reads near keys twice."""
+    """Compute `one_pass` with gradients, by two fused attentions; near keys are read twice."""
     everything = windowed(queries, keys, values, None, scaling)
     near = everything if keys.shape[2] <= window else windowed(queries, keys, values, window, scaling)
     share = gates.repeat_interleave(queries.shape[1] // gates.shape[1], 1)[..., None]
@@ -228,12 +221,7 @@ def two_passes(queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, win
 
 
 def windowed(queries: Tensor, keys: Tensor, values: Tensor, window: int | None, scaling: float) -> Tensor:
-    """Causal attention of the last tokens over a window, or over everything.
-
-    Args:
-        queries: `[rows, heads, time, d]`.
-        keys, values: `[rows, kv_heads, total, d]`.
-    """
+    """Compute causal attention to a window, or to everything (None)."""
     total = keys.shape[2]
     first = total - queries.shape[2]
     if window is None and first == 0:

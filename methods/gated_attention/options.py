@@ -1,4 +1,4 @@
-"""What a user sets of gated attention, and what that means on one base model."""
+"""The settings of gated attention, and their values on one base model."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from cacheformers.modeling.settings import (
 class GatedAttentionSettings(MethodSettings):
     """Fields of `GatedAttentionAdapterConfig` and `GatedAttentionConfig`. Layers count from 0."""
 
-    window_tokens: int = setting(512, "Tokens that a closed gate sees (w); the token itself counts.")
+    window_tokens: int = setting(512, "Tokens that a closed gate sees (w), including the token itself.")
     layers: list[int] | None = setting(None, "Layers with gates. Default: all.")
     gate_hidden: int | None = setting(None, "Width of the gate's hidden layer. Default: a linear gate.", free=True)
     gate_per: str = setting("layer", "One gate a 'layer', 'head' or 'kv_head'.", free=True)
     gate_bias: float = setting(
         4.0,
-        "Where gates start, before the sigmoid: 4 keeps the base's function nearly, inf exactly; 0 is for "
-        "a model from scratch.",
+        "Initial bias of the gates, before the sigmoid: 4 nearly keeps the base's function, inf keeps it exactly; 0 "
+        "suits a model from scratch.",
         free=True,
     )
     gate_choice: str = setting(
@@ -44,27 +44,21 @@ class GatedAttentionSettings(MethodSettings):
     sparsity_sign: str = setting("+", "'+', or for study 'paper', which pushes gates to 0.5 instead.", free=True)
     threshold: float = setting(
         0.0,
-        "In inference gates below it are 0, and nothing far is read; gates above 1 - threshold are 1. 0 "
+        "In inference, gates below it are 0 and read nothing far, and gates above 1 - threshold are 1. 0 "
         "computes what was trained.",
         free=True,
     )
-    segment_tokens: int = setting(
-        2048, "Tokens that one forward takes; it bounds activations, and changes no result.", free=True
-    )
+    segment_tokens: int = setting(2048, "Tokens of one forward; bounds activations and changes no result.", free=True)
     far_heads: dict[int, list[int]] | None = setting(
         None,
-        "Layer -> its kv heads that see everything; the others see the window, and keep no more. The gates "
-        "of such a layer are not asked. Default: gates decide everywhere.",
+        "Layer -> its kv heads that see everything; the others see and keep only the window. The gates of such a "
+        "layer are not used. Default: gates decide everywhere.",
     )
 
 
 @dataclass(kw_only=True)
 class GatedAttentionOptions(GatedAttentionSettings, MethodOptions):
-    """`GatedAttentionSettings` resolved against a base model.
-
-    Raises:
-        ValueError: an option that does not fit the base model.
-    """
+    """`GatedAttentionSettings` resolved against a base model; ValueError if an option does not fit it."""
 
     layers: tuple[int, ...]  # type: ignore[assignment]  # resolved
     far_heads: tuple[tuple[int, tuple[int, ...]], ...] = ()  # type: ignore[assignment]  # resolved
@@ -103,24 +97,23 @@ class GatedAttentionOptions(GatedAttentionSettings, MethodOptions):
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Layers whose output the method changes."""
         return self.layers
 
     @property
     def near_tokens(self) -> int:
-        """Before gates matter, the window must be full."""
+        """The window: gates matter once it is full."""
         return self.window_tokens
 
     @property
     def window(self) -> LocalWindow:
-        """What stays visible: everything. (Near and far are the attention's own matter.)"""
+        """Everything stays visible; the attention itself tells near from far."""
         return LocalWindow(self.segment_tokens, EVERYTHING)
 
     @property
     def channels(self) -> int:
-        """Gates of a token in a layer."""
+        """The number of gates of a token in a layer."""
         return {"layer": 1, "head": self.base.heads, "kv_head": self.base.kv_heads}[self.gate_per]
 
     def fixed(self, layer: int) -> tuple[int, ...] | None:
-        """The kv heads of a layer that see everything; None where gates decide."""
+        """Return the kv heads of a layer that see everything; None where gates decide."""
         return dict(self.far_heads).get(layer)

@@ -1,20 +1,112 @@
-"""What gated attention holds: the keys and values of every layer, and what gates did in the forward that goes on."""
+"""The state of gated attention: keys and values of every layer, and what the gates of the running forward did."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cacheformers.methods.gated_attention.columns import Columns
 from cacheformers.methods.gated_attention.near_far import Reads, one_pass, two_passes
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions
 from cacheformers.modeling.cache import MemoryCache
-from cacheformers.modeling.memory import MemoryState, SegmentCall, joined, part
+from cacheformers.modeling.memory import MemoryState, SegmentCall, joined, keep_columns, part
+
+LEAST_ROOM = 64  # columns
+
+
+@dataclass
+class Storage:
+    """Room for keys and values `[rows, kv_heads, capacity, d]`, of which the first `claimed` columns are taken."""
+
+    keys: Tensor
+    values: Tensor
+    claimed: int
+
+
+@dataclass(frozen=True)
+class KeyValues:
+    """The keys and values of one layer: the first `length` columns of a storage. Appending returns another object.
+
+    The first one to append goes on in the same storage; an older copy that appends later moves to a new storage. So
+    copies cost nothing, and a decoding step does not touch earlier columns.
+
+    Attributes:
+        dropped: columns before these that have been forgotten.
+    """
+
+    storage: Storage
+    length: int
+    dropped: int = 0
+
+    @property
+    def keys(self) -> Tensor:
+        """`[rows, kv_heads, length, d]`"""
+        return self.storage.keys[:, :, : self.length]
+
+    @property
+    def values(self) -> Tensor:
+        """`[rows, kv_heads, length, d]`"""
+        return self.storage.values[:, :, : self.length]
+
+    @property
+    def nbytes(self) -> int:
+        return self.storage.keys.nbytes + self.storage.values.nbytes
+
+    @staticmethod
+    def of(keys: Tensor, values: Tensor, dropped: int = 0) -> KeyValues:
+        """Wrap tensors."""
+        return KeyValues(Storage(keys, values, keys.shape[2]), keys.shape[2], dropped)
+
+    def appended(self, keys: Tensor, values: Tensor) -> KeyValues:
+        """Append columns `[rows, kv_heads, time, d]`; into new tensors where a graph may read the old ones."""
+        if torch.is_grad_enabled():
+            return KeyValues.of(torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2), self.dropped)
+        end = self.length + keys.shape[2]
+        storage = self.storage
+        if storage.claimed != self.length or storage.keys.shape[2] < end or storage.keys.requires_grad:
+            room = end + max(end // 4, LEAST_ROOM)
+            storage = Storage(grown(self.keys, room), grown(self.values, room), self.length)
+        storage.keys[:, :, self.length : end] = keys
+        storage.values[:, :, self.length : end] = values
+        storage.claimed = end
+        return KeyValues(storage, end, self.dropped)
+
+    def kept(self, columns: Tensor) -> KeyValues:
+        """Keep only the columns `[rows, kept]`, each row its own. Forgotten columns come back with any content.
+
+        Raises:
+            ValueError: the last columns are to be removed, and earlier ones have been forgotten.
+        """
+        count = columns.shape[1]
+        if count and bool((columns == torch.arange(count, device=columns.device)).all()):
+            if self.dropped and count < self.dropped + self.length:
+                raise ValueError("Tokens cannot be removed where heads with a window have forgotten what was before.")
+            return KeyValues(self.storage, count - self.dropped, self.dropped)
+        chosen = (columns - self.dropped).clamp(min=0)
+        return self.each(lambda tensor: keep_columns(tensor, chosen, 2), dropped=0)
+
+    def without_first(self, columns: int) -> KeyValues:
+        """Copy without the columns before number `columns`."""
+        start = columns - self.dropped
+        if torch.is_grad_enabled():
+            return self.each(lambda tensor: tensor[:, :, start:], columns)
+        return self.each(lambda tensor: tensor[:, :, start:].clone(), columns)
+
+    def each(self, change: Callable[[Tensor], Tensor], dropped: int | None = None) -> KeyValues:
+        """Apply a function to keys and values."""
+        return KeyValues.of(change(self.keys), change(self.values), self.dropped if dropped is None else dropped)
+
+
+def grown(tensor: Tensor, room: int) -> Tensor:
+    """Copy a tensor, with room for `room` columns."""
+    rows, heads, length, width = tensor.shape
+    new = tensor.new_empty(rows, heads, room, width)
+    new[:, :, :length] = tensor
+    return new
 
 
 class GateLosses(NamedTuple):
@@ -26,11 +118,11 @@ class GateLosses(NamedTuple):
 
 
 def gate_losses(options: GatedAttentionOptions, gates: Iterable[Tensor], counted: Tensor) -> GateLosses:
-    """What is added to the loss.
+    """Compute what gates add to the loss.
 
     Args:
-        gates: sigmoid of the logits in every layer, `[rows, channels, time]` (whatever the choice in the forward).
-        counted: tokens that have something far (see `GatedReading`), `[rows, time]`.
+        gates: sigmoid of the logits of every layer, `[rows, channels, time]`, whatever `gate_choice` is.
+        counted: tokens with something beyond their window, `[rows, time]`.
     """
     chosen = torch.stack([layer.transpose(1, 2)[counted.to(layer.device)].to(counted.device) for layer in gates])
     sign = -1 if options.sparsity_sign == "paper" else 1
@@ -44,35 +136,42 @@ class GatedReading:
     """What one forward reads and leaves behind.
 
     Attributes:
-        held: columns of each layer before this forward, under "far" (everything is kept) and "near".
-        new: the same with this forward's.
+        held: keys and values before this forward by kind and layer; "far" keeps everything, "near" the window.
+        new: the same after this forward.
         gates: sigmoid of each layer's logits, `[rows, channels, time]`.
-        counted: which new columns are tokens with something far from them, `[rows, time]`; losses and statistics are
-            about those.
+        counted: which new columns are tokens with something beyond their window, `[rows, time]`. Losses and statistics
+            count only those.
         visible: which columns, old and new, hold a token, `[rows, columns + time]`.
         reads: what each layer read.
         closed: all gates are 0, whatever the tokens.
     """
 
-    held: dict[tuple[str, int], Columns]
-    new: dict[tuple[str, int], Columns] = field(default_factory=dict)
+    held: dict[tuple[str, int], KeyValues]
+    new: dict[tuple[str, int], KeyValues] = field(default_factory=dict)
     gates: dict[int, Tensor] = field(default_factory=dict)
     counted: Tensor | None = None
     visible: Tensor | None = None
     reads: dict[int, Reads] = field(default_factory=dict)
     closed: bool = False
 
-    def append(self, name: str, layer: int, keys: Tensor, values: Tensor) -> Columns:
-        """Old and new columns of a layer."""
+    def append(self, name: str, layer: int, keys: Tensor, values: Tensor) -> KeyValues:
+        """Append new columns of a layer, and return all of its columns."""
         old = self.held.get((name, layer))
-        held = Columns.of(keys, values) if old is None else old.appended(keys, values)
+        held = KeyValues.of(keys, values) if old is None else old.appended(keys, values)
         self.new[name, layer] = held
         return held
 
     def attention(
-        self, layer: int, queries: Tensor, held: Columns, gates: Tensor, window: int, scaling: float, call: SegmentCall
+        self,
+        layer: int,
+        queries: Tensor,
+        held: KeyValues,
+        gates: Tensor,
+        window: int,
+        scaling: float,
+        call: SegmentCall,
     ) -> Tensor:
-        """Mixed attention, row by row where rows hold different tokens, `[rows, heads, time, d]`."""
+        """Compute P V, row by row where rows hold different tokens, `[rows, heads, time, d]`."""
         reads = self.reads.setdefault(layer, Reads())
 
         def mixed(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
@@ -100,36 +199,45 @@ class GatedReading:
 
 
 def span(columns: Tensor) -> slice | Tensor:
-    """Columns as a slice where they are without gaps, so that taking them copies nothing."""
+    """Turn columns without gaps into a slice, so that taking them copies nothing."""
     first, last = int(columns[0]), int(columns[-1])
     return slice(first, last + 1) if last - first + 1 == len(columns) else columns
 
 
 class TokenGates(NamedTuple):
-    """The gates of one forward: of each layer, `[rows, channels, time]`; and which tokens have something far,
-    `[rows, time]`."""
+    """The gates of one forward by layer, `[rows, channels, time]`, and `GatedReading.counted`, `[rows, time]`."""
 
     gates: dict[int, Tensor]
     counted: Tensor
 
 
 class GatedState(MemoryState):
-    """Keys and values of every augmented layer, in the columns of the local cache; and what gates did.
+    """Keys and values of every augmented layer, in the columns of the local cache, and what gates did.
 
-    Args:
-        closed: all gates are 0, whatever the tokens.
+    `MemoryMethod.new_state` has the arguments. With cache_size 0 all gates are closed.
 
     Attributes:
-        reads: what each layer read, without gradients.
-        last: gates of the last forward that is complete, without gradients; None before it.
+        reads: what each layer read without gradients.
+        last: gates of the last complete forward, without gradients; None before it.
     """
 
-    def __init__(self, options: GatedAttentionOptions, devices: dict[int, torch.device], closed: bool = False) -> None:
-        self.options, self.window_tokens, self.devices, self.closed = options, options.window_tokens, devices, closed
+    def __init__(
+        self,
+        options: GatedAttentionOptions,
+        rows: int,
+        devices: dict[int, torch.device],
+        dtype: torch.dtype,
+        keep_values: bool,
+        cache_size: int | None,
+    ) -> None:
+        if cache_size:
+            raise ValueError("Gated attention keeps every key and value: leave cache_size out, or 0 for closed gates.")
+        self.options, self.devices, self.closed = options, devices, cache_size == 0
+        self.window_tokens = options.window_tokens
         self.own_layers = frozenset(options.layers)
-        self.pieces: list[TokenGates] = []  # of the forward that goes on
+        self.pieces: list[TokenGates] = []  # of the running forward
         self.last: TokenGates | None = None
-        self.held: dict[tuple[str, int], Columns] = {}
+        self.held: dict[tuple[str, int], KeyValues] = {}
         self.reads: dict[int, Reads] = {layer: Reads() for layer in options.layers}
         self.gate_sums: dict[int, Tensor] = {}  # layer -> [channels]
         self.tokens_counted = 0
@@ -140,11 +248,11 @@ class GatedState(MemoryState):
     def end(self, reading: GatedReading) -> None:
         self.held = {**self.held, **reading.new}
         assert reading.visible is not None and reading.counted is not None
-        near = {key: columns for key, columns in self.held.items() if key[0] == "near"}
+        near = {key: held for key, held in self.held.items() if key[0] == "near"}
         needed = first_needed(reading.visible, self.window_tokens) if near else 0
-        for key, columns in near.items():
-            if needed - columns.dropped > self.window_tokens:
-                self.held[key] = columns.without_first(needed)
+        for key, held in near.items():
+            if needed - held.dropped > self.window_tokens:
+                self.held[key] = held.without_first(needed)
         self.pieces.append(TokenGates(dict(reading.gates), reading.counted))
         for layer, read in reading.reads.items():
             self.reads[layer].add(read)
@@ -155,27 +263,27 @@ class GatedState(MemoryState):
 
     @property
     def gate_means(self) -> dict[int, Tensor]:
-        """Mean gate of each layer, `[channels]`, over tokens that have something far from them."""
+        """The mean gate of each layer, `[channels]`, over counted tokens."""
         return {layer: total / max(self.tokens_counted, 1) for layer, total in self.gate_sums.items()}
 
     def loss_targets(self, read: Sequence[int], new: Sequence[int]) -> int:
-        """How many tokens of the next forward `loss` is a mean over: those with something far.
+        """Count the tokens over which `loss` of the next forward is a mean.
 
         Args:
-            read, new: tokens of each row, read before and in that forward.
+            read, new: tokens that each row has read before, and reads in that forward.
         """
         return sum(max(old + more - max(self.window_tokens, old), 0) for old, more in zip(read, new, strict=True))
 
     def check(self, row: int, columns: Tensor) -> None:
-        """Nothing is stored that is not visible already."""
+        """Do nothing: everything stored is visible already."""
 
     def commit(self, row: int, columns: Tensor) -> None:
-        """Closed segments stay where they are."""
+        """Do nothing: closed segments stay where they are."""
 
     def detach(self) -> None:
-        """Cut the autograd graph: the next step's gradient does not reach keys and values of this one.
+        """Cut the autograd graph, so that no gradient of the next step reaches these keys and values.
 
-        What gates add to the loss of the forward that ends here is `loss` then, with its graph.
+        `loss` becomes what gates add to the loss of the forward that ends here, with its graph.
         """
         if any(held.keys.requires_grad or held.values.requires_grad for held in self.held.values()):
             self._change(Tensor.detach)
@@ -193,7 +301,7 @@ class GatedState(MemoryState):
         self.held = {key: held.kept(columns.to(held.keys.device)) for key, held in self.held.items()}
 
     def reset(self, rows: Sequence[int]) -> None:
-        """A row that begins again does not see its columns any more."""
+        """Do nothing: a row that begins again no longer sees its columns."""
 
     def select(self, rows: Sequence[int]) -> None:
         self._change(lambda tensor: tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)])
@@ -209,7 +317,7 @@ class GatedState(MemoryState):
         self.devices = dict.fromkeys(self.devices, torch.device(device))
         self.gate_sums = {layer: total.to(device) for layer, total in self.gate_sums.items()}
 
-    def _change(self, change: Any) -> None:
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
         self.held = {key: held.each(change) for key, held in self.held.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -225,7 +333,7 @@ class GatedState(MemoryState):
             saved = part(tensors, name)
             for layer in sorted({int(key.partition(".")[0]) for key in saved}):
                 keys, values = (saved[f"{layer}.{side}"].to(self.devices[layer]) for side in ("keys", "values"))
-                self.held[name, layer] = Columns.of(keys, values, int(saved[f"{layer}.dropped"]))
+                self.held[name, layer] = KeyValues.of(keys, values, int(saved[f"{layer}.dropped"]))
 
     @property
     def nbytes(self) -> int:
@@ -233,39 +341,15 @@ class GatedState(MemoryState):
 
 
 def first_needed(visible: Tensor, window: int) -> int:
-    """The first column that the next token's window may reach in some row."""
+    """Return the first column that the next token's window may reach in some row."""
     after = visible.flip(1).cumsum(1).flip(1)  # tokens from each column to the end
     reached = visible & (after < window)
     columns = reached.any(0).nonzero()[:, 0]
     return int(columns[0]) if len(columns) else visible.shape[1]
 
 
-def new_state(
-    options: GatedAttentionOptions,
-    rows: int,
-    devices: dict[int, torch.device],
-    dtype: torch.dtype,
-    keep_values: bool = False,
-    cache_size: int | None = None,
-) -> GatedState:
-    """An empty memory.
-
-    Args:
-        devices: of each augmented layer.
-        dtype: of the model's activations.
-        keep_values: nothing is encoded anew in training, so this changes nothing.
-        cache_size: 0 for one in which all gates are closed: tokens see their window.
-
-    Raises:
-        ValueError: another cache_size was asked for.
-    """
-    if cache_size:
-        raise ValueError("Gated attention keeps every key and value: leave cache_size out, or 0 for closed gates.")
-    return GatedState(options, devices, closed=cache_size == 0)
-
-
 def token_gate_statistics(parts: Sequence[Any], memories: Sequence[MemoryCache]) -> dict[str, Any]:
-    """Summarize the gates of the last step, over tokens that have something far, in the lanes of this process.
+    """Summarize the gates of the last step over counted tokens, in the lanes of this process.
 
     Returns:
         `token_gate_mean`; `token_gate_layers`, the mean of each layer with gates; `token_gate_closed`, the share below

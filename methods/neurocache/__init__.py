@@ -1,7 +1,10 @@
-"""Neurocache: settings in `options.py`, equations in `neurocache.py`; `reference.py` computes what was published."""
+"""Neurocache (Safaya & Yuret). Read `neurocache.py` first: the equations, a segment's forward, and the specification.
+
+`options.py` has the settings, and `start.py` an initialization from the base's states. `reference.py` computes what the
+published package computes, and `convert.py` converts its checkpoints.
+"""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +13,7 @@ from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
 from cacheformers.methods.neurocache.neurocache import NeurocacheParts, NeurocacheState, make_parts, training_statistics
 from cacheformers.methods.neurocache.neurocache import branch as neurocache_branch
-from cacheformers.methods.neurocache.options import NeurocacheOptions, NeurocacheSettings, layer_numbers
+from cacheformers.methods.neurocache.options import NeurocacheOptions, NeurocacheSettings
 from cacheformers.methods.neurocache.reference import ReferenceState, reference_branch
 from cacheformers.methods.neurocache.start import start_from_states
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
@@ -22,19 +25,11 @@ from cacheformers.modeling.method import MemoryMethod
 class NeurocacheAdapterConfig(NeurocacheSettings, MemoryAdapterConfig):
     """Neurocache beside LoRA, in one adapter (Safaya & Yuret 2024, arXiv 2407.02486)."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.retrieval_map = layer_numbers(self.retrieval_map)
-
 
 class NeurocacheConfig(NeurocacheSettings, CompositeConfig):
     """A base model with Neurocache in it (Safaya & Yuret 2024, arXiv 2407.02486)."""
 
     model_type = "neurocache"
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        self.retrieval_map = layer_numbers(self.retrieval_map)
 
 
 class NeurocacheModel(CompositeModel):
@@ -56,16 +51,9 @@ def new_state(
     devices: dict[int, torch.device],
     dtype: torch.dtype,
     keep_values: bool,
-    cache_size: int | None = None,
+    cache_size: int | None,
 ) -> MemoryState:
-    """An empty memory.
-
-    Args:
-        devices: of each augmented layer.
-        dtype: of the model's activations.
-        keep_values: keep x beside each entry, from which training re-encodes it.
-        cache_size: another number of entries than the configured one (0: nothing is remembered).
-    """
+    """Make an empty memory, see `MemoryMethod.new_state`; `keep_values` keeps x beside each entry."""
     if options.compatibility is not None:
         if cache_size is not None:
             raise ValueError("compatibility modes have the cache_size of their configuration.")
@@ -76,7 +64,7 @@ def new_state(
 def branch(
     options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidden: Tensor, call: SegmentCall, training: bool
 ) -> Tensor | None:
-    """`neurocache.branch`, or what the published package computes; see there."""
+    """Compute `neurocache.branch`, or with `compatibility` what the published package computes."""
     computed = neurocache_branch if options.compatibility is None else reference_branch
     return computed(options, layer, parts, hidden, call, training)
 
@@ -99,12 +87,12 @@ register(
   year = {2024}
 }""",
         summary=(
-            "Text is read in segments of {segment_tokens:,} tokens; of what was read before, up to {cache_size:,} "
+            "Text is read in segments of {segment_tokens:,} tokens; of earlier text, up to {cache_size:,} "
             "compressed states are kept, and every token retrieves the {topk} nearest (Neurocache, arXiv 2407.02486)."
         ),
         limits=(
-            "Self-attention sees the open segment, and what the local window keeps; all else comes through the memory.",
-            "What is older than the memory's capacity is forgotten.",
+            "Self-attention sees the open segment and what the local window keeps; the memory holds everything else.",
+            "Text beyond the memory's capacity is forgotten.",
             "The paper reports text retrieval ahead of this method on questions about several documents.",
         ),
         grows="a ring of at most `cache_size` entries a layer",

@@ -4,7 +4,7 @@
 
 The published folder (alisafaya/neurocache, `save_pretrained`) holds `neurocache_config.json` and
 `neurocache_model.safetensors` or `neurocache_model.bin`: `h_proj`, `h_norm`, `cache_attns.J.{q,k,v,o}_proj`, where J
-counts the attention layers from the lowest, and, if LoRA was trained too, its tensors under PEFT's names.
+counts the attention layers from the lowest, and, if LoRA was also trained, its tensors under PEFT's names.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def convert(
 
     Args:
         published: checkpoint folder of the published package.
-        out: folder to write; it must not exist, or be empty.
+        out: folder to write; it must not exist or must be empty.
         base: folder or Hub id of the base model that the checkpoint was trained on.
         heads: "published", or "fixed" to let every head attend to all retrieved states.
         lora_alpha: LoRA's alpha, which the published folder does not record.
 
     Raises:
-        ValueError: a folder that cannot be converted, with the reason. Nothing has been written then.
+        ValueError: the folder cannot be converted, with the reason; nothing was written.
         OSError: files are missing or cannot be written.
     """
     published = Path(published)
@@ -79,7 +79,7 @@ def convert(
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """The published configuration, if this package can compute what it describes."""
+    """Read the published configuration; raise ValueError if this package cannot compute what it describes."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ValueError(f"{folder} is no checkpoint folder of the published package: it has no {CONFIG_FILE}.")
@@ -129,7 +129,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The published tensors, read without running anything that a file may contain."""
+    """Read the published tensors, without running code that a file may contain."""
     path = next((folder / name for name in WEIGHTS_FILES if (folder / name).is_file()), None)
     if path is None:
         raise ValueError(f"{folder} has no weights: expected {' or '.join(WEIGHTS_FILES)}.")
@@ -145,7 +145,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def check_hidden_size(weights: dict[str, Tensor], settings: dict[str, Any], base_config: PretrainedConfig) -> None:
-    """Tell a checkpoint of another base apart before its shapes are compared one by one."""
+    """Raise ValueError for a checkpoint of a base with another hidden size, before shapes are compared one by one."""
     size = base_shape(base_config).hidden_size
     found = {
         tensor.shape[1] for name, tensor in weights.items() if re.fullmatch(r"h_proj.*|cache_attns.*q_proj.*", name)
@@ -161,7 +161,7 @@ def check_hidden_size(weights: dict[str, Tensor], settings: dict[str, Any], base
 def adapter_config(
     settings: dict[str, Any], weights: dict[str, Tensor], heads: str, lora_alpha: float | None
 ) -> NeurocacheAdapterConfig:
-    """Our configuration of the published one; LoRA's is read off its tensors."""
+    """Convert the published configuration; LoRA's settings are read off its tensors."""
     if heads not in HEADS:
         raise ValueError(f"heads must be one of {', '.join(HEADS)}, got {heads!r}.")
     lora: dict[str, Any] = {"target_modules": []}
@@ -194,7 +194,7 @@ def adapter_config(
 
 
 def empty_adapter(base_config: PretrainedConfig, config: NeurocacheAdapterConfig) -> PeftModel:
-    """The adapter on its base, without memory for any weight: it says which tensors belong where."""
+    """Make the adapter on its base, both without memory for weights, to learn the names and shapes of tensors."""
     architecture(base_config)  # names the supported ones if this is none of them
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(base_config)
@@ -202,7 +202,7 @@ def empty_adapter(base_config: PretrainedConfig, config: NeurocacheAdapterConfig
 
 
 def rename(weights: dict[str, Tensor], model: PeftModel, base_config: PretrainedConfig) -> dict[str, Tensor]:
-    """The published tensors under this package's names."""
+    """Rename the published tensors to this package's names."""
     transformer = unwrap(model)
     attentions = attention_modules(find_decoder(transformer))
     paths = {id(module): path for path, module in transformer.named_modules()}
@@ -238,7 +238,7 @@ def rename(weights: dict[str, Tensor], model: PeftModel, base_config: Pretrained
 
 
 def check(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Every tensor that the adapter has, no other, each in its shape."""
+    """Raise ValueError unless the tensors are exactly those that the adapter has, each in its shape."""
     missing, unexpected = expected.keys() - tensors.keys(), tensors.keys() - expected.keys()
     if missing or unexpected:
         raise ValueError(

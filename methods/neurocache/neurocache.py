@@ -4,10 +4,10 @@
     R_t    = the k entries of earlier segments nearest to e_t, each widened to w entries in time      (section 3.2)
     CA_t   = softmax(W_q x_t (W_k S_t)^T / sqrt(d_head)) W_v S_t,  S_t = R_{t-c+1} ... R_t            (section 3.3)
 
-x is the input of a layer's self-attention; CA, through W_o, is added to what self-attention returns.
+x is the input of a layer's self-attention; W_o CA is added to the output of self-attention.
 
-Beyond the paper, `hit_scores` tells cache attention what the search knew: how near a hit was and where a state stands
-beside it; and it lets a head attend to nothing (see `HitScores`).
+Beyond the paper, `hit_scores` tells cache attention what the search knew, how near a hit was and a state's place beside
+it, and lets a head attend to nothing (see `HitScores`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cacheformers.modeling.search.store import Ring
 
 COMPRESSION_EPS = 1e-5
 
-# Where `HitScores` begin: a pointer of six numbers, fitted on two books with SmolLM2-135M, gave these on both alike
+# Initial values of `HitScores`: a pointer of six numbers, fitted with SmolLM2-135M, gave the same values on two books
 # (docs/results/neurocache_recipe.md, 1d).
 NEARNESS, BESIDE, FOLLOWING, NOTHING = 15.0, -2.6, 3.8, 22.0
 NOTHING_STEP = 3.0  # of the score of nothing, for a parameter that moves by one
@@ -38,7 +38,7 @@ TEMPERATURE = 0.05  # of `retrieval_loss`; scores lie between -2 and 0 for entri
 
 
 class Gate(nn.Module):
-    """One learned number per query head; the head's output is multiplied by its tanh. Zero: the base model exactly."""
+    """One learned number per query head, whose tanh scales the head's output. At zero the base model is unchanged."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -49,13 +49,13 @@ class Gate(nn.Module):
 
 
 class HitScores(nn.Module):
-    """What each query head adds to the scores of retrieved states, and the score that it gives to nothing.
+    """What each query head adds to the scores of retrieved states, and its score of nothing.
 
         score(t, s) = q_t . k_s / sqrt(d_head) + 15 exp(nearness) cos(e_t', e_hit) + beside[t - t', place of s]
         score(t, nothing) = 22 + 3 nothing, with the value 0
 
-    t' is the token whose search brought s along, and `hit` the entry that it found, 0 ... w-1 places from s. Cosines
-    carry a gradient to W_p through the entry alone, as everything retrieved does. In float32 or better.
+    t' is the token whose search retrieved s, and `hit` the entry that it found, 0 ... w-1 places from s. Like all
+    retrieved numbers, cosines carry a gradient to W_p through the entry only. In float32 or better.
     """
 
     def __init__(self, heads: int, context: int, neighborhood: int) -> None:
@@ -67,7 +67,7 @@ class HitScores(nn.Module):
             self.beside.data[:, 0, neighborhood // 2] = FOLLOWING  # the entry after the token's own hit
 
     def forward(self, cosines: list[Tensor]) -> Tensor:
-        """What to add, `[tokens, heads, N*c]`, given the cosines of hits `[tokens, k]` by how many tokens ago."""
+        """Return what to add, `[tokens, heads, N*c]`, from the cosines of hits `[tokens, k]` by how many tokens ago."""
         slope = NEARNESS * torch.exp(self.nearness)[:, None, None]
         added = [
             slope * near[:, None, :, None] + self.beside[:, back, None, :]  # [tokens, heads, k, w]
@@ -76,12 +76,12 @@ class HitScores(nn.Module):
         return torch.cat([scores.flatten(2) for scores in added], -1)
 
     def score_of_nothing(self) -> Tensor:
-        """By head, `[heads]`."""
+        """Return the score of nothing, `[heads]`."""
         return NOTHING + NOTHING_STEP * self.nothing
 
 
 class NeurocacheParts(NamedTuple):
-    """The trained parts that one layer holds; None where the layer has no use for one.
+    """The trained parts of one layer; None where the layer needs none.
 
     Shapes: `down` `[d, h]`; `norm` LayerNorm(d); `q` `[heads*d_head, h]`; `k`, `v` `[kv_heads*d_head, d]`;
     `o` `[h, heads*d_head]`; `gate` `[heads]`; `scores` `[heads]`, `[heads, c, w]`, `[heads]`.
@@ -104,9 +104,9 @@ class NeurocacheParts(NamedTuple):
 
     @property
     def fingerprint(self) -> tuple[float, ...]:
-        """A few numbers of W_p and its norm: two trained memories do not share them.
+        """A few numbers of W_p and its norm, which differ between any two trained memories.
 
-        Empty where there is no W_p, or where it is divided among processes (FSDP2): gathering would take all of them.
+        Empty without W_p, or where it is sharded over processes (FSDP2), because gathering it needs all of them.
         """
         if self.down is None or self.norm is None or isinstance(self.down.weight, DTensor):
             return ()
@@ -119,7 +119,7 @@ def project(linear: nn.Linear, inputs: Tensor) -> Tensor:
 
 
 def normalize(norm: nn.LayerNorm, inputs: Tensor) -> Tensor:
-    """LayerNorm in float32 or better."""
+    """Apply LayerNorm in float32 or better."""
     dtype = torch.promote_types(inputs.dtype, torch.float32)
     return F.layer_norm(
         inputs.to(dtype), norm.normalized_shape, norm.weight.to(dtype), norm.bias.to(dtype), COMPRESSION_EPS
@@ -127,11 +127,11 @@ def normalize(norm: nn.LayerNorm, inputs: Tensor) -> Tensor:
 
 
 def make_parts(options: NeurocacheOptions, layer: int, base_weights: tuple[Tensor, ...] | None) -> dict[str, nn.Module]:
-    """The parts that layer `layer` trains, initialized as for adaptation (section 4.2).
+    """Make the parts of one layer, initialized for adaptation (section 4.2).
 
     Args:
-        base_weights: the layer's own W_q, W_k, W_v, W_o, which W_q, W_o and the first d input columns of W_k, W_v start
-            from; None leaves every projection at random.
+        base_weights: the layer's own W_q, W_k, W_v, W_o. W_q and W_o are copied, and the first d input columns of W_k
+            and W_v; None leaves every projection random.
     """
     base, width = options.base, options.width
     parts: dict[str, nn.Module] = {}
@@ -157,12 +157,12 @@ def make_parts(options: NeurocacheOptions, layer: int, base_weights: tuple[Tenso
 
 
 class Retrieved(NamedTuple):
-    """What tokens retrieved: N = k*w states each, hit by hit, each with its neighbors in time order.
+    """What tokens retrieved: N = k*w states per token, hit by hit, each hit with its neighbors in time order.
 
     Attributes:
         states: `[..., N, d]`.
         filled: which of them exist, `[..., N]`.
-        cosines: of each hit and the token that found it, `[..., k]`; None without `hit_scores`.
+        cosines: between each hit and the token that found it, `[..., k]`; None without `hit_scores`.
     """
 
     states: Tensor
@@ -170,7 +170,7 @@ class Retrieved(NamedTuple):
     cosines: Tensor | None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Retrieved:
-        """The same with every tensor changed."""
+        """Apply a function to every tensor."""
         return Retrieved(
             change(self.states), change(self.filled), None if self.cosines is None else change(self.cosines)
         )
@@ -178,7 +178,7 @@ class Retrieved(NamedTuple):
 
 @dataclass
 class NeurocacheReading:
-    """What one forward reads and leaves behind. Keyed by storing layer (`stores`, `new_*`) or retrieval layer."""
+    """What one forward reads and leaves behind: `stores` and new entries by storing layer, hits by retrieval layer."""
 
     stores: dict[int, Ring]
     past_hits: dict[int, Tensor]
@@ -223,7 +223,7 @@ def gold_share(state: NeurocacheState) -> float | None:
 
 
 class NeurocacheState(RingState):
-    """One ring per storing layer; beside its pairs, what the tokens of open segments retrieved, and asked with."""
+    """One ring per storing layer, and the hits and queries of the tokens of open segments."""
 
     retrieves = True
 
@@ -254,7 +254,7 @@ class NeurocacheState(RingState):
 
     @property
     def hits(self) -> dict[int, Tensor]:
-        """What the tokens of open segments retrieved, by layer, `[rows, columns, k]`, counted from the oldest entry."""
+        """Hits of the tokens of open segments by layer, `[rows, columns, k]`, counted from the oldest entry."""
         return self.open["hits"]
 
     def retrieved(self) -> dict[int, Tensor]:
@@ -279,14 +279,14 @@ class NeurocacheState(RingState):
 def branch(
     options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidden: Tensor, call: SegmentCall, training: bool
 ) -> Tensor | None:
-    """What Neurocache adds to layer `layer`'s self-attention output, or None in a layer that only retrieves or stores.
+    """Compute what Neurocache adds to a layer's self-attention, or None in a layer that only retrieves or stores.
 
     Args:
-        hidden: x, the input of the layer's self-attention, `[rows, time, h]`.
+        hidden: x, `[rows, time, h]`.
         training: re-encode retrieved entries from their stored x, with gradients to W_p.
     """
     if hidden.dtype == torch.float32 and torch.is_autocast_enabled(hidden.device.type):
-        # Every product would do it, with retrieved states again and again.
+        # Once here, instead of in every product with retrieved states.
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     reading: NeurocacheReading = call.reading
     if layer == options.first_layer:
@@ -294,7 +294,7 @@ def branch(
     retrieving, storing = dict(options.retrieval_map), {storing for _, storing in options.retrieval_map}
     if layer in retrieving or layer in storing:
         with torch.no_grad():
-            entries = reading.encoder.encode(hidden.detach())  # a factor of 1 gives back what it is given
+            entries = reading.encoder.encode(hidden.detach())  # with a compression_factor of 1 the input itself
         if layer in retrieving:
             retrieve(options, layer, retrieving[layer], entries, hidden, call, training)
             if training and options.retrieval_weight and reading.gold is not None and torch.is_grad_enabled():
@@ -322,7 +322,7 @@ def retrieve(
     """Find each token's k nearest entries, widen them in time, and fetch the states (section 3.2)."""
     reading: NeurocacheReading = call.reading
     ring = reading.stores[storing]
-    if layer not in reading.new_hits:  # activation checkpointing runs this twice; both runs see the same hits
+    if layer not in reading.new_hits:  # activation checkpointing runs this twice, with the same hits
         reading.new_hits[layer] = search_rows(options, ring, queries, call)
     sources = context_sources(options.context_size, call, hidden.device)
     earlier = earlier_hits(reading.past_hits.get(layer), sources, options.topk)
@@ -339,7 +339,7 @@ def retrieve(
     states = fetch(options, ring, slots, reading.encoder, hidden.dtype, training)
     near = None
     if options.hit_scores:
-        reading.new_queries[layer] = queries.clone()  # not one tensor with new entries: it could not be saved
+        reading.new_queries[layer] = queries.clone()  # files cannot hold one tensor as queries and entries
         before = earlier_queries(reading.past_queries.get(layer), sources, queries)
         alone = states.unflatten(2, (options.topk, -1))[..., max(half - 1, 0), :]  # hits without neighbors
         near = cosines(torch.cat([before, queries], 1), alone)
@@ -347,12 +347,12 @@ def retrieve(
 
 
 def searchable(options: NeurocacheOptions, ring: Ring, row: int, call: SegmentCall) -> int:
-    """How many of a row's oldest entries may be retrieved."""
+    """Count a row's entries, from the oldest on, that may be retrieved."""
     return max(ring.count(row) - (call.window_tokens[row] if options.exclude_window else 0), 0)
 
 
 def search_rows(options: NeurocacheOptions, ring: Ring, queries: Tensor, call: SegmentCall) -> Tensor:
-    """Search each row's own entries: hits `[rows, time, k]` counted from the oldest entry, -1 for none."""
+    """Search each row's entries: hits `[rows, time, k]`, counted from the oldest entry, -1 for none."""
     search = get_search(options.search)
     rows, time, width = queries.shape
     hits = torch.full((rows, time, options.topk), -1, dtype=torch.long, device=queries.device)
@@ -411,17 +411,17 @@ def retrieval_loss(
 
 
 class ContextSources(NamedTuple):
-    """Where the last c tokens of each token's segment are, over (c-1 earlier columns, new columns)."""
+    """The places of the last c tokens of each token's segment, in c-1 earlier columns and the new columns."""
 
-    columns: Tensor  # the c-1 columns before the new ones that open segments end with, [rows, c-1]
-    present: Tensor  # whether there is such a column, [rows, c-1]
+    columns: Tensor  # the last c-1 columns of open segments before the new ones, [rows, c-1]
+    present: Tensor  # whether that column exists, [rows, c-1]
     place: Tensor  # [rows, time, c], newest first
     valid: Tensor  # [rows, time, c]
     shifted: bool  # place is the new column's own minus 0 ... c-1
 
 
 def context_sources(context: int, call: SegmentCall, device: torch.device) -> ContextSources:
-    """Work out whose retrieved states each new token attends to: its own and those of the c-1 tokens before it."""
+    """Find whose retrieved states each new token attends to: its own and those of the c-1 tokens before it."""
     key = f"context {context} {device}"
     if key not in call.scratch:
         time = call.real.shape[1]
@@ -445,7 +445,7 @@ def context_sources(context: int, call: SegmentCall, device: torch.device) -> Co
 
 
 def earlier_hits(past: Tensor | None, sources: ContextSources, topk: int) -> Tensor:
-    """Hits of the c-1 tokens before the new ones, `[rows, c-1, k]`, -1 where there is no such token."""
+    """Return hits of the c-1 tokens before the new ones, `[rows, c-1, k]`, -1 where there is no such token."""
     if past is not None and past.shape[2] != topk:
         raise ValueError(
             f"The open segment was read with topk={past.shape[2]}, not {topk}: close it with read() first."
@@ -456,16 +456,16 @@ def earlier_hits(past: Tensor | None, sources: ContextSources, topk: int) -> Ten
 
 
 def earlier_queries(past: Tensor | None, sources: ContextSources, queries: Tensor) -> Tensor:
-    """Entries of the c-1 tokens before the new ones, `[rows, c-1, d]`, 0 where there is no such token."""
+    """Return entries of the c-1 tokens before the new ones, `[rows, c-1, d]`, 0 where there is no such token."""
     if past is None or past.shape[1] == 0:
         return queries.new_zeros(*sources.columns.shape, queries.shape[-1])
     return keep_columns(past, sources.columns, 1)
 
 
 def cosines(queries: Tensor, entries: Tensor) -> Tensor:
-    """Cosines of queries `[..., d]` and entries `[..., k, d]`, `[..., k]`, in float32 or better.
+    """Compute cosines `[..., k]` of queries `[..., d]` and entries `[..., k, d]`, in float32 or better.
 
-    Products are taken in the entries' dtype, so that training keeps no wider copy of them.
+    Products use the entries' dtype, so that training keeps no wider copy of them.
     """
     products = torch.matmul(entries, queries.to(entries.dtype)[..., None])[..., 0]
     norms = torch.linalg.vector_norm(entries, dim=-1, dtype=queries.dtype)
@@ -481,7 +481,7 @@ def fetch(
     dtype: torch.dtype,
     training: bool,
 ) -> Tensor:
-    """Entries at `slots` `[rows, time, N]` as states `[rows, time, N, d]`; in training encoded anew from their x."""
+    """Fetch entries at `slots` `[rows, time, N]`, `[rows, time, N, d]`; in training, encode them again from their x."""
     slots = slots.to(ring.keys.device)
     if not (training and options.compression_factor > 1):
         stored = ring.keys.flatten(0, 1)
@@ -501,10 +501,10 @@ def fetch(
 
 
 def attend(options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidden: Tensor, call: SegmentCall) -> Tensor:
-    """Cache attention of one layer (section 3.3), `[rows, time, h]`.
+    """Compute cache attention of one layer (section 3.3), `[rows, time, h]`.
 
-    W_k and W_v are absorbed: queries go into the space of the entries and one weighted sum of entries a head comes
-    back, so no retrieved state is ever projected.
+    W_k and W_v are absorbed: queries are mapped into the space of entries, and one weighted sum of entries per head is
+    mapped back, so retrieved states are never projected.
     """
     assert parts.q is not None and parts.k is not None and parts.v is not None and parts.o is not None
     base, width = options.base, options.width
@@ -514,8 +514,8 @@ def attend(options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidde
     retrieved = source.each(lambda tensor: tensor.to(hidden.device))  # [rows, c-1+time, ...]
     sources = context_sources(options.context_size, call, hidden.device)
     before = options.context_size - 1 if sources.shifted else 0
-    # One axis of tokens over all rows, from here to the end; where nothing is padded each row's begins with c-1 zeros,
-    # so that what was retrieved `back` tokens ago lies `back` places before, and is not copied.
+    # From here on rows share one axis of tokens. Without padding each row begins with c-1 zeros, so that what was
+    # retrieved `back` tokens ago is found `back` places earlier, without a copy.
     tokens = F.pad(hidden, (0, 0, before, 0)).flatten(0, 1)[before:]
     window = [taken(retrieved, sources, back, options.context_size) for back in range(options.context_size)]
 
@@ -543,7 +543,7 @@ def attend(options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidde
 
 
 def taken(retrieved: Retrieved, sources: ContextSources, back: int, context: int) -> Retrieved:
-    """What was retrieved `back` tokens before each token, `[tokens, ...]`, and which of it exists."""
+    """Return what was retrieved `back` tokens before each token, `[tokens, ...]`."""
     if sources.shifted:
         start, end = context - 1 - back, retrieved.filled.shape[:2].numel() - back
         return retrieved.each(lambda tensor: tensor.flatten(0, 1)[start:end])
@@ -553,7 +553,7 @@ def taken(retrieved: Retrieved, sources: ContextSources, back: int, context: int
 
 
 def masked_softmax(scores: Tensor, seen: Tensor) -> Tensor:
-    """Softmax in float32 or better over what is seen; exactly 0 where nothing is, every score still in the graph."""
+    """Compute a softmax over seen scores in float32 or better; 0 where none is seen. Every score is in the graph."""
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     return torch.softmax(scores.masked_fill(~seen, torch.finfo(scores.dtype).min), -1) * seen
 
@@ -561,21 +561,21 @@ def masked_softmax(scores: Tensor, seen: Tensor) -> Tensor:
 def naive(
     options: NeurocacheOptions, encoder: NeurocacheParts, parts: NeurocacheParts, searched: Tensor, hidden: Tensor
 ) -> Tensor:
-    """The specification: cache attention over one document, token by token, in the plainest way.
+    """Specify cache attention: one document, token by token, in the plainest way.
 
     Args:
-        encoder: holds W_p and its norm.
-        parts: of the attention layer.
-        searched: x of the retrieval layer (also the storing layer) for the whole document, `[time, h]`.
-        hidden: x of the attention layer for the whole document, `[time, h]`.
+        encoder: parts with W_p and its norm.
+        parts: parts of the attention layer.
+        searched: x of the retrieval layer, which also stores, `[time, h]`.
+        hidden: x of the attention layer, `[time, h]`.
 
     Returns:
-        What the branch adds, `[time, h]`. Gradients reach W_p through retrieved entries only, as in training.
+        What the branch adds, `[time, h]`. As in training, gradients reach W_p only through retrieved entries.
     """
     assert parts.q is not None and parts.k is not None and parts.v is not None and parts.o is not None
     base, length = options.base, options.segment_tokens
     entries = encoder.encode(searched.detach())
-    retrieved: list[list[tuple[int, int, int]]] = []  # of each token: entries, the hits beside which they stand, places
+    retrieved: list[list[tuple[int, int, int]]] = []  # of each token: entry, its hit, place beside the hit
     outputs = []
     for t in range(len(hidden)):
         start = t // length * length  # of the open segment

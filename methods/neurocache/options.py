@@ -1,4 +1,4 @@
-"""What a user sets of Neurocache, and what that means on one base model."""
+"""The settings of Neurocache, and their values on one base model."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from cacheformers.modeling.settings import (
     StoreOptions,
     check_at_least,
     check_choices,
+    check_layers,
     setting,
 )
 
@@ -25,7 +26,7 @@ from cacheformers.modeling.settings import (
 class NeurocacheSettings(SearchSettings, LocalWindowSettings):
     """Fields of `NeurocacheAdapterConfig` and `NeurocacheConfig`. Layers count from 0."""
 
-    cache_size: int = setting(16384, "Entries a document may keep (m); the oldest go first.", free=True)
+    cache_size: int = setting(16384, "Entries that a document may keep (m); the oldest are dropped first.", free=True)
     compression_factor: int = setting(4, "Hidden size over entry size (h/d). 1 stores states as they are.")
     topk: int = setting(16, "Entries that each token retrieves (k).", free=True)
     neighborhood_size: int = setting(2, "Entries that each hit brings along in time order (w): 1 or even.", free=True)
@@ -45,8 +46,8 @@ class NeurocacheSettings(SearchSettings, LocalWindowSettings):
     )
     hit_scores: bool = setting(
         False,
-        "Beyond the paper: cache attention knows how near each hit was and where a state stands beside it, "
-        "and can attend to nothing. Measured better where it was tried.",
+        "Beyond the paper: cache attention knows how near each hit was and a state's place beside it, and can attend "
+        "to nothing. Measured better where it was tried.",
     )
     retrieval_weight: float = setting(
         0.0,
@@ -56,20 +57,19 @@ class NeurocacheSettings(SearchSettings, LocalWindowSettings):
     )
     compatibility: str | None = setting(
         None,
-        "'reference' computes what the published package computes, 'reference-fixed-heads' the same with "
-        "its head axis corrected. For its checkpoints only: it is neither causal across chunks nor exact. Padding "
-        "is stored and retrieved, as published, but not with the published states, and beams keep their own "
-        "stores: only rows without padding, read without beams, give the package's numbers.",
+        "For checkpoints of the published package: 'reference' computes what it computes, 'reference-fixed-heads' the "
+        "same with its head axis corrected. Neither is causal across chunks or exact. Only rows without padding, read "
+        "without beams, give the package's numbers.",
     )
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)  # type: ignore[misc]  # of the adapter config or configuration
+        self.retrieval_map = layer_numbers(self.retrieval_map)
 
 
 @dataclass(kw_only=True)
 class NeurocacheOptions(StoreOptions, NeurocacheSettings, LocalWindowOptions):
-    """`NeurocacheSettings` resolved against a base model.
-
-    Raises:
-        ValueError: an option that does not fit the base model, or that would let a token see its future.
-    """
+    """`NeurocacheSettings` resolved against a base model; ValueError if an option does not fit it or leaks."""
 
     retrieval_map: tuple[tuple[int, int], ...]  # type: ignore[assignment]  # resolved
     attention_layers: tuple[int, ...]  # type: ignore[assignment]  # resolved
@@ -85,12 +85,10 @@ class NeurocacheOptions(StoreOptions, NeurocacheSettings, LocalWindowOptions):
         elif len(set(self.attention_layers)) != len(self.attention_layers):
             raise ValueError(f"attention_layers {list(self.attention_layers)} names a layer twice.")
         self.attention_layers = tuple(sorted(self.attention_layers))
-        layers, size = self.base.layers, self.base.hidden_size
-        wrong = [layer for layer in {*sum(self.retrieval_map, ()), *self.attention_layers} if not 0 <= layer < layers]
-        if wrong:
-            raise ValueError(f"Layers {sorted(wrong)} do not exist: this base model has layers 0 to {layers - 1}.")
+        size = self.base.hidden_size
         if not self.retrieval_map or not self.attention_layers:
             raise ValueError("retrieval_map and attention_layers need at least one layer each.")
+        check_layers(self.layers, self.base)
         for retrieval, storing in self.retrieval_map:
             if storing < retrieval:
                 raise ValueError(
@@ -104,8 +102,7 @@ class NeurocacheOptions(StoreOptions, NeurocacheSettings, LocalWindowOptions):
                 f"attention_layers {list(self.attention_layers)}: nothing has been retrieved before layer {lowest}. "
                 "Attend at the lowest retrieval layer or above it."
             )
-        check_at_least(1, self, "cache_size", "compression_factor", "topk")
-        check_at_least(1, self, "neighborhood_size", "context_size")
+        check_at_least(1, self, "cache_size", "compression_factor", "topk", "neighborhood_size", "context_size")
         check_at_least(0, self, "retrieval_weight")
         if self.retrieval_weight and self.compression_factor == 1:
             raise ValueError("retrieval_weight trains the compression W_p, which a compression_factor of 1 lacks.")
@@ -138,47 +135,43 @@ class NeurocacheOptions(StoreOptions, NeurocacheSettings, LocalWindowOptions):
 
     @property
     def width(self) -> int:
-        """Size d of an entry."""
+        """The size d of an entry."""
         return self.base.hidden_size // self.compression_factor
 
     @property
     def entry_numbers(self) -> int:
-        """Numbers that one token's entries take in all layers that store."""
+        """The size of one token's entries in all layers that store."""
         return self.width * len({storing for _, storing in self.retrieval_map})
 
     @property
     def window(self) -> LocalWindow:
-        """What self-attention sees."""
+        """What self-attention sees: everything with `compatibility`."""
         if self.compatibility is not None:
             return LocalWindow(2**62)
         return super().window
 
     @property
     def near_tokens(self) -> int | None:
-        """The first segment; in the reference modes rows have no segments, and only a caller's memory is read."""
+        """The first segment; None with `compatibility`, where only a memory of the caller is read."""
         return self.segment_tokens if self.compatibility is None else None
 
     @property
     def first_layer(self) -> int:
-        """The lowest retrieval layer; W_p and its norm are kept there."""
+        """The lowest retrieval layer, which holds W_p and its norm."""
         return min(retrieval for retrieval, _ in self.retrieval_map)
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Every layer that takes part."""
+        """The layers that retrieve, store or attend."""
         return tuple(sorted({*sum(self.retrieval_map, ()), *self.attention_layers}))
 
     def source(self, layer: int) -> int:
-        """The retrieval layer whose states an attention layer reads: the last one at or below it."""
+        """Return the retrieval layer whose states an attention layer reads: the last one at or below it."""
         return max(retrieval for retrieval, _ in self.retrieval_map if retrieval <= layer)
 
 
 def layer_numbers(retrieval_map: Any) -> dict[int, int] | None:
-    """Give a retrieval map numbers for keys, which JSON turns into text.
-
-    Raises:
-        ValueError: it is not a map from layers to layers.
-    """
+    """Turn the keys of a retrieval map from JSON text into numbers; raise ValueError if it does not map layers."""
     if retrieval_map is None:
         return None
     if isinstance(retrieval_map, Mapping):

@@ -1,20 +1,19 @@
-"""What the published Neurocache package computes, for its checkpoints (alisafaya/neurocache, commit 5253048).
+"""The computation of the published Neurocache package, for its checkpoints (alisafaya/neurocache, commit 5253048).
 
-It differs from the paper in several places, kept here on purpose: each forward is a segment; the search takes one
-entry a bucket; empty slots are zero states that compete in the softmax; the window is clipped and ignores the ring's
-seam; the first tokens repeat their context; padding is stored; and, unless `compatibility="reference-fixed-heads"`, the
-head and neighbor axes of keys and values are mixed up. It is neither causal across chunkings nor exact: not for new
+It differs from the paper, and this file repeats that on purpose: each forward is a segment; the search takes one entry
+per bucket; empty slots are zero states that compete in the softmax; the window is clipped and ignores the ring's seam;
+the first tokens repeat their context; padding is stored; and, unless `compatibility="reference-fixed-heads"`, the head
+and neighbor axes of keys and values are mixed up. It is neither causal across chunkings nor exact, so it is not for new
 adapters.
 
-Two things are not the package's. What it stores for padding follows from its masks, which leave padding undefined; here
-padding sees itself alone, so in rows with padding what is retrieved differs from the next segment on. And its stores
-stay where they are when beams change places; here they go along.
+Two things differ from the package. Its masks leave the states of padding undefined; here padding sees only itself, so
+rows with padding retrieve something else from the next segment on. And its stores do not move with beams; here they do.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -43,10 +42,10 @@ class ReferenceReading:
 
 
 class ReferenceState(MemoryState):
-    """Zero-initialized rings written after every forward, and the last retrieved states of the running generation.
+    """Zero-initialized rings, written after every forward, and the last retrieved states of the running generation.
 
     Attributes:
-        frozen: forwards read but store nothing (the package's `generation_mode`).
+        frozen: forwards read but do not store (the package's `generation_mode`).
     """
 
     forward_is_segment = True
@@ -94,10 +93,10 @@ class ReferenceState(MemoryState):
         self.written += next(iter(reading.new_entries.values())).shape[1]
 
     def check(self, row: int, columns: Tensor) -> None:
-        """Nothing to do: nothing waits."""
+        """Do nothing: no segment is open."""
 
     def commit(self, row: int, columns: Tensor) -> None:
-        """Nothing to do: every forward was stored when it ended."""
+        """Do nothing: every forward was stored at its end."""
 
     def kept(self, row: int, closed: int) -> int:
         written, size = int(self.written[row]), next(iter(self.keys.values())).shape[1]
@@ -111,16 +110,13 @@ class ReferenceState(MemoryState):
         chosen = list(rows)
         self.written[chosen] = 0
         for stores in (self.keys, self.values):
-            for layer in stores:
-                stores[layer] = stores[layer].clone()
-                stores[layer][chosen] = 0
+            for layer, held in stores.items():
+                stores[layer] = held.index_fill(0, torch.tensor(chosen, device=held.device), 0)
 
     def select(self, rows: Sequence[int]) -> None:
         chosen = list(rows)
         self.written = self.written[chosen]
-        for stores in (self.keys, self.values, self.context):
-            for layer in stores:
-                stores[layer] = stores[layer][chosen]
+        self._change(lambda tensor: tensor[chosen])
 
     def clone(self) -> ReferenceState:
         twin = copy.copy(self)
@@ -129,15 +125,14 @@ class ReferenceState(MemoryState):
         return twin
 
     def to(self, device: torch.device | str) -> None:
+        self._change(lambda tensor: tensor.to(device))
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
         for stores in (self.keys, self.values, self.context):
-            for layer in stores:
-                stores[layer] = stores[layer].to(device)
+            stores.update({layer: change(tensor) for layer, tensor in stores.items()})
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {
-            "written": self.written,
-            **joined(keys=self.keys, values=self.values, context=self.context),
-        }
+        return {"written": self.written, **joined(keys=self.keys, values=self.values, context=self.context)}
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         device = next(iter(self.keys.values())).device
@@ -153,7 +148,7 @@ class ReferenceState(MemoryState):
 def reference_branch(
     options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidden: Tensor, call: SegmentCall, training: bool
 ) -> Tensor | None:
-    """Retrieve, then store, then cache attention, in this order; arguments as in `neurocache.branch`."""
+    """Retrieve, then store, then attend, in this order; see `neurocache.branch`."""
     reading: ReferenceReading = call.reading
     if layer == options.first_layer:
         reading.encoder = parts
@@ -179,7 +174,7 @@ def reference_retrieve(
     reading: ReferenceReading,
     training: bool,
 ) -> None:
-    """Bucketed search, clipped neighborhood, and the states (the package's sections of the same names)."""
+    """Search buckets, clip neighborhoods, and fetch states, as in the package's sections of these names."""
     keys = reading.keys[storing]
     if layer not in reading.slots:
         hits = bucket_search(queries.to(keys.dtype), keys, options.topk, options.similarity)
@@ -200,7 +195,7 @@ def reference_retrieve(
 
 
 def bucket_search(queries: Tensor, keys: Tensor, topk: int, similarity: str) -> Tensor:
-    """Slots `[rows, time, k]` of the best entry in each of the k best buckets; slot i is in bucket i mod 512.
+    """Find the best entry in each of the k best buckets, slots `[rows, time, k]`; slot i is in bucket i mod 512.
 
     Args:
         queries: `[rows, time, d]`.
@@ -224,7 +219,7 @@ def bucket_search(queries: Tensor, keys: Tensor, topk: int, similarity: str) -> 
 def reference_attend(
     options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidden: Tensor, call: SegmentCall
 ) -> Tensor:
-    """Cache attention over the last c tokens' states, without a mask, `[rows, time, h]`."""
+    """Attend to the states of the last c tokens, without a mask, `[rows, time, h]`."""
     assert parts.q is not None and parts.k is not None and parts.v is not None and parts.o is not None
     base, context = options.base, options.context_size
     rows, time, _ = hidden.shape
@@ -232,13 +227,13 @@ def reference_attend(
     found = states.shape[2]
 
     def by_head(projected: Tensor) -> Tensor:
-        """`[rows, c-1+time, kv_heads, N, d_head]`, with or without the published mix-up of the two axes."""
+        """Split into `[rows, c-1+time, kv_heads, N, d_head]`, with or without the published mix-up of two axes."""
         if options.compatibility == "reference":
             return projected.view(rows, -1, base.kv_heads, found, base.head_dim)
         return projected.view(rows, -1, found, base.kv_heads, base.head_dim).transpose(2, 3)
 
     def with_context(tensor: Tensor) -> Tensor:
-        """`[rows, time, heads, c*N, d_head]`."""
+        """Gather windows of c tokens, `[rows, time, heads, c*N, d_head]`."""
         windows = [tensor[:, back : back + time] for back in range(context)]
         return torch.cat(windows, 3).repeat_interleave(base.heads // base.kv_heads, 2)
 

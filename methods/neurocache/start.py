@@ -1,19 +1,19 @@
-"""A start for a new memory that knows the base's states.
+"""An initialization of a new memory from the base's states.
 
-Copied weights look at the first d numbers of a state, while an entry has coordinates of its own. Here W_p takes the
-d - 1 directions in which states are largest, and W_k and W_v of layer j become the base's own, applied to the state
-that an entry lets one reconstruct:
+Copied weights read the first d numbers of a state, but an entry has its own coordinates. Here W_p takes the d - 1
+directions in which states are largest, and W_k and W_v of layer j become the base's own, applied to the state that can
+be reconstructed from an entry:
 
     x_j ~ M_j e,   W_k = W_k(base, j) M_j,   W_v = W_v(base, j) M_j
 
-So cache attention starts as the layer's own attention, without positions, over what is left of the past. Measured in
+So cache attention starts as the layer's own attention, without positions, to a compressed past. Measured in
 docs/results/neurocache_recipe.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -27,20 +27,20 @@ from cacheformers.modeling.architectures import attention_modules, find_decoder,
 
 RIDGE = 1e-3  # of the mean square of an entry's numbers
 
-States = dict[int, Tensor]  # layer -> what its self-attention is given, [tokens, h], float32
+States = dict[int, Tensor]  # layer -> x, the input of its self-attention, [tokens, h], float32
 
 
 @torch.no_grad()
 def start_from_states(model: PeftModel, segments: Sequence[Tensor]) -> None:
-    """Set W_p, W_k and W_v of the active adapter from what the base makes of a few thousand tokens, in place.
+    """Set W_p, W_k and W_v of the active adapter in place, from the base's states on a few thousand tokens.
 
     Args:
         model: the base with a new Neurocache adapter; gates may have any value.
-        segments: ids, `[tokens]` each, that the base reads twice.
+        segments: ids `[tokens]`, which the base reads twice.
 
     Raises:
-        ValueError: no memory is active, the segments hold fewer tokens than an entry has numbers, or the base's states
-            are not finite.
+        ValueError: no memory is active, there are fewer tokens than numbers in an entry, or the base's states are not
+            finite.
     """
     attentions = attention_modules(find_decoder(unwrap(model)))
     memories: dict[int, MemoryLayer] = {
@@ -77,11 +77,7 @@ def start_from_states(model: PeftModel, segments: Sequence[Tensor]) -> None:
 
 
 def base_states(model: PeftModel, layers: Iterable[int], segments: Sequence[Tensor]) -> Iterator[States]:
-    """What self-attention of the given layers is given in the base alone, segment by segment.
-
-    Raises:
-        ValueError: it is not finite.
-    """
+    """Yield x of the given layers in the base alone, segment by segment; raise ValueError if it is not finite."""
     attentions = attention_modules(find_decoder(unwrap(model)))
     found: States = {}
 
@@ -92,8 +88,13 @@ def base_states(model: PeftModel, layers: Iterable[int], segments: Sequence[Tens
 
         return hook
 
-    keeping = hooks(attentions[layer].register_forward_pre_hook(keep(layer), with_kwargs=True) for layer in layers)
-    with keeping, evaluating(model), model.disable_adapter():
+    with ExitStack() as stack:
+        for layer in layers:
+            hook = attentions[layer].register_forward_pre_hook(keep(layer), with_kwargs=True)
+            stack.callback(hook.remove)
+        stack.callback(model.train, model.training)
+        stack.enter_context(model.disable_adapter())
+        model.eval()
         for ids in segments:
             model(ids[None].to(next(model.parameters()).device), use_cache=False)
             if not all(bool(torch.isfinite(states).all()) for states in found.values()):
@@ -101,35 +102,13 @@ def base_states(model: PeftModel, layers: Iterable[int], segments: Sequence[Tens
             yield found
 
 
-@contextmanager
-def hooks(handles: Iterable[Any]) -> Iterator[None]:
-    """Hooks that are taken off in the end."""
-    held = list(handles)
-    try:
-        yield
-    finally:
-        for handle in held:
-            handle.remove()
-
-
-@contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """A model in evaluation mode for a while."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
-
-
 def principal_projection(moments: Tensor, width: int, tokens: int) -> Tensor:
-    """W_p `[width, h]`: the width - 1 largest directions of states, turned away from (1, ..., 1), to numbers of size 1.
+    """Compute W_p `[width, h]`: the width - 1 largest directions of states, scaled to numbers of size 1.
 
-    The LayerNorm after W_p takes away each entry's mean, that is its part along (1, ..., 1); here nothing lies there.
+    They are rotated away from (1, ..., 1), because the LayerNorm after W_p removes an entry's part along it, its mean.
 
     Args:
-        moments: X^T X of states `[tokens, h]`, not centered: their mean is a direction like others.
+        moments: X^T X of states `[tokens, h]`, not centered: their mean is a direction like any other.
     """
     _, directions = torch.linalg.eigh(moments)  # smallest first
     largest = directions[:, -(width - 1) :]
@@ -142,7 +121,7 @@ def principal_projection(moments: Tensor, width: int, tokens: int) -> Tensor:
 
 
 class Fit:
-    """The linear map M_j `[h, d]` from entries to states of layer j, with least squares, for every attention layer."""
+    """Fits M_j `[h, d]`, which maps entries to states of layer j, for every attention layer by least squares."""
 
     def __init__(self, options: NeurocacheOptions) -> None:
         storing = dict(options.retrieval_map)
@@ -151,7 +130,7 @@ class Fit:
         self.products: dict[int, Tensor] = {}  # attention layer -> E^T X
 
     def add(self, states: States, encode: Callable[[Tensor], Tensor]) -> None:
-        """Take in the states of one segment."""
+        """Add the states of one segment."""
         entries = {layer: encode(states[layer]) for layer in set(self.stored_at.values())}
         for layer, stored in entries.items():
             self.entries[layer] = self.entries.get(layer, 0) + stored.T @ stored
@@ -160,7 +139,7 @@ class Fit:
             self.products[layer] = self.products.get(layer, 0) + product
 
     def map(self, layer: int) -> Tensor:
-        """M_j, by ridge regression."""
+        """Return M_j, by ridge regression."""
         moments = self.entries[self.stored_at[layer]]
         ridge = RIDGE * moments.diagonal().mean() * torch.eye(len(moments), device=moments.device)
         return torch.linalg.solve(moments + ridge, self.products[layer]).T

@@ -12,8 +12,8 @@ from peft import get_peft_model
 
 import cacheformers
 from cacheformers.hub.card import refresh_card
-from cacheformers.methods.cacheformer.cacheformer import CacheFormerParts, Projected
-from cacheformers.methods.cacheformer.memory import CacheFormerOnBaseOptions, attend, make_layer_parts
+from cacheformers.methods.cacheformer.cacheformer import CacheFormerParts, Projected, make_parts
+from cacheformers.methods.cacheformer.memory import CacheFormerOnBaseOptions, attend
 from cacheformers.methods.cacheformer.naive import naive
 from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
 from cacheformers.modeling.rotary import rotation
@@ -47,7 +47,7 @@ def options_for(**changes) -> CacheFormerOnBaseOptions:
 def parts_for(options) -> CacheFormerParts:
     """None of them neutral."""
     torch.manual_seed(3)
-    modules = make_layer_parts(options)
+    modules = make_parts(options)
     for module in modules.values():
         for parameter in module.double().parameters():
             parameter.data += 0.5 * torch.randn_like(parameter)

@@ -10,7 +10,6 @@ from attention_core import SHAPE, allowed, golden_files, load, random_inputs, ro
 from torch.utils.checkpoint import checkpoint
 
 from cacheformers.methods.infini_attention import (
-    Beta,
     Compressed,
     InfiniAttentionOptions,
     InfiniParts,
@@ -20,6 +19,7 @@ from cacheformers.methods.infini_attention import (
     make_parts,
     naive,
 )
+from cacheformers.modeling.method import Share
 
 DEVICES = {0: torch.device("cpu")}
 SCALING = 8**-0.5
@@ -37,7 +37,7 @@ def options_for(**changes) -> InfiniAttentionOptions:
 
 
 def parts_with(beta) -> InfiniParts:
-    parts = InfiniParts(Beta(len(beta)))
+    parts = InfiniParts(Share(len(beta)))
     parts.beta.weight = torch.nn.Parameter(beta.clone())
     return parts
 
