@@ -66,8 +66,12 @@ class LessonOptions:
 LessonOptions._argument_group_name = "questions (recipes that teach to answer)"  # type: ignore[attr-defined]
 
 
-def check_lessons(options: LessonOptions, segment_tokens: int) -> None:
-    """Raise ValueError for numbers out of range, or prompts that leave no room for answers."""
+def check_lessons(options: LessonOptions, memory: Any) -> None:
+    """Raise ValueError for numbers out of range, prompts that leave no room for answers, or too long contexts.
+
+    Args:
+        memory: its options on its base.
+    """
     if not 0 <= options.distill <= 1:
         raise ValueError(f"distill must be between 0 and 1, got {options.distill}.")
     if options.questions is None:
@@ -84,9 +88,17 @@ def check_lessons(options: LessonOptions, segment_tokens: int) -> None:
     for name in ("books_share", "unanswerable"):
         if not 0 <= getattr(options, name) < 1:
             raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(options, name)}.")
-    if options.prompt_tokens + 64 > segment_tokens:
+    if memory.window.unbounded:
+        most = memory.base.max_positions - memory.segment_tokens
+        if options.prompt != "question" or options.longest_context > most:
+            raise ValueError(
+                "Self-attention of this method sees all of a context: ask with --prompt question, and choose a "
+                f"--longest_context of at most {most}, so that questions fit the base's positions, too."
+            )
+    if options.prompt_tokens + 64 > memory.segment_tokens:
         raise ValueError(
-            f"prompt_tokens {options.prompt_tokens} leaves fewer than 64 of segment_tokens {segment_tokens} for chat "
+            f"prompt_tokens {options.prompt_tokens} leaves fewer than 64 of segment_tokens "
+            f"{memory.segment_tokens} for chat "
             "template and answer: a prompt and its answer are one segment. Choose smaller prompts or larger segments."
         )
 

@@ -167,7 +167,7 @@ def train_documents(options: Options, tokenizer: PreTrainedTokenizerBase, memory
     Args:
         memory: options of the memory on its base.
     """
-    check_lessons(options.lessons, memory.segment_tokens)
+    check_lessons(options.lessons, memory)
     documents = open_documents(options.data.train, tokenizer, options.data)
     if options.lessons.questions is None:
         return documents

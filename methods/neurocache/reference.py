@@ -111,7 +111,7 @@ class ReferenceState(MemoryState):
         self.written[chosen] = 0
         for stores in (self.keys, self.values):
             for layer, held in stores.items():
-                stores[layer] = held.index_fill(0, torch.tensor(chosen, device=held.device), 0)
+                stores[layer] = held.index_fill(0, torch.tensor(chosen, dtype=torch.long, device=held.device), 0)
 
     def select(self, rows: Sequence[int]) -> None:
         chosen = list(rows)

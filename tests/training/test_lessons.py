@@ -257,6 +257,7 @@ def test_what_cannot_be_learned_is_refused(pool, capsys):
         ({"prompt": "all"}, "prompt must be one of"),
         ({"distill": 2.0}, "distill must be between"),
         ({"chat": True}, "no chat template"),
+        ({"method": "gated_attention", "max_tokens": 512}, "sees all of a context"),
     ):
         with pytest.raises(SystemExit):
             train(pool, "bad", **more)
