@@ -1,7 +1,5 @@
 """Checkpoint folders of the published package become adapters that give its logits; what cannot is refused."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -66,7 +64,7 @@ for base, adapter, recorded, out in zip(*[iter(sys.argv[1:])] * 4):
 """
 
 
-def random_weights(hidden: int = 32, width: int = 8, layers: int = 2, rank: int = 0) -> dict[str, torch.Tensor]:
+def random_weights(hidden=32, width=8, layers=2, rank=0):
     """A checkpoint's tensors for the base model above, with LoRA on its feed-forward blocks where a rank is given."""
     torch.manual_seed(3)
     weights = {}
@@ -85,7 +83,7 @@ def random_weights(hidden: int = 32, width: int = 8, layers: int = 2, rank: int 
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**BASE))
@@ -96,7 +94,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config_only(folder: Path, config) -> Path:
+def config_only(folder, config):
     """A base model of which only the configuration is there: more is not read."""
     config.save_pretrained(folder)
     return folder
@@ -175,7 +173,7 @@ def test_default_layers_without_compression(tmp_path, base):
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), out)
 
 
-def without(weights: dict, name: str) -> dict:
+def without(weights, name):
     return {key: tensor for key, tensor in weights.items() if key != name}
 
 
@@ -202,7 +200,7 @@ REFUSED = {
 }
 
 
-def assert_refused(reason: str, published: Path, out: Path, base: Path, *options: str) -> None:
+def assert_refused(reason, published, out, base, *options):
     """The command ends with a reason and leaves nothing behind."""
     before = sorted(out.parent.iterdir())
     with pytest.raises(SystemExit, match=f"(?s)Nothing was written: .*{reason}"):
@@ -255,7 +253,7 @@ def test_damaged_folders_are_refused(tmp_path, base):
 def test_nothing_is_left_when_writing_fails(tmp_path, base, monkeypatch):
     publish(tmp_path / "published", SETTINGS, PLAIN)
 
-    def full(*args: object, **kwargs: object) -> None:
+    def full(*args, **kwargs):
         raise OSError("no space left")
 
     with monkeypatch.context() as patched:

@@ -1,7 +1,5 @@
 """An adapter and its export to one model folder compute the same, in a fresh process, with the package and without."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -36,7 +34,7 @@ def saved(make_base, config_factory, opener, tmp_path):
     return build
 
 
-def run(code: str, *arguments: object, cwd: Path, absent: bool = False) -> subprocess.CompletedProcess:
+def run(code, *arguments, cwd, absent=False):
     """Run Python code in a fresh process, on request in one for which this package is not installed."""
     environment = {**os.environ, "HF_HOME": str(cwd / "hf"), "HF_HUB_OFFLINE": "1"}
     if absent:
@@ -74,7 +72,7 @@ for folder, expected in zip(sys.argv[2::2], sys.argv[3::2]):
 
 
 @torch.no_grad()
-def expect(model, ids: torch.Tensor, file: Path) -> Path:
+def expect(model, ids, file):
     """Write down what a model computes."""
     asked = {"input_ids": ids[:1], "attention_mask": torch.ones_like(ids[:1]), "pad_token_id": 0}
     tokens = model.generate(**asked, max_new_tokens=20, do_sample=False)
@@ -129,7 +127,7 @@ def test_fresh_process(exported, how, tmp_path):
     check_lines(done.stdout, 3)
 
 
-def check_lines(printed: str, models: int) -> None:
+def check_lines(printed, models):
     """What `COMPARE` prints."""
     lines = [line.split() for line in printed.splitlines() if "ForCausalLM" in line]
     assert len(lines) == models

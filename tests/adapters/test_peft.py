@@ -1,7 +1,5 @@
 """The memory as a PEFT method: what users of LoRA expect works, and what cannot work says why."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

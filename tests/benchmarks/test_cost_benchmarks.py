@@ -1,12 +1,9 @@
 """The commands that measure costs, at sizes so small that only counts and bytes mean something."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ pytest.importorskip("matplotlib")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def measured(name: str, folder: Path) -> dict[str, Any]:
+def measured(name, folder):
     command = [sys.executable, f"benchmarks/{name}.py", "--quick", "--output", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True)
     assert {path.name for path in folder.iterdir()} == {f"{name}.json", f"{name}.md", f"{name}.png"}
@@ -67,8 +64,8 @@ def test_what_cacheformers_steps_read_is_counted(tmp_path):
 
 
 @pytest.mark.slow
-def test_reports_of_the_search_have_their_fields(tmp_path: Path) -> None:
-    def run(*options: object) -> None:
+def test_reports_of_the_search_have_their_fields(tmp_path):
+    def run(*options):
         subprocess.run([sys.executable, "benchmarks/search.py", *map(str, options)], cwd=ROOT, check=True)
 
     run("--quick", "--repeats", 1, "--dtype", "float32", "--output", tmp_path)

@@ -4,8 +4,6 @@ Memorizing Transformer searches once a head and stores keys and values, 2h numbe
 stores h / compression_factor numbers.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -22,7 +20,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "model_configs"
 HIDDEN, HEADS, SEGMENT = 32, 4, 8
 
 
-def small(model_type: str, **options: object) -> torch.nn.Module:
+def small(model_type, **options):
     base = {
         "model_type": "llama",
         "vocab_size": 64,
@@ -64,7 +62,7 @@ def test_searches_and_entry_size(monkeypatch, model_type, options, searches, num
     assert stored == segments * SEGMENT * numbers
 
 
-def parameters(name: str) -> int:
+def parameters(name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIGS / f"{name}.json"))
     return sum(parameter.numel() for parameter in model.parameters())

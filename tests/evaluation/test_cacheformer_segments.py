@@ -1,7 +1,5 @@
 """The command that shows which segments a CacheFormer retrieves."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,14 +1,11 @@
 """Evaluation: losses token by token, kinds of tokens, intervals, controls, several processes, tables and plots."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math
 import multiprocessing
 import pickle
 import sys
-from collections.abc import Callable
 
 import evaluation_worker
 import numpy as np
@@ -16,7 +13,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from recipe import free_port, launched, make_text
-from torch import Tensor
 
 import cacheformers
 from cacheformers.common.documents import Documents
@@ -52,7 +48,7 @@ from cacheformers.modeling.attach import active_options, find_decoder, unwrap
 N = 16  # tokens a segment, as in conftest
 
 
-def documents(*lengths: int) -> list[HeldOut]:
+def documents(*lengths):
     """Documents of random ids."""
     generator = torch.Generator().manual_seed(5)
     made = []
@@ -62,12 +58,12 @@ def documents(*lengths: int) -> list[HeldOut]:
     return made
 
 
-def memory_options(model: torch.nn.Module):
+def memory_options(model):
     return active_options(find_decoder(unwrap(model)))
 
 
 @torch.no_grad()
-def nats_of(model: torch.nn.Module, inputs: Tensor, labels: Tensor, **options: object) -> np.ndarray:
+def nats_of(model, inputs, labels, **options):
     """Losses of the last positions of one forward over one document."""
     logits = model(input_ids=inputs[None], **options).logits[:, -len(labels) :]
     return token_losses(logits, labels[None])[0].numpy()
@@ -161,7 +157,7 @@ def test_a_loss_that_is_not_finite_is_found(make_model):
 # Controls
 
 
-def written_by(model: torch.nn.Module, document: HeldOut, segments: int):
+def written_by(model, document, segments):
     """A memory of a document's first segments, as far as they are full."""
     full = min(segments, (len(document.ids) - 1) // N) * N
     if full == 0:
@@ -246,7 +242,7 @@ def test_positions_double():
     assert position_edges(100, 16) == [0, 16, 32, 64, 128]
 
 
-def made_run(seed: int, *lengths: int, **options: object) -> Run:
+def made_run(seed, *lengths, **options):
     generator = np.random.default_rng(seed)
     losses = [generator.gamma(2.0, 1.0, length - 1).astype(np.float32) for length in lengths]
     return measure(documents(*lengths), losses, N, **options)
@@ -306,7 +302,7 @@ def test_one_document_has_no_interval():
 # Everything at once
 
 
-def wanted(**options: object) -> EvalOptions:
+def wanted(**options):
     return EvalOptions(**{"controls": ["other_document", "shuffled", "longer_window"], "valid_rows": 2, **options})
 
 
@@ -429,14 +425,7 @@ def test_documents_are_divided_evenly():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("wrapper", "skip_base"),
-    [
-        ("ddp", False),
-        ("fsdp2", False),
-        ("fsdp2", True),
-    ],
-)
+@pytest.mark.parametrize(("wrapper", "skip_base"), [("ddp", False), ("fsdp2", False), ("fsdp2", True)])
 def test_two_processes_find_what_one_finds(tmp_path, wrapper, skip_base):
     """DDP sends buffers at each forward and FSDP gathers weights: both wait for ever if a process makes fewer."""
     context = multiprocessing.get_context("forkserver")
@@ -487,7 +476,7 @@ def test_plots_are_drawn(tmp_path):
 
 
 def test_without_matplotlib_only_the_plots_are_missing(tmp_path, monkeypatch, capsys):
-    find: Callable = importlib.util.find_spec
+    find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     assert plots.save_plots(tmp_path, {"base": made_run(0, 90)}, [1.0]) == []
     assert 'pip install "cacheformers[eval]"' in capsys.readouterr().out

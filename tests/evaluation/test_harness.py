@@ -1,13 +1,9 @@
 """`cacheformers lm-eval`: lm-eval's own command line on models with a memory."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -55,7 +51,7 @@ ROLLING = """metric_list:
 
 
 @pytest.fixture
-def tasks(folder: Path) -> Path:
+def tasks(folder):
     """Three tasks on local data: one of choices, one of answers, one of rolling log-likelihoods."""
     rows = [
         {
@@ -68,7 +64,7 @@ def tasks(folder: Path) -> Path:
     return write_tasks(folder / "tasks", rows)
 
 
-def write_tasks(folder: Path, rows: list[dict[str, Any]]) -> Path:
+def write_tasks(folder, rows):
     folder.mkdir()
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, kind, text, target, more in (
@@ -82,11 +78,11 @@ def write_tasks(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 @pytest.fixture
-def adapter(folder, config_factory, opener) -> Path:
+def adapter(folder, config_factory, opener):
     return make_adapter(folder / "base", folder / "remembering", config_factory(), opener)
 
 
-def make_adapter(base: Path, out: Path, config: Any, opener: Any) -> Path:
+def make_adapter(base, out, config, opener):
     """A memory adapter with open gates."""
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     opener(model)
@@ -94,9 +90,7 @@ def make_adapter(base: Path, out: Path, config: Any, opener: Any) -> Path:
     return out
 
 
-def evaluated(
-    tasks: Path, batch_size: int = 1, kind: str = "cacheformers", **model_args: object
-) -> dict[str, list[dict[str, Any]]]:
+def evaluated(tasks, batch_size=1, kind="cacheformers", **model_args):
     """What lm-eval gives for the three tasks: the samples of each."""
     found = simple_evaluate(
         kind,
@@ -111,7 +105,7 @@ def evaluated(
 
 
 @torch.no_grad()
-def in_one_pass(model: Any, ids: list[int], scored: int) -> tuple[float, bool]:
+def in_one_pass(model, ids, scored):
     """The log-likelihood of the last tokens, and whether each is the likeliest."""
     logits = model(torch.tensor([ids])).logits[0, -scored - 1 : -1].double()
     last = torch.tensor(ids[-scored:])
@@ -119,7 +113,7 @@ def in_one_pass(model: Any, ids: list[int], scored: int) -> tuple[float, bool]:
     return float(chosen), bool((logits.argmax(-1) == last).all())
 
 
-def check(found: dict[str, list[dict[str, Any]]], model: Any, tokenizer: Any) -> None:
+def check(found, model, tokenizer):
     """Every number is that of the model itself, in one pass over everything."""
     for sample in found["local_choice"]:
         context = sample["doc"]["context"]

@@ -1,12 +1,9 @@
 """`eval_longbench.py`: records, methods, batches, predictions that survive everything, results."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import datasets
 import evaluate
@@ -26,12 +23,7 @@ from longbench_cases import (  # noqa: F401
 )
 from peft import LoraConfig, get_peft_model
 from recipe import Recipe, make_text, run
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BertConfig,
-    BertModel,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
 
 from cacheformers import eval_longbench
 from cacheformers.evaluation.longbench import longbench_score
@@ -96,7 +88,7 @@ def test_methods_side_by_side_and_compared_later(data, adapter, capsys):
 
 
 def test_intervals_are_of_the_paired_difference():
-    def scores(*values: float) -> dict[str, Any]:
+    def scores(*values):
         return {"records": [{"_id": str(place), "score": value} for place, value in enumerate(values)]}
 
     noisy = np.random.default_rng(0).random(50)
@@ -245,7 +237,7 @@ def test_full_equals_plain_generate(data, name):
     assert len({len(prompt.ids) for prompt in prompts}) == 5
     endless = answer(model, maker.tokenizer, prompts, task, remembers=False)
     assert {len(row) for row in endless} == {task.new_tokens}
-    options: dict[str, Any] = {"max_new_tokens": task.new_tokens, "do_sample": False}
+    options = {"max_new_tokens": task.new_tokens, "do_sample": False}
     if name == "samsum":  # the end token would come first
         maker.tokenizer.eos_token = maker.tokenizer.convert_ids_to_tokens(endless[0][0])
         newline = maker.tokenizer.convert_tokens_to_ids("Ċ")
@@ -352,7 +344,7 @@ def test_an_encoder_retrieves_by_cosine(tmp_path, tokenizer):
     )
     BertModel(config).save_pretrained(tmp_path / "encoder")
     tokenizer.save_pretrained(tmp_path / "encoder")
-    retriever: Any = make_retriever(str(tmp_path / "encoder"), torch.device("cpu"))
+    retriever = make_retriever(str(tmp_path / "encoder"), torch.device("cpu"))
     texts = [make_text(length, length) for length in (5, 60, 12, 30) * 10]
     scores = retriever.scores(texts[2], texts)
     assert scores[2] == pytest.approx(1, abs=1e-5) and set(np.flatnonzero(scores > 0.9999)) == set(range(2, 40, 4))

@@ -1,10 +1,6 @@
 """Prompts fit the model's positions before a run, however their tokens grow when cut prompts are tokenized again."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +29,7 @@ POSITIONS = 512
 
 
 @pytest.fixture
-def fallback(data: Path, make_base: Any) -> Path:
+def fallback(data, make_base):
     """An OPT in `base`, whose tokenizer takes Chinese as bytes, and records in Chinese."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(33, 127)), "\n"]
     bytes_of = models.BPE({token: place for place, token in enumerate(tokens)}, [], byte_fallback=True)
@@ -126,8 +122,7 @@ def test_memories_whose_positions_begin_again_read_on(fallback, config_factory, 
 def test_a_memory_that_a_grown_prompt_overfills(fallback, config_factory):
     """The cut is the user's: so is cutting again."""
     model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(fallback / "base"),
-        config_factory(cache_size=440, segment_tokens=128),
+        AutoModelForCausalLM.from_pretrained(fallback / "base"), config_factory(cache_size=440, segment_tokens=128)
     )
     options = LongBenchOptions(data="", methods=["memory"], max_length=440)
     config = model.peft_config["default"]

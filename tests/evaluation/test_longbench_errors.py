@@ -1,7 +1,5 @@
 """`eval_longbench.py`: what cannot work is said before a model is loaded, and where."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,11 +1,8 @@
 """Predictions of `eval_longbench.py` on disk: whose they are, what is missing or damaged, and going on with them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,19 +21,19 @@ TITLE = "base-truncation"
 ONE_TASK = ("--tasks", "trec")
 
 
-def folder_of(data: Path, title: str = TITLE) -> Path:
+def folder_of(data, title=TITLE):
     return data / "out" / "pred" / title
 
 
-def times(data: Path) -> list[dict[str, Any]]:
+def times(data):
     return [json.loads(line) for line in (folder_of(data) / "times.ndjson").read_text().splitlines()]
 
 
-def identity(folder: Path) -> str:
+def identity(folder):
     return weights_identity(str(folder), base_config(str(folder)))
 
 
-def train_further(folder: Path, **options: Any) -> None:
+def train_further(folder, **options):
     """Change one number of one matrix of the model in a folder."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] += 0.01
@@ -75,7 +72,7 @@ def test_large_tensors_are_sampled(tmp_path):
     """Some blocks of each, so that a model of many gigabytes takes a moment; training changes those as all others."""
     weights, path = {"large": torch.zeros(1000, 1000), "small": torch.zeros(8)}, tmp_path / "model.safetensors"
 
-    def hashed() -> list[Any]:
+    def hashed():
         save_file(weights, path)
         return sorted(hashed_tensors(path))
 
@@ -236,7 +233,7 @@ def test_a_smaller_limit_keeps_what_was_answered(data):
 
 
 def test_lengths_are_the_same_in_table_and_picture(data, monkeypatch):
-    shown: list[Any] = []
+    shown = []
     monkeypatch.setattr("matplotlib.axes.Axes.errorbar", lambda self, x, y, *rest, **more: shown.append(list(y)))
     eval_longbench.main(arguments(data, "--tasks", "hotpotqa", "trec"))
     found = result(data)

@@ -1,11 +1,7 @@
 """LongBench's metrics, aggregates, prompts and truncation equal what the official code gave."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import SHARED
@@ -21,7 +17,7 @@ GOLDEN = SHARED / "golden" / "longbench"
 needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden data are not there")
 
 
-def lines(name: str) -> list[dict[str, Any]]:
+def lines(name):
     file = GOLDEN / name
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
@@ -50,7 +46,7 @@ def test_metrics():
 def test_rouge_of_sentences_that_are_too_long_is_official_whoever_calls():
     """The package recurses once for each word of both texts; the official code scores 0 when that is too deep."""
 
-    def called_from(depth: int, words: int) -> float:
+    def called_from(depth, words):
         if depth:
             return called_from(depth - 1, words)
         return score("gov_report", "yes " + "no " * words, ["yes " + "one " * words])
@@ -153,7 +149,7 @@ def test_changed_templates_are_refused(tmp_path):
         load_templates(["trec"], str(file))
 
 
-def test_a_changed_lm_eval_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_changed_lm_eval_is_refused(tmp_path, monkeypatch):
     """Another release, found before the installed one."""
     folder = tmp_path / "lm_eval" / "tasks" / "longbench"
     folder.mkdir(parents=True)

@@ -1,14 +1,9 @@
 """`cacheformers passkey`: prompts, answers, scores, going on; and documents to train for it."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import datasets
 import numpy as np
@@ -17,7 +12,7 @@ import torch
 from peft import PeftModel, get_peft_model
 from recipe import Recipe, run
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cacheformers
 from cacheformers import train_adapt
@@ -34,12 +29,7 @@ DEPTHS = (0, 50, 100)
 
 
 @pytest.fixture
-def data(
-    tmp_path: Path,
-    make_base: Callable[..., PreTrainedModel],
-    byte_tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Path:
+def data(tmp_path, make_base, byte_tokenizer, monkeypatch):
     """A tiny base model with its tokenizer in `base`, and sentences of many lengths in `book.txt`."""
     base = make_base("llama_gqa", torch.float32, vocab_size=259, max_position_embeddings=POSITIONS)
     base.generation_config.eos_token_id = None  # random models end where they like
@@ -52,7 +42,7 @@ def data(
 
 
 @pytest.fixture
-def adapter(data: Path, config_factory: Callable[..., Any], opener: Callable[..., None]) -> Path:
+def adapter(data, config_factory, opener):
     """A memory adapter with open gates, of 500 entries."""
     base = AutoModelForCausalLM.from_pretrained(data / "base")
     model = get_peft_model(base, config_factory(cache_size=500, segment_tokens=128))
@@ -64,7 +54,7 @@ def adapter(data: Path, config_factory: Callable[..., Any], opener: Callable[...
     return data / "remembering"
 
 
-def arguments(folder: Path, *more: str) -> list[str]:
+def arguments(folder, *more):
     """A tiny run; `more` goes before."""
     given = {"base": folder / "base", "output": folder / "out", "device": "cpu", "plots": False}
     given = {key: value for key, value in given.items() if not any(m.startswith(f"--{key}=") for m in more)}
@@ -72,17 +62,17 @@ def arguments(folder: Path, *more: str) -> list[str]:
     return [*(f"--{key}={value}" for key, value in given.items()), *numbers, *more]
 
 
-def answers(folder: Path, output: str = "out") -> dict[str, list[dict[str, Any]]]:
+def answers(folder, output="out"):
     """The lines of the answers' files."""
     files = sorted((folder / output / "answers").glob("*.jsonl"))
     return {file.name: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
 
 
-def result(folder: Path, output: str = "out") -> dict[str, Any]:
+def result(folder, output="out"):
     return json.loads((folder / output / "result.json").read_text())
 
 
-def error_of(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def error_of(given, capsys):
     with pytest.raises(SystemExit) as stopped:
         passkey.main(given)
     assert stopped.value.code == 2
@@ -92,7 +82,7 @@ def error_of(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 # Prompts
 
 
-def check_prompts(maker: PromptMaker, lengths: tuple[int, ...], longest_sentence: int) -> set[str]:
+def check_prompts(maker, lengths, longest_sentence):
     """Prompts have their length, their parts and the needle where it belongs. Returns the filler's beginnings."""
     wording, tokenizer, beginnings = maker.wording, maker.tokenizer, set()
     for case in make_cases(wording, lengths, (0, 10, 50, 100), 2, seed=3):
@@ -189,7 +179,7 @@ def test_words_that_are_hidden_stand_nowhere_else():
 # Answers and scores
 
 
-def make_reciter(folder: Path, text: str) -> None:
+def make_reciter(folder, text):
     """Turn the base into a bigram model that goes from letter to letter of a text; whatever else it reads is lost."""
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
@@ -355,7 +345,7 @@ def test_errors(data, adapter, capsys, given, message):
 # Documents to train on
 
 
-def script() -> ModuleType:
+def script():
     spec = importlib.util.spec_from_file_location("make_passkeys", ROOT / "recipes" / "make_passkeys.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,12 +1,8 @@
 """`cacheformers perplexity`: windows, memory, units, forms of texts, errors."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,17 +19,17 @@ from cacheformers.evaluation.run import Measure
 from cacheformers.evaluation.text_perplexity import Windows, main, places_in_window, rates, raw_text, read_texts
 
 
-def arguments(folder: Path, mode: str, *more: str) -> list[str]:
+def arguments(folder, mode, *more):
     """A run over the held-out documents of the fixture `folder`, 70 and 50 tokens long."""
     given = {"base": folder / "base", "texts": folder / "valid.jsonl", "output": folder / "out", "mode": mode}
     return [*(f"--{key}={value}" for key, value in given.items()), "--device=cpu", "--plots=false", *more]
 
 
-def result(folder: Path) -> dict[str, Any]:
+def result(folder):
     return json.loads((folder / "out" / "result.json").read_text())
 
 
-def error_of(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def error_of(given, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(given)
     assert stopped.value.code == 2
@@ -41,7 +37,7 @@ def error_of(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.fixture
-def adapter(folder, config_factory, opener) -> Path:
+def adapter(folder, config_factory, opener):
     """A memory adapter with open gates."""
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "base"), config_factory())
     opener(model)
@@ -53,7 +49,7 @@ def adapter(folder, config_factory, opener) -> Path:
 
 
 @torch.no_grad()
-def transformers_own(model: torch.nn.Module, ids: torch.Tensor, window: int, stride: int) -> tuple[float, int]:
+def transformers_own(model, ids, window, stride):
     """The sum of losses, and of how many tokens, by transformers' documented recipe for models of fixed length."""
     nats, count, before = 0.0, 0, 0
     for start in range(0, len(ids), stride):
@@ -271,7 +267,7 @@ def test_no_bos(folder, tokenizer, capsys):
 
 
 @pytest.fixture
-def cacheformer(folder, tokenizer, request) -> Path:
+def cacheformer(folder, tokenizer, request):
     """A CacheFormer model whose selection the test chooses, in `folder / "base"`."""
     selection = getattr(request, "param", "previous_block")
     model = tiny_model(torch.float32, vocab_size=128, segment_tokens=20, select_rows=None, selection=selection)

@@ -1,11 +1,7 @@
 """Recorded runs of the published long-short code and of an independent CacheFormer, and the model they are of."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +14,8 @@ from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions, Cac
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "golden" / "cacheformer"
 PARTS = {"to_dynamic_proj": "pool", "local_norm": "local_norm", "global_norm": "global_norm"}
 TINY = {"heads": 4, "kv_heads": 4, "head_dim": 16, "window_tokens": 16, "pool_tokens": 4, "pool_vectors": 2}
-LONG_SHORT: dict[str, Any] = {"overlap": False, "cache": False}
-MODES: dict[str, dict[str, Any]] = {
+LONG_SHORT = {"overlap": False, "cache": False}
+MODES = {
     "cf_ls_A": {**LONG_SHORT, "aggregation": "separate"},
     "cf_ov_B": {"cache": False},
     "cf_ov_A": {"cache": False, "aggregation": "separate"},
@@ -32,21 +28,21 @@ MODES: dict[str, dict[str, Any]] = {
 Attend = Callable[[CacheFormerOptions, CacheFormerParts, Projected], Tensor]
 
 
-def needs_golden(path: str) -> Path:
+def needs_golden(path):
     """A file of the folder, or a skip."""
     if not (FOLDER / path).is_file():
         pytest.skip(f"{path} is not in ../shared/golden/cacheformer")
     return FOLDER / path
 
 
-def recorded(pattern: str) -> list[Any]:
+def recorded(pattern):
     """A test parameter for every recorded run whose name begins so."""
     names = [path.stem for path in sorted(FOLDER.glob(f"{pattern}*.safetensors")) if not path.stem.endswith("weights")]
     absent = pytest.mark.skip(reason=f"no recorded run {pattern}* is in ../shared/golden/cacheformer")
     return names or [pytest.param("", id="none", marks=absent)]
 
 
-def selection_cases() -> list[Any]:
+def selection_cases():
     path = FOLDER / "selection_cases.json"
     if not path.is_file():
         absent = pytest.mark.skip(reason="selection_cases.json is not in ../shared/golden/cacheformer")
@@ -57,14 +53,14 @@ def selection_cases() -> list[Any]:
 class TinyModel:
     """The backbone of section 1 over recorded weights, with any attention put in."""
 
-    def __init__(self, options: CacheFormerOptions, attend: Attend, dtype: torch.dtype) -> None:
+    def __init__(self, options, attend, dtype):
         weights = load_file(needs_golden("ls_tiny_weights.safetensors"))
         self.options, self.attend = options, attend
         self.weights = {name: weight.to(dtype).requires_grad_() for name, weight in weights.items()}
         self.layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
-        self.attended: list[Tensor] = []
+        self.attended = []
 
-    def parts(self, layer: int) -> CacheFormerParts:
+    def parts(self, layer):
         modules = make_parts(self.options)
         for theirs, ours in PARTS.items():
             for side in ("weight", "bias"):
@@ -72,18 +68,18 @@ class TinyModel:
                 if name in self.weights:
                     del modules[ours]._parameters[side]
                     setattr(modules[ours], side, self.weights[name])
-        return CacheFormerParts(**modules)  # type: ignore[arg-type]
+        return CacheFormerParts(**modules)
 
-    def __call__(self, ids: Tensor) -> Tensor:
+    def __call__(self, ids):
         """Logits `[rows, time, vocabulary]`."""
         w, options = self.weights, self.options
         hidden = w["token_emb.weight"][ids]
         self.attended = []
 
-        def norm(vectors: Tensor, name: str) -> Tensor:
+        def norm(vectors, name):
             return F.layer_norm(vectors, vectors.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])
 
-        def heads(vectors: Tensor) -> Tensor:
+        def heads(vectors):
             split = vectors.unflatten(-1, (options.heads, options.head_dim)).transpose(1, 2)
             return rotate_pairs(split, torch.arange(ids.shape[1])[None])
 
@@ -101,7 +97,7 @@ class TinyModel:
         return F.linear(norm(hidden, "to_logits.0"), w["to_logits.1.weight"], w["to_logits.1.bias"])
 
 
-def rotate_pairs(vectors: Tensor, positions: Tensor) -> Tensor:
+def rotate_pairs(vectors, positions):
     """Rotary positions over interleaved pairs, `[rows, heads, time, head_dim]` at `[rows, time]`."""
     width = vectors.shape[-1]
     frequency = 10000.0 ** (-torch.arange(0, width, 2, dtype=vectors.dtype) / width)

@@ -1,7 +1,5 @@
 """The snippets of pages of docs/ run, in their order, of pretrained models with a tiny one; or are understood."""
 
-from __future__ import annotations
-
 import gzip
 import re
 from pathlib import Path
@@ -70,7 +68,7 @@ def test_models_page(make_base, config_factory, tokenizer, tmp_path, monkeypatch
     get_peft_model(AutoModelForCausalLM.from_pretrained("runs/base"), config_factory()).save_pretrained(
         "runs/quickstart"
     )
-    names: dict = {}
+    names = {}
     for language, text in BLOCK.findall((ROOT / "docs" / "models.md").read_text()):
         if language == "bash":
             command = text.split()
@@ -89,7 +87,7 @@ def test_cacheformer_page(make_base, tokenizer, tmp_path, monkeypatch, capsys):
     tokenizer.save_pretrained("data/smollm2-135m-instruct")
     (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
     page = (ROOT / "docs" / "cacheformer.md").read_text()
-    names: dict = {}
+    names = {}
     scratch = []
     for language, text in BLOCK.findall(page):
         if "train_adapt.py" in text:
@@ -116,7 +114,7 @@ def test_cacheformer_page(make_base, tokenizer, tmp_path, monkeypatch, capsys):
         assert all(field.strip("`") in fields for field in name.split(", "))
 
 
-def understood(text: str) -> None:
+def understood(text):
     """Commands that train and measure have options and files that exist."""
     for line in text.splitlines():
         command = [word.replace("recipes/", f"{ROOT}/recipes/") for word in line.partition("#")[0].split()]
@@ -204,7 +202,7 @@ def test_evaluation_page(folder, config_factory, make_base, tokenizer, monkeypat
     assert len(ModelCard.load("runs/books/README.md").data.eval_results) == 4
 
 
-def parsed_by_lm_eval(arguments: list[str]) -> None:
+def parsed_by_lm_eval(arguments):
     from lm_eval._cli.harness import HarnessCLI  # private: a new release may move it, and takes this test alone along
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,17 +1,14 @@
 """Pushing to a Hub and loading from it, over HTTP, each time in processes of their own; and the model cards."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from hub_server import File, Hub, Repo, running_hub
+from hub_server import File, Repo, running_hub
 from huggingface_hub import ModelCard
 from recipe import arguments, make_text
 from safetensors.torch import load_file, save
@@ -31,17 +28,17 @@ ids = torch.randint(3, 128, (2, 75), generator=torch.Generator().manual_seed(2))
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
+def hub():
     with running_hub() as hub:
         yield hub
 
 
 @pytest.fixture
-def fresh(hub: Hub, tmp_path: Path) -> Callable[..., dict]:
+def fresh(hub, tmp_path):
     """Run code in a new process with an empty cache; its last line of output is JSON."""
     homes = iter(range(100))
 
-    def run(code: str, folder: Path, token: str | None = "hf_me", begin: str = BEGIN, **environment: str) -> dict:
+    def run(code, folder, token="hf_me", begin=BEGIN, **environment):
         given = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         given |= {
             "HF_ENDPOINT": hub.endpoint,
@@ -60,7 +57,7 @@ def fresh(hub: Hub, tmp_path: Path) -> Callable[..., dict]:
     return run
 
 
-def snippet(card: str) -> str:
+def snippet(card):
     """The card's code for users."""
     code = card.partition("```python\n")[2].partition("\n```")[0]
     assert code.startswith("import cacheformers")
@@ -364,7 +361,7 @@ print("\\n" + json.dumps({"code": code}))
 
 @pytest.mark.slow
 def test_a_recipe_pushes_what_it_trained(hub, fresh, folder, tokenizer):
-    def run(*more: str, token: str = "hf_me") -> dict:
+    def run(*more, token="hf_me"):
         given = arguments(folder, "--push_to_hub", "me/books", *more)
         (folder / "arguments.json").write_text(json.dumps(given))
         return fresh("", folder, token=token, begin=RECIPE)

@@ -1,10 +1,6 @@
 """`cacheformers results`: results in a model card's metadata, and nothing else of it changed."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
@@ -48,21 +44,21 @@ PASSKEY = {  # a passkey result's form
 
 
 @pytest.fixture
-def adapter(folder, make_model) -> Path:
+def adapter(folder, make_model):
     """A saved adapter, with the card that its saving wrote."""
     make_model("llama_gqa").save_pretrained(folder / "remembering")
     return folder / "remembering"
 
 
 @pytest.fixture
-def measured(folder) -> Path:
+def measured(folder):
     """The result of a real run."""
     given = {"base": folder / "base", "texts": folder / "valid.jsonl", "output": folder / "measured", "mode": "segment"}
     perplexity([*(f"--{key}={value}" for key, value in given.items()), "--window=20", "--device=cpu", "--plots=false"])
     return folder / "measured"
 
 
-def longbench(path: Path, method: str = "memory", right: int = 1) -> Path:
+def longbench(path, method="memory", right=1):
     """A result of eval_longbench.py, of which so many of qasper's four records are right, and half of lcc's one."""
     records = [Record("qasper", f"q{number}", "", "-", ["mill"], 100, None) for number in range(4)]
     tasks = {
@@ -75,7 +71,7 @@ def longbench(path: Path, method: str = "memory", right: int = 1) -> Path:
     return path
 
 
-def found(folder: Path) -> dict[tuple[str, str | None, str], Any]:
+def found(folder):
     """What the card has: (dataset, configuration, name of the metric) -> value."""
     card = ModelCard.load(folder / "README.md")
     return {

@@ -1,7 +1,5 @@
 """Bad input gets a clear error before work starts, and nothing is lost."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import get_peft_model

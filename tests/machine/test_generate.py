@@ -1,7 +1,5 @@
 """Reading and generating: prompts of any length, batches, beams, chunks, streams, and going on from a memory."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

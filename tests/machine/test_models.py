@@ -1,7 +1,5 @@
 """Neurocache as model classes: what users of transformers expect of a model works."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """DESIGN.md's rules for every method, over every base model."""
 
-from __future__ import annotations
-
 import copy
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +35,7 @@ SLIDING = {"local_window": "sliding", "window_tokens": 12, "sink_tokens": 3}
 EXACT = 1e-9
 
 
-def rows_of_windows(bases: list[str]) -> list:
+def rows_of_windows(bases):
     """Test cases (base, options): Neurocache with every window, the other methods with one a base."""
     cases = []
     for base in bases:

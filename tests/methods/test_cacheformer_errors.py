@@ -1,7 +1,5 @@
 """What CacheFormer refuses, and what it says then."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cacheformer_models import random_ids, tiny_config, tiny_model

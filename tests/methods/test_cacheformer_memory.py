@@ -1,7 +1,5 @@
 """CacheFormer on pretrained layers: its specification with gradients, what a layer really sees, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -35,16 +33,16 @@ CHOICES = {
 
 
 @pytest.fixture(params=CHOICES)
-def options(request) -> CacheFormerOnBaseOptions:
+def options(request):
     return options_for(**CHOICES[request.param])
 
 
-def options_for(**changes) -> CacheFormerOnBaseOptions:
+def options_for(**changes):
     shape = {"heads": SHAPE.heads, "kv_heads": SHAPE.kv_heads, "head_dim": SHAPE.head_dim}
     return CacheFormerOnBaseOptions(base=SHAPE, layers=(0,), **shape, **{**SIZES, **changes})
 
 
-def parts_for(options) -> CacheFormerParts:
+def parts_for(options):
     """None of them neutral."""
     torch.manual_seed(3)
     modules = make_layer_parts(options)
@@ -54,7 +52,7 @@ def parts_for(options) -> CacheFormerParts:
     return CacheFormerParts(**modules)
 
 
-def project(q, k, v, positions=None) -> Projected:
+def project(q, k, v, positions=None):
     if positions is None:
         positions = torch.arange(q.shape[2])[None]
     return Projected(rotate(q, positions), rotate(k, positions), v, q, k)

@@ -1,7 +1,5 @@
 """CacheFormer's model classes: the paper's sizes, recorded logits, causality, decoding, documents, training, errors."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import subprocess
@@ -450,7 +448,7 @@ def test_backward_inside_autocast(selection):
     """As some training loops call it: the same gradients as outside."""
     model, ids = tiny_model(torch.float32, selection=selection), random_ids(2, 40)
 
-    def gradients(inside: bool) -> list[torch.Tensor]:
+    def gradients(inside):
         model.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(ids, labels=ids).loss

@@ -1,7 +1,5 @@
 """CacheFormer decodes what it was trained on: every chunking, ragged rows, padding, rows that move, bounded reads."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -27,9 +25,7 @@ def no_gradients():
         yield
 
 
-def decode(
-    state: CacheFormerState, parts: CacheFormerParts, inputs: Projected, lengths: list[int], real: Tensor | None = None
-) -> Tensor:
+def decode(state, parts, inputs, lengths, real=None):
     """Feed tokens in chunks of the given lengths."""
     read, begin = [], 0
     for length in lengths:
@@ -41,7 +37,7 @@ def decode(
     return torch.cat(read, 2)
 
 
-def chunkings(time: int) -> list[list[int]]:
+def chunkings(time):
     """One by one, all at once, then one by one, and at random."""
     generator = random.Random(time)
     lengths = [1] * time
@@ -51,7 +47,7 @@ def chunkings(time: int) -> list[list[int]]:
     return [lengths, [time], [time // 2] + [1] * (time - time // 2), mixed]
 
 
-def padded(pieces: list[Projected], lefts: list[int], time: int) -> tuple[Projected, Tensor]:
+def padded(pieces, lefts, time):
     """Documents as the rows of a batch, each after so much padding, with anything in it."""
     generator = torch.Generator().manual_seed(9)
     real = torch.zeros(len(pieces), time, dtype=torch.bool)

@@ -1,7 +1,5 @@
 """Gated attention: states in pieces, copies and files, losses, fixed heads and options."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

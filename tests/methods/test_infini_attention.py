@@ -1,7 +1,5 @@
 """Infini-attention: recorded data, the specification, segments, states and padding."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -32,17 +30,17 @@ VARIANTS = {
 }
 
 
-def options_for(**changes) -> InfiniAttentionOptions:
+def options_for(**changes):
     return InfiniAttentionOptions(**{"base": SHAPE, "layers": (0,), "segment_tokens": N, **changes})
 
 
-def parts_with(beta) -> InfiniParts:
+def parts_with(beta):
     parts = InfiniParts(Beta(len(beta)))
     parts.beta.weight = torch.nn.Parameter(beta.clone())
     return parts
 
 
-def some_beta() -> torch.Tensor:
+def some_beta():
     return torch.tensor([-1.0, 0.3, 0.0, 2.0], dtype=torch.float64)
 
 

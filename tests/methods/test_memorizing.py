@@ -1,27 +1,18 @@
 """Memorizing Transformer against its naive specification, and the rules that hold for every memory."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import cacheformers
-from cacheformers.methods.memorizing import (
-    MemorizingOptions,
-    MemorizingParts,
-    default_layer,
-    make_parts,
-    mix,
-    naive,
-)
+from cacheformers.methods.memorizing import MemorizingOptions, MemorizingParts, default_layer, make_parts, mix, naive
 from cacheformers.modeling.attach import add_hooks, attention_modules, base_shape, find_decoder, new_memory
-from cacheformers.modeling.attending import AttentionInputs, unrotated
+from cacheformers.modeling.attending import unrotated
 from cacheformers.modeling.attention import keep_inputs, restore_attention, route_attention
 
 EXACT = 1e-9
@@ -45,23 +36,23 @@ class Memory(nn.Module):
     fingerprint = ()
     unread_forwards = 0
 
-    def __init__(self, options: MemorizingOptions, layer: int) -> None:
+    def __init__(self, options, layer):
         super().__init__()
-        self.options: MemorizingOptions | None = options
+        self.options = options
         self.layer, self.parts = layer, nn.ModuleDict(make_parts(options))
-        self.seen: list[tuple[AttentionInputs, Tensor]] | None = None
+        self.seen = None
 
-    def check_loaded(self) -> None:
+    def check_loaded(self):
         pass
 
-    def attend(self, inputs: AttentionInputs) -> Tensor:
+    def attend(self, inputs):
         mixed = mix(self.options, self.layer, MemorizingParts(**self.parts), inputs)
         if self.seen is not None:
             self.seen.append((inputs, mixed))
         return mixed
 
 
-def attach(model: PreTrainedModel, **options: object) -> list[Memory]:
+def attach(model, **options):
     chosen = {"attention_layers": (1,), "cache_size": 40, "topk": 4, "segment_tokens": 16, "search": "exact", **options}
     resolved = MemorizingOptions(base=base_shape(model.config), **chosen)
     torch.manual_seed(3)
@@ -80,7 +71,7 @@ def attach(model: PreTrainedModel, **options: object) -> list[Memory]:
 
 @pytest.fixture
 def make_memorizing(make_base):
-    def build(name: str, dtype: torch.dtype = torch.float64, base: dict | None = None, **options: object):
+    def build(name, dtype=torch.float64, base=None, **options):
         model = make_base(name, dtype, **(base or {}))
         attach(model, **options)
         return model

@@ -1,7 +1,5 @@
 """What is particular to one method, seen through a whole model."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Neurocache against its naive specification, with gradients, for every ablation of the paper."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

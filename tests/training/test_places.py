@@ -1,10 +1,6 @@
 """`--label_field`: documents of which only some places are learned, such as answers."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,13 +15,13 @@ from cacheformers.common.loss import IGNORED, token_losses
 from cacheformers.training.lanes import Lanes
 
 
-def place_of(text: str, first: int, last: int) -> list[int]:
+def place_of(text, first, last):
     """Where words `first` to `last` stand in a text."""
     words = text.split()
     return [len(" ".join([*words[:first], ""])), len(" ".join(words[:last]))]
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
+def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 

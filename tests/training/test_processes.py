@@ -1,7 +1,5 @@
 """Several processes: the same training as one, also when one of them dies."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -24,13 +22,13 @@ SETTINGS = ("--lanes=4", f"--steps={STEPS}", "--checkpoint_every=5", "--memory_r
 
 
 @pytest.fixture
-def alone(documents: Path) -> Path:
+def alone(documents):
     """The same run as one process, which has twice the lanes of each of two."""
     train_adapt.main(arguments(documents, *SETTINGS, output="alone"))
     return documents / "alone"
 
 
-def loss_curve(folder: Path) -> list[float]:
+def loss_curve(folder):
     return json.loads((folder / "train_result.json").read_text())["losses"]
 
 

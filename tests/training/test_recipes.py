@@ -1,7 +1,5 @@
 """Every recipe and launch file that ships can be read, and each recipe's estimate fits the GPU it is written for."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +41,7 @@ ESTIMATED = {
 OTHER_METHODS = {"smollm2_cacheformer": "cacheformer_on_base"}  # whose estimate takes minutes
 
 
-def read(recipe: Path, *more: str) -> train_adapt.Options:
+def read(recipe, *more):
     given = [str(recipe), *more]
     return train_adapt.Options(*train_adapt.make_parser(given).parse(given))
 

@@ -1,13 +1,10 @@
 """A run that is killed, at whatever moment, and resumed ends with the weights of one that never stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import shutil
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,12 +27,12 @@ WINDOW = ("--local_window=sliding", "--window_tokens=10", "--sink_tokens=3")
 
 
 @pytest.fixture
-def uninterrupted(documents: Path) -> Path:
+def uninterrupted(documents):
     train_adapt.main(arguments(documents, *SETTINGS, output="whole"))
     return documents / "whole"
 
 
-def killed_and_resumed(documents: Path, before: str, processes: int = 1, settings: tuple[str, ...] = SETTINGS) -> None:
+def killed_and_resumed(documents, before, processes=1, settings=SETTINGS):
     """Kill a run as `before` says, look at what it left, and let another go on from it to the end."""
     recipe = Recipe(arguments(documents, *settings), documents / "killed.log", processes, before)
     assert -9 in recipe.wait(), recipe.output()
@@ -200,7 +197,7 @@ def test_everything_is_on_disk_before_a_checkpoint_can_be_seen(tmp_path, monkeyp
 def test_a_run_whose_last_checkpoint_fails_says_so(documents, monkeypatch, more):
     """Also where it is asked to stop: its work would be lost without a word."""
 
-    def save(*arguments: object) -> None:
+    def save(*arguments):
         raise CheckpointError("The disk is full.")
 
     monkeypatch.setattr(Checkpoints, "save", save)

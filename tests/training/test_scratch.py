@@ -1,7 +1,5 @@
 """A whole model trained from scratch: the same loop, checkpoints, evaluation and results as adapters have."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
@@ -18,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from cacheformers import CacheFormerConfig, train_adapt
 from cacheformers.common.documents import Documents
 from cacheformers.evaluation.held_out import held_out, token_nats
-from cacheformers.evaluation.readers import Forgetting, Reader, Remembering
+from cacheformers.evaluation.readers import Forgetting, Remembering
 from cacheformers.training.optim import Rates, parameter_groups
 from cacheformers.training.scratch import model_config
 from cacheformers.training.tokenizer import BYTES, END, open_tokenizer
@@ -57,14 +55,14 @@ CONFIGS = {
         "topk": 1,
     },
 }
-READERS: dict[str, dict[str, Reader]] = {
+READERS = {
     "llama": {"llama": Forgetting()},
     "cacheformer": {"cacheformer": Forgetting()},
     "neurocache": {"cache off": Remembering(0), "cache 40": Remembering(40), "cache 80": Remembering(80)},
 }
 
 
-def arguments(folder: Path, model: str, *more: str, output: str = "model") -> list[str]:
+def arguments(folder, model, *more, output="model"):
     """A run over the documents of the fixture `folder`."""
     (folder / f"{model}.json").write_text(json.dumps(CONFIGS[model]))
     options = {
@@ -117,7 +115,7 @@ EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir")
 SETTINGS = ("--lanes=4", "--accumulation=2", "--steps=8", "--checkpoint_every=2", "--log_every=3", "--gate_factor=5")
 
 
-def assert_same_weights(one: Path, other: Path) -> None:
+def assert_same_weights(one, other):
     first, second = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
     assert first.keys() == second.keys()
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
@@ -292,10 +290,7 @@ def test_the_cache_joins_a_model_that_was_trained_without(folder, monkeypatch, c
     assert AutoConfig.from_pretrained(folder / "model").cache
     for change, message in (
         ({"num_hidden_layers": 3}, "lacks model.layers.2.input_layernorm.bias"),
-        (
-            {"long": False, "overlap": False, "cache": False},
-            "alone has model.layers.0.self_attn.memory.global_norm",
-        ),
+        ({"long": False, "overlap": False, "cache": False}, "alone has model.layers.0.self_attn.memory.global_norm"),
         ({"pool_vectors": 3}, "has in another shape model.layers.0.self_attn.memory.pool.weight"),
     ):
         monkeypatch.setitem(CONFIGS, "cacheformer", {**whole, **change})

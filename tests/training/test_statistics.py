@@ -1,7 +1,5 @@
 """What is logged of a memory: gates and retrieval, against plain counting."""
 
-from __future__ import annotations
-
 from statistics import median
 
 import pytest

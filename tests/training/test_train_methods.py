@@ -1,11 +1,8 @@
 """`train_adapt.py` with every memory method: options, runs, resuming, evaluation, what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from cacheformers.evaluation.held_out import held_out, token_nats
 from cacheformers.evaluation.readers import Forgetting, Remembering
 from cacheformers.training.methods import chosen_options, head_map, options_of
 
-METHODS: dict[str, tuple[str, ...]] = {
+METHODS = {
     "toy": ("--cache_size=40",),
     "memorizing": ("--cache_size=40", "--topk=4", "--attention_layers=1"),
     "infini_attention": ("--layers", "1", "2"),
@@ -56,7 +53,7 @@ READERS = {
 }
 
 
-def arguments(folder: Path, method: str, *more: str, output: str = "adapter") -> list[str]:
+def arguments(folder, method, *more, output="adapter"):
     options = {
         "base": folder / "base",
         "train": folder / "train.jsonl",
@@ -72,7 +69,7 @@ def arguments(folder: Path, method: str, *more: str, output: str = "adapter") ->
     return [*(f"--{key}={value}" for key, value in options.items()), *METHODS.get(method, ()), *more]
 
 
-def result_of(folder: Path, output: str = "adapter") -> dict:
+def result_of(folder, output="adapter"):
     return json.loads((folder / output / "train_result.json").read_text())
 
 

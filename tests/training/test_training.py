@@ -1,7 +1,5 @@
 """Lanes, loss, rates, and `train_adapt.py` as a user runs it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -10,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,8 +19,7 @@ from conftest import METHODS
 from huggingface_hub import ModelCard
 from peft import PeftModel, get_peft_model
 from recipe import adapter_weights, arguments, make_text
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import cacheformers
 from cacheformers import train_adapt
@@ -43,8 +39,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def make_documents(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Documents]:
-    def build(*lengths: int, min_tokens: int = 2) -> Documents:
+def make_documents(tokenizer):
+    def build(*lengths, min_tokens=2):
         return Documents([make_text(length, seed) for seed, length in enumerate(lengths)], tokenizer, min_tokens)
 
     return build
@@ -53,7 +49,7 @@ def make_documents(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Document
 # Lanes
 
 
-def read_documents(lanes: Lanes, steps: int) -> list[tuple[int, Tensor, Tensor]]:
+def read_documents(lanes, steps):
     """What lanes put out, cut at resets: (document, inputs, labels), by the order in which documents end."""
     ended, running = [], {}
     for _ in range(steps):
@@ -132,7 +128,7 @@ def test_loss_counts_labels_only():
     torch.testing.assert_close(losses[labels != IGNORED], expected)
 
 
-def rates_from(optimizer: torch.optim.Optimizer, done: int) -> list[float]:
+def rates_from(optimizer, done):
     """The highest rate of each of ten steps, when so many are done."""
     schedule = make_schedule(optimizer, steps=10, warmup_steps=2, done=done)
     rates = []
@@ -228,7 +224,7 @@ def test_a_run(folder, method):
     assert result["scores"]["base"]["nats"] != pytest.approx(result["scores"][name]["nats"], rel=1e-4)
 
 
-def losses_of(folder: Path, *more: str) -> list[float]:
+def losses_of(folder, *more):
     train_adapt.main(arguments(folder, "--overwrite", *more))
     return json.loads((folder / "adapter" / "train_result.json").read_text())["losses"]
 
@@ -240,20 +236,20 @@ def test_activation_checkpointing_changes_nothing(folder):
 
 
 @pytest.fixture
-def exact(folder, make_base, monkeypatch) -> Path:
+def exact(folder, make_base, monkeypatch):
     """A base in float64, and an optimizer whose steps are proportional to the gradients."""
     make_base("llama_gqa").save_pretrained(folder / "base")
     monkeypatch.setitem(OPTIMIZERS, "adamw", functools.partial(torch.optim.SGD, momentum=0.9))
     return folder
 
 
-def weights_of(folder: Path, *more: str) -> dict[str, Tensor]:
+def weights_of(folder, *more):
     options = ("--overwrite", "--lora_rate=0.1", "--memory_rate=0.1", "--lanes=2", "--steps=8", "--clip=1e9", *more)
     train_adapt.main(arguments(folder, *options))
     return adapter_weights(folder / "adapter")
 
 
-def assert_equal(weights: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+def assert_equal(weights, others):
     assert weights.keys() == others.keys()
     for name, tensor in weights.items():
         assert tensor.dtype == torch.float64
@@ -466,12 +462,12 @@ NEAR = {
 }  # tokens before the memory is read; for the others a segment of 16
 
 
-def rows_of(tokens: int) -> list[dict[str, Tensor]]:
+def rows_of(tokens):
     rows = torch.randint(3, 128, (8, tokens), generator=torch.Generator().manual_seed(3))
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def trained_by_trainer(model: PeftModel, rows: list[dict[str, Tensor]], folder: Path, steps: int) -> set[str]:
+def trained_by_trainer(model, rows, folder, steps):
     """Train with `Trainer`; the memory's parameters that changed, by their parts' names."""
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     given = TrainingArguments(
