@@ -64,12 +64,15 @@ OTHERS = [method for method in METHODS if method != "neurocache"]
 OWN_WINDOW = [name for name, method in method_registry.METHODS.items() if method.stores == "everything"]
 
 
-def every_method(bases, others=("llama_gqa", "mistral", "opt")):
-    """Test cases (base, options of the adapter): Neurocache on all bases, each other method on some."""
+def every_method(bases, others=("llama_gqa", "opt")):
+    """Test cases (base, options of the adapter).
+
+    Neurocache and the Memorizing Transformer, one memory beside attention and one inside it, on all bases, each other
+    method on some.
+    """
     cases = [pytest.param(base, {}, id=base) for base in bases]
-    return cases + [
-        pytest.param(base, {"method": method}, id=f"{base} {method}") for base, method in other_cases(others)
-    ]
+    pairs = [(base, "memorizing") for base in bases] + [case for case in other_cases(others) if case[1] != "memorizing"]
+    return cases + [pytest.param(base, {"method": method}, id=f"{base} {method}") for base, method in pairs]
 
 
 def other_cases(bases=("llama_gqa", "mistral", "opt")):

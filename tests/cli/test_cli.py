@@ -1,7 +1,6 @@
 """The command `cacheformers`, from a text file to an answer, as real processes on a tiny model."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -248,14 +247,6 @@ def test_what_is_forgotten_is_gray(make_model, ids, tmp_path):
     assert ((shades - 0.8).__abs__().max(-1) < 0.01).mean() > 0.1
 
 
-def test_help_teaches(capsys):
-    for arguments in ([], ["read"], ["ask"], ["inspect"]):
-        with pytest.raises(SystemExit) as stopped:
-            main([*arguments, "--help"])
-        output = capsys.readouterr().out
-        assert stopped.value.code == 0 and f"  cacheformers {arguments[0] if arguments else 'read'} " in output
-
-
 @pytest.mark.parametrize("name", ["llama_gqa", "opt"])
 def test_trace_is_what_one_forward_retrieves(make_model, ids, name):
     """Token by token with a segment closing on the way, against the hits of one forward over all of it."""
@@ -334,13 +325,6 @@ def test_explaining_a_memorizing_transformer(folder, make_model, monkeypatch, ca
 def test_trace_of_several_rows(make_model, ids):
     with pytest.raises(ValueError, match="one row"):
         Trace(cacheformers.read(make_model("llama_gqa"), ids, progress=False))
-
-
-def test_module_and_console_script_are_the_same_door():
-    setup = (Path(__file__).resolve().parents[2] / "setup.cfg").read_text()
-    assert "cacheformers = cacheformers_cli.main:main" in setup
-    assert "cacheformers_cli = cli" in setup and "py_modules = cacheformers_cli.main" in setup
-    assert os.path.exists(Path(cacheformers.__file__).with_name("__main__.py"))
 
 
 @pytest.mark.parametrize("verb", ELSEWHERE)

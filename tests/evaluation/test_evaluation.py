@@ -37,7 +37,6 @@ from cacheformers.evaluation.run import (
     measure,
     multiple,
     perplexity_interval,
-    position_edges,
     print_runs,
     reference,
     scores,
@@ -184,17 +183,6 @@ def test_other_document_reads_what_another_one_stored(make_model, lengths):
         assert np.isclose(own, found[index])[N:].mean() < 0.1
 
 
-def test_other_document_ignores_its_own_past(make_model):
-    """What a document stored itself is never read, and comes back untouched."""
-    model, chosen = make_model("llama_gqa", cache_size=20), documents(60, 59)
-    before = token_nats(model, chosen, Damaged(other_document, together=2), N)
-    changed = [HeldOut(chosen[0].ids.clone(), 0, ""), chosen[1]]
-    changed[0].ids[:32] = changed[0].ids[:32].flip(0)
-    after = token_nats(model, changed, Damaged(other_document, together=2), N)
-    np.testing.assert_array_equal(before[0][33:], after[0][33:])
-    assert not np.isclose(before[1][16:48], after[1][16:48]).any()
-
-
 @pytest.mark.parametrize("cache_size", [20, 40])
 def test_shuffled_permutes_entries_and_puts_them_back(make_model, cache_size):
     """Retrieval of hits alone does not see the order; with neighbors it does. The ring drops its oldest as ever."""
@@ -234,12 +222,6 @@ def test_token_classes_are_as_defined():
             visible = range((i - 1) // segment * segment - window, i)
             expected.append(0 if not earlier else 1 if earlier[-1] in visible else 2)
         assert token_classes(ids, segment, window).tolist() == expected
-
-
-def test_positions_double():
-    assert position_edges(5, 16) == [0, 16]
-    assert position_edges(16, 16) == [0, 16]
-    assert position_edges(100, 16) == [0, 16, 32, 64, 128]
 
 
 def made_run(seed, *lengths, **options):

@@ -1,7 +1,6 @@
 """The command that draws gates, and that fixes heads by them."""
 
 import html
-import importlib.util
 import json
 import re
 
@@ -149,12 +148,3 @@ def test_what_is_refused(save, folder, capsys, method, more, message):
         draw(place, *(word.format(folder=folder) for word in more))
     assert stop.value.code == 2 and message in capsys.readouterr().err
     assert not (folder / "out").exists()
-
-
-def test_without_matplotlib_only_the_pictures_are_missing(save, monkeypatch, capsys):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
-    adapter = save("gated_attention")
-    out = draw(adapter, f"--text={adapter.parent / 'text.txt'}")
-    assert {path.name for path in out.iterdir()} == {"gates.json", "text_0.html"}
-    assert "gates.png is left out, because it needs matplotlib: pip install" in capsys.readouterr().out

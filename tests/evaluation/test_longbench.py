@@ -3,14 +3,12 @@
 import gzip
 import json
 import os
-from pathlib import Path
 
 import datasets
 import evaluate
 import numpy as np
 import pytest
 import torch
-from conftest import SHARED
 from longbench_cases import (  # noqa: F401
     TESTED,
     adapter_fixture,
@@ -23,17 +21,16 @@ from longbench_cases import (  # noqa: F401
 )
 from peft import LoraConfig, get_peft_model
 from recipe import Recipe, make_text, run
-from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
+from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 from cacheformers import eval_longbench
 from cacheformers.evaluation.longbench import longbench_score
 from cacheformers.evaluation.longbench.answers import answer, batches, characters_read, generation_config
-from cacheformers.evaluation.longbench.methods import LongBenchOptions, PromptMaker, make_method
 from cacheformers.evaluation.longbench.prompts import Encoded
 from cacheformers.evaluation.longbench.records import Record, load_records
 from cacheformers.evaluation.longbench.report import paired_difference
 from cacheformers.evaluation.longbench.retrieval import UNIT, chunks, make_retriever, retrieved
-from cacheformers.evaluation.longbench.tasks import TASKS, load_templates
+from cacheformers.evaluation.longbench.tasks import TASKS
 
 # Results
 
@@ -293,22 +290,6 @@ def test_adapters_of_other_kinds_go_with_the_base(data):
     assert predictions(data) != predictions(data, "lora-truncation")
 
 
-def test_position_interpolation_scales_positions(data):
-    eval_longbench.main(arguments(data, "--tasks", "trec", "--rope_factor=4", method="position-interpolation"))
-    plain = AutoModelForCausalLM.from_pretrained(data / "base").eval()
-    squeezed = AutoModelForCausalLM.from_pretrained(
-        data / "base", rope_parameters={**plain.config.rope_parameters, "rope_type": "linear", "factor": 4.0}
-    ).eval()
-    ids = torch.randint(3, 128, (1, 50), generator=torch.Generator().manual_seed(0))
-    places = torch.arange(50)[None] / 4
-    assert torch.allclose(squeezed(ids).logits, plain(ids, position_ids=places).logits, atol=1e-5)
-    maker = prompt_maker(data, "position-interpolation", rope_factor=4.0)
-    prompts = [maker(record) for record in load_records(str(data / "data"), "trec")[:1]]
-    found = answer(squeezed, maker.tokenizer, prompts, TASKS["trec"], remembers=False)
-    again = answer(plain, maker.tokenizer, prompts, TASKS["trec"], remembers=False)
-    assert found != again
-
-
 # Retrieval
 
 
@@ -390,24 +371,3 @@ def test_longbench_e_goes_into_folders_of_its_own(data):
     eval_longbench.main(arguments(data, "--longbench_e=true", "--tasks", "trec"))
     assert (data / "out" / "pred_e" / "base-truncation" / "trec.jsonl").exists()
     assert (data / "out" / "base-truncation_e" / "result.json").exists()
-
-
-@pytest.mark.slow
-def test_real_records_with_a_real_model(tmp_path):
-    """`full` is plain `generate`, token for token, in float32 and in batches."""
-    base, data = Path(__file__).parents[2] / "data" / "smollm2-135m-instruct", SHARED / "data" / "longbench_mini"
-    if not (base.is_dir() and data.is_dir()):
-        pytest.skip("SmolLM2 or longbench_mini is not there")
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    options = LongBenchOptions(data=str(data), methods=["full"], chat=True, max_length=250)
-    maker = PromptMaker(
-        make_method("full", options, str(base), model.config, None), options, tokenizer, load_templates(TASKS)
-    )
-    for name, count in (("hotpotqa", 3), ("triviaqa", 3), ("passage_count", 3), ("samsum", 1)):
-        prompts = [maker(record) for record in load_records(str(data), name, limit=count)]
-        found = answer(model, tokenizer, prompts, TASKS[name], remembers=False)
-        for row, prompt in zip(found, prompts, strict=True):
-            config = generation_config(model, tokenizer, TASKS[name])
-            plain = model.generate(torch.tensor([prompt.ids]), generation_config=config)[0, len(prompt.ids) :]
-            assert row == plain.tolist()

@@ -15,7 +15,7 @@ from cacheformers import eval_longbench
 from cacheformers.common import base_model
 from cacheformers.common.base_model import BLOCKS, base_config, hashed_tensors, sampled, weights_identity
 from cacheformers.evaluation.longbench import report
-from cacheformers.evaluation.longbench.methods import CompareOptions, adapter_identity
+from cacheformers.evaluation.longbench.methods import adapter_identity
 
 TITLE = "base-truncation"
 ONE_TASK = ("--tasks", "trec")
@@ -105,19 +105,6 @@ def test_weights_that_are_not_there_or_damaged(data, tmp_path):
     (tmp_path / "damaged" / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"damaged holds no model.safetensors"):
         identity(tmp_path / "damaged")
-
-
-def test_settings_of_an_older_version(data, capsys):
-    """They do not say which weights answered."""
-    eval_longbench.main(arguments(data, *ONE_TASK))
-    file = folder_of(data) / "settings.json"
-    saved = json.loads(file.read_text())
-    del saved["settings"]["base_weights"]
-    file.write_text(json.dumps(saved))
-    said = error_of(arguments(data, *ONE_TASK), capsys)
-    assert "settings.json is of an older version, which did not record base_weights" in said
-    assert "--overwrite" in said
-    eval_longbench.main(arguments(data, *ONE_TASK, "--overwrite=true"))
 
 
 def test_an_adapter_of_the_hub_counts_with_its_files(adapter, monkeypatch):
@@ -255,7 +242,3 @@ def test_lengths_are_the_same_in_table_and_picture(data, monkeypatch):
     rows = [line for line in report.joint_table([found]).splitlines() if line.startswith("| length ")]
     told = [float(line.split(" | ")[2].strip(" |")) for line in rows]
     assert shown == [pytest.approx(told, abs=0.005)] and told[0] == 35 and told[2] == 60
-
-
-def test_help_names_the_files_that_are_written(capsys):
-    assert "table.md" in CompareOptions.__dataclass_fields__["output"].metadata["help"]

@@ -124,13 +124,6 @@ def test_every_option(make_model, ids, tmp_path, options):
     assert torch.equal(logits(model, loaded, ids), logits(model, memory, ids))
 
 
-def test_half_precision_model(make_model, ids, tmp_path):
-    model = make_model("llama_gqa", torch.bfloat16)
-    memory = read(model, ids, flush=False)
-    memory.save(tmp_path / "m")
-    assert_equal(cacheformers.load_memory(tmp_path / "m", model), memory)
-
-
 def test_training_memory_keeps_its_values(make_model, ids, tmp_path):
     model = make_model("llama_gqa").train()
     memory = cacheformers.new_memory(model, 2)
@@ -257,15 +250,6 @@ def test_append_only_to_what_it_goes_on_from(make_model, ids, tmp_path):
     assert_equal(cacheformers.load_memory(tmp_path / "m"), memory)
     permuted.save(tmp_path / "m")
     assert_equal(cacheformers.load_memory(tmp_path / "m"), permuted)
-
-
-def test_rows_that_stop_sharing_append_what_is_theirs(make_model, ids, tmp_path):
-    model = make_model("llama_gqa", cache_size=200)
-    memory = read(model, ids[:1, :40])
-    memory.expand(2)
-    memory.save(tmp_path / "m")
-    read(model, ids, memory=memory).save(tmp_path / "m", append=True)
-    assert_equal(cacheformers.load_memory(tmp_path / "m", model), memory)
 
 
 # Texts

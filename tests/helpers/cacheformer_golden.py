@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import Tensor
 
-from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions, CacheFormerParts, Projected, make_parts
+from cacheformers.methods.cacheformer.cacheformer import CacheFormerParts, Projected, make_parts
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "golden" / "cacheformer"
 PARTS = {"to_dynamic_proj": "pool", "local_norm": "local_norm", "global_norm": "global_norm"}
@@ -25,7 +24,6 @@ MODES = {
     "cf_cacheTok_k2u1_ov_B": {"selection": "token", "topk": 2},
     "cf_cachePaperP16k2u1_ov_B_LEAKY": {"selection": "paper_block", "select_rows": 16, "topk": 2},
 }
-Attend = Callable[[CacheFormerOptions, CacheFormerParts, Projected], Tensor]
 
 
 def needs_golden(path):

@@ -11,7 +11,6 @@ import torch
 from hub_server import File, Repo, running_hub
 from huggingface_hub import ModelCard
 from recipe import arguments, make_text
-from safetensors.torch import load_file, save
 
 from cacheformers.hub.card import MARK, NAME, UNRECORDED, is_local, refresh_card, saved_card
 
@@ -262,42 +261,6 @@ print(json.dumps({"refused": refused, "printed": printed.getvalue()}))
     weights = {name: {path for path in repo.files if "safetensors" in path} for name, repo in hub.repos.items()}
     assert weights["me/model"] == {*others, "model.safetensors", "adapter_model.safetensors"}
     assert weights["me/adapter"] == {*others, "adapter_model.safetensors"}
-
-
-@pytest.mark.slow
-def test_a_push_that_the_network_breaks_leaves_nothing_and_the_next_one_completes(hub, fresh, folder):
-    """In the middle of a large file (after huggingface_hub's own five retries), before and after the commit is made."""
-    hub.cuts.update({"upload": 6})
-    save_adapter = (
-        "get_peft_model(AutoModelForCausalLM.from_pretrained(f'{folder}/base'), LoraConfig()).save_pretrained"
-    )
-    code = (
-        f"{save_adapter}(folder + '/saved')"
-        + """
-def attempt():
-    try:
-        return cacheformers.push_to_hub(f"{folder}/saved", "me/it", base_model="me/base")
-    except cacheformers.hub.HubError as error:
-        return str(error)
-print(json.dumps({"attempts": [attempt(), attempt()]}))
-"""
-    )
-    first, second = fresh(code, folder)["attempts"]
-    assert "was lost while pushing to me/it" in first and "Push again" in first
-    assert second.endswith(f"me/it/commit/{hub.repos['me/it'].sha}")
-    assert len(hub.repos["me/it"].commits) == 2 and len(hub.objects) == 1 and hub.seen["upload"] == 7
-
-    for place, commits in (("commit", 3), ("answer", 4)):
-        weights = load_file(folder / "saved" / "adapter_model.safetensors")
-        first_name = sorted(weights)[0]
-        weights[first_name] += 1
-        (folder / "saved" / "adapter_model.safetensors").write_bytes(save(weights))
-        hub.cuts.update({place: 1})
-        hub.seen.clear()
-        first, second = fresh(code.replace(save_adapter, "print"), folder)["attempts"]
-        assert "was lost while pushing to me/it" in first and "Push again" in first
-        assert second.endswith(f"me/it/commit/{hub.repos['me/it'].sha}")
-        assert len(hub.repos["me/it"].commits) == commits and hub.seen["upload"] == 1
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import torch
 from accelerate import cpu_offload
 from conftest import METHODS, OWN_WINDOW, other_cases
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, pipeline
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
 import cacheformers
@@ -282,18 +282,6 @@ def test_going_on_with_all_ids(make_model, ids, tmp_path, method):
     memory = model(ids[:, :18]).past_key_values
     beams = generate(model, ids[:, :30], num_beams=2, past_key_values=memory)
     assert torch.equal(beams, generate(model, ids[:, :30], num_beams=2))
-
-
-@torch.no_grad()
-def test_a_pipeline_needs_a_clone_for_each_prompt(make_model, tokenizer, ids):
-    model = make_model("llama_gqa", torch.float32)
-    ask = pipeline("text-generation", model=model, tokenizer=tokenizer, max_new_tokens=5)
-    memory = cacheformers.read(model, ids[:1, :40], progress=False)
-    prompts = ["w1 w2 w3", "w4 w5 w6 w7 w8 w9 w10 w11 w12 w13"]
-    with pytest.raises(ValueError, match=DOES_NOT_GO_ON):
-        ask(prompts, past_key_values=memory.clone())
-    for prompt in prompts:
-        assert ask(prompt, past_key_values=memory.clone())[0]["generated_text"].startswith(prompt)
 
 
 @torch.no_grad()

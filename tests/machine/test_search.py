@@ -180,34 +180,6 @@ def test_oldest_of_equal_scores_comes_first(similarity, seed, back_end, dtype, c
 @given(
     similarity=SIMILARITY,
     seed=SEEDS,
-    width=st.sampled_from([16, 33, 100, 256]),
-    copies=st.integers(2, 40),
-    topk=st.integers(1, 30),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-)
-def test_equal_entries_score_equally_wherever_they_lie(similarity, seed, width, copies, topk, dtype):
-    torch.manual_seed(seed)
-    kinds = torch.randn(150, width, dtype=dtype)
-    kind = torch.randint(150, (150 * copies,))
-    stored, queries = kinds[kind], told_apart(torch.randn(300, width, dtype=dtype), kinds, similarity)[:48]
-    seam = int(torch.randint(len(stored), ()))
-    ring = torch.cat([stored[seam:], stored[:seam]])
-    entries = Entries((ring[len(stored) - seam :], ring[: len(stored) - seam]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact_search, "MAX_TILE", 2 * exact_search.TILE_UNIT)
-        # The product with one query, and with few, is computed in another way.
-        parts = [get_search("exact")(part, entries, topk, similarity)[1] for part in queries.split([1, 1, 2, 4, 40])]
-    hits = torch.cat(parts)
-    for row, score in zip(hits, scored(queries, kinds, similarity), strict=True):
-        nearest_kinds = score.argsort(descending=True)
-        order = torch.cat([(kind == one).nonzero()[:, 0] for one in nearest_kinds])
-        assert torch.equal(row, order[:topk])
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    similarity=SIMILARITY,
-    seed=SEEDS,
     back_end=st.sampled_from(["exact", "faiss", "auto"]),
     width=st.sampled_from([16, 33, 100, 256]),
     copies=st.integers(2, 40),
@@ -454,12 +426,6 @@ def test_ring_keeps_the_newest_in_order(capacity, sizes, keep_values):
                 assert torch.equal(torch.cat(oldest.spans), torch.cat(entries.spans)[:part])
 
 
-def test_ring_of_no_capacity_keeps_nothing():
-    ring = Ring(1, 0, 2)
-    ring.append(0, torch.randn(3, 2))
-    assert ring.count(0) == ring.entries(0).count == ring.nbytes == 0
-
-
 def test_ring_grows_geometrically():
     ring, allocations = Ring(1, 1000, 2), set()
     for _ in range(1200):
@@ -506,19 +472,6 @@ def test_ring_rows_never_mix(data):
             assert float(ring.keys.flatten(0, 1)[slot, 0]) == kept[0]
 
 
-def test_ring_rows_share_until_one_writes():
-    ring = Ring(2, 4, 2)
-    ring.append(0, numbered(1, 2, 3))
-    ring.append(1, numbered(7))
-    bytes_before = ring.nbytes
-    ring.select([0, 0, 1])
-    assert ring.nbytes == bytes_before
-    ring.append(1, numbered(4, 5))
-    assert [contents(ring, row) for row in range(3)] == [[1, 2, 3], [2, 3, 4, 5], [7]]
-    ring.select([2])
-    assert contents(ring, 0) == [7] and len(ring.keys) == 1
-
-
 def test_ring_copies_on_write_only_for_graphs():
     ring = Ring(1, 4, 2)
     ring.append(0, numbered(1, 2, 3, 4))
@@ -546,13 +499,6 @@ def test_ring_refuses_half_an_entry():
     assert contents(ring, 0) == [1, 2]
     with pytest.raises(ValueError, match="values"):
         Ring(1, 2, 2).append(0, numbered(3), torch.randn(1, 3))
-
-
-def test_ring_without_rows():
-    ring = Ring(2, 3, 2)
-    ring.append(0, numbered(1))
-    ring.select([])
-    assert ring.rows == 0 and len(ring.keys) == 0
 
 
 def test_lengths_are_kept_beside_the_store():

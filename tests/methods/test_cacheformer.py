@@ -1,6 +1,5 @@
 """CacheFormer's attention: recorded runs, its specification with gradients, causality, documents, options."""
 
-import dataclasses
 import itertools
 
 import pytest
@@ -344,17 +343,6 @@ def test_blocks_of_32_rows_retrieve_240_keys():
     assert bool((blocks.amax((1, 2)) < torch.arange(32) * 2).all())
 
 
-@torch.no_grad()
-def test_which_segments_table_5_admits():
-    """Blocks of 256 rows: none, then at most 15, 31 and 47; with every earlier segment asked for, exactly those."""
-    with pytest.warns(UserWarning, match="depend on tokens after it"):
-        options = CacheFormerOptions(heads=1, kv_heads=1, head_dim=2, topk=64, select_rows=256, selection="paper_block")
-    inputs = Projected(torch.randn(1, 1, 1024, 2), torch.randn(1, 1, 1024, 2))
-    lists = selected_segments(options, CacheFormerParts(**make_parts(options)), inputs)[0, 0]
-    assert lists.amax(1).view(4, 256).unique(dim=1)[:, 0].tolist() == [-1, 15, 31, 47]
-    assert (lists >= 0).sum(1).view(4, 256).unique(dim=1)[:, 0].tolist() == [0, 16, 32, 48]
-
-
 # Options
 
 
@@ -379,17 +367,3 @@ def test_which_segments_table_5_admits():
 def test_options_that_contradict_themselves(changes, message):
     with pytest.raises(ValueError, match=message):
         CacheFormerOptions(**{"heads": 4, "kv_heads": 4, "head_dim": 8, **changes})
-
-
-def test_parts_that_a_layer_trains():
-    """The paper's counts: r_s*d for the projection, 4d for the norms; the overlap's own projection adds r_s*d."""
-
-    def count(**changes):
-        options = dataclasses.replace(CacheFormerOptions(heads=12, kv_heads=12, head_dim=64), **changes)
-        return sum(p.numel() for part in make_parts(options).values() for p in part.parameters())
-
-    assert count() == 256 + 4 * 64
-    assert count(shared_projection=False) == 2 * 256 + 4 * 64
-    assert count(long=False, overlap=False, cache=False) == 2 * 64
-    assert count(aggregation="gated") == 256 + 4 * 64 + 12 * 4 * (64 + 1)
-    assert count(tied=False, local_norm=False, global_norm=False, pretrained=True) == 256

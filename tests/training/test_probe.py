@@ -167,19 +167,3 @@ def test_hits_without_their_neighbors_do_not_answer(model, held_out, read_docume
         options = attention.memory.adapter_options
         options["default"] = replace(options["default"], neighborhood_size=1)
     assert at_chance(accuracy(model, held_out, read_documents.clone()))
-
-
-def test_training_reaches_every_part_of_the_memory(model):
-    before = dict(untrained().named_parameters())
-    for name, parameter in model.named_parameters():
-        if "lora_mem_" in name:
-            assert bool((parameter - before[name]).abs().max() > 0.01), name
-
-
-def test_the_compression_was_learned(model, held_out):
-    model, before = copy.deepcopy(model), dict(untrained().named_parameters())
-    for name, parameter in model.named_parameters():
-        if "lora_mem_down" in name:
-            parameter.data.copy_(before[name])
-    memory = cacheformers.read(model, held_out[:, :-SEGMENT], progress=False)
-    assert accuracy(model, held_out, memory) < 0.8

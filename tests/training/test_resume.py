@@ -172,15 +172,6 @@ def test_an_output_folder_with_checkpoints_is_not_overwritten_by_chance(document
     assert [path.name for path in Checkpoints(documents / "adapter" / "checkpoints").paths()] == ["step-00000001"]
 
 
-def test_a_checkpoint_without_its_contents_is_passed_over(documents):
-    for _ in range(2):
-        train_adapt.main(arguments(documents, *SETTINGS, "--resume", "--stop_after=1e-9"))
-    older, newer = Checkpoints(documents / "adapter" / "checkpoints").paths()
-    (newer / "checkpoint.json").unlink()
-    with pytest.warns(UserWarning, match="step-00000002 is damaged"):
-        assert Checkpoints(documents / "adapter" / "checkpoints").newest() == older
-
-
 def test_everything_is_on_disk_before_a_checkpoint_can_be_seen(tmp_path, monkeypatch):
     events = []
     sync, rename = os.fsync, os.rename

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from interruptions import AT_FILES
-from recipe import Recipe, make_text, run
+from recipe import make_text, run
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -17,12 +16,10 @@ from cacheformers import CacheFormerConfig, train_adapt
 from cacheformers.common.documents import Documents
 from cacheformers.evaluation.held_out import held_out, token_nats
 from cacheformers.evaluation.readers import Forgetting, Remembering
-from cacheformers.training.optim import Rates, parameter_groups
 from cacheformers.training.scratch import model_config
 from cacheformers.training.tokenizer import BYTES, END, open_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG_FILES = ROOT / "recipes" / "model_configs"
 
 DECODER = {
     "model_type": "llama",
@@ -139,18 +136,6 @@ def test_a_stopped_run_goes_on_bit_by_bit(documents, model, optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [3, 9, 21])
-def test_a_killed_run_goes_on(documents, moment):
-    train_adapt.main(arguments(documents, "neurocache", *SETTINGS, output="whole"))
-    given = arguments(documents, "neurocache", *SETTINGS)
-    killed = Recipe(given, documents / "killed.log", before=AT_FILES.format(rank=0, moment=moment, events=EVENTS))
-    assert killed.wait() == [-9], killed.output()
-    assert not (documents / "model" / "config.json").exists()
-    run([*given, "--resume"], documents / "resumed.log")
-    assert_same_weights(documents / "model", documents / "whole")
-
-
-@pytest.mark.slow
 def test_two_processes_train_what_one_trains(documents):
     train_adapt.main(arguments(documents, "neurocache", *SETTINGS, output="whole"))
     settings = (*SETTINGS, "--accumulation=1", "--device=cpu")
@@ -200,21 +185,6 @@ def test_a_saved_configuration_is_taken(folder, model):
         saved["text_config"].update(vocab_size=128, _name_or_path="elsewhere")
         path.write_text(json.dumps({**saved, "_name_or_path": "elsewhere"}))
         assert model_config(path, tokenizer).cache_size == 40
-
-
-def test_rates(folder):
-    """Memory and other weights have one rate, gates a multiple; norms do not decay."""
-    config = {**CONFIGS["neurocache"], "gate": "zero", "hit_scores": True}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = parameter_groups(model, Rates(1.0, 2.0, 60.0, 0.1))
-    assert sum(len(group["params"]) for group in groups) == len(names)
-    for group in groups:
-        for name in (names[id(parameter)] for parameter in group["params"]):
-            gate = ".memory.gate." in name or ".memory.scores." in name
-            assert group["lr"] == (60.0 if gate else 2.0 if ".memory." in name else 1.0)
-            assert group["weight_decay"] == (0.0 if gate or "norm" in name else 0.1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from peft import PeftConfig
 from recipe import adapter_weights, largest_difference, make_text, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import cacheformers
 from cacheformers import train_adapt
 from cacheformers.common.documents import Documents
 from cacheformers.evaluation.held_out import held_out, token_nats
@@ -132,25 +131,6 @@ def test_a_checkpoint_knows_the_methods_options(folder, capsys):
     assert "rule ('linear' in the checkpoint, 'delta' here)" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_where_the_sparsity_term_ends_in_training(folder):
-    """A short run from gates of 0.62: with the plus they go to 0 or 1, with the report's sign to 0.5."""
-    distance = {}
-    for sign in ("+", "paper"):
-        more = ("--gate_bias=0.5", "--mean_weight=0", "--sparsity_weight=5", f"--sparsity_sign={sign}", "--steps=60")
-        rate = ("--memory_rate=0.1", "--lora_rate=1e-3", "--no_plots")
-        train_adapt.main(arguments(folder, "gated_attention", *more, *rate, output=f"sign_{sign}"))
-        model = AutoModelForCausalLM.from_pretrained(folder / f"sign_{sign}").eval()
-        ids = AutoTokenizer.from_pretrained(folder / "base")(make_text(64, 3), return_tensors="pt").input_ids
-        memory = cacheformers.new_memory(model, 1)
-        with torch.no_grad():
-            model(ids, past_key_values=memory)
-        gates = torch.cat([layer[0, :, 6:].flatten() for layer in memory.state.last.gates.values()])
-        distance[sign] = (gates - 0.5).abs()
-    assert float(distance["+"].mean()) > 0.4
-    assert float(distance["paper"].mean()) < 0.1
-
-
 def test_shares_and_gates_move_at_their_own_rates(folder):
     """Shares at 0.01 whatever the other rates, without decay; token gates at the memory's; both are logged."""
     still = ("--lora_rate=0", "--memory_rate=0", "--weight_decay=0.5", "--log_every=1", "--warmup=0")
@@ -262,18 +242,6 @@ def test_documents_are_cut(tokenizer):
     assert len(documents.tokens(1)) == 0
     learned = Documents([text], tokenizer, max_tokens=25, places=[[[0, 5]]]).learned(0)
     assert learned is not None and len(learned) == 25
-
-
-def test_training_with_fixed_heads_goes_on(documents):
-    """One layer's gates are asked no more: they take no gradient, and the run stops and goes on all the same."""
-    fixed = ("--far_heads", "1:0", "--steps=4", "--log_every=1")
-    train_adapt.main(arguments(documents, "gated_attention", *fixed, output="whole"))
-    train_adapt.main(arguments(documents, "gated_attention", *fixed, "--stop_after=1e-9"))
-    train_adapt.main(arguments(documents, "gated_attention", *fixed, "--resume"))
-    assert result_of(documents)["losses"] == pytest.approx(result_of(documents, "whole")["losses"], rel=1e-6)
-    assert PeftConfig.from_pretrained(str(documents / "adapter")).far_heads == {"1": [0]}
-    log = [entry for entry in result_of(documents)["log"] if "token_gate_layers" in entry]
-    assert log and all(len(entry["token_gate_layers"]) == 1 for entry in log)
 
 
 @pytest.mark.slow
