@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, pipeline
 
 import cacheformers
 
-BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "qwen3", "stories260k"]
+BASES = ["llama_gqa", "mistral", "opt", "stories260k"]
 
 
 @pytest.fixture
@@ -57,25 +57,26 @@ def loaded_into(model, adapter):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize(("base", "options"), every_method(BASES, ["llama_gqa", "opt"]))
-def test_every_door_gives_the_same_logits(saved, ids, base, options, door):
+@pytest.mark.parametrize(("base", "options"), every_method(BASES, ["llama_gqa"]))
+def test_every_door_gives_the_same_logits(saved, ids, base, options):
     base_folder, adapter_folder, expected = saved(base, ids, **options)
-    model = DOORS[door](base_folder, adapter_folder).eval()
-    assert same_after_loading(model(ids).logits, expected, options.get("method", "neurocache"))
+    for door in DOORS if base == "llama_gqa" else ("PeftModel", "AutoModel"):
+        model = DOORS[door](base_folder, adapter_folder).eval()
+        assert same_after_loading(model(ids).logits, expected, options.get("method", "neurocache")), door
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("door", [door for door in DOORS if door != "PeftModel low memory"])
-def test_bfloat16_base(saved, ids, door):
+def test_bfloat16_base(saved, ids):
     """The adapter stays in float32 through every door, so all compute the same.
 
     Not with low_cpu_mem_usage: there PEFT itself rounds LoRA to the base's dtype.
     """
     base_folder, adapter_folder, expected = saved("llama_gqa", ids, torch.bfloat16)
-    logits = DOORS[door](base_folder, adapter_folder).eval()(ids).logits
-    assert logits.dtype == torch.bfloat16
-    assert torch.equal(logits, expected)
+    for door in DOORS:
+        if door != "PeftModel low memory":
+            logits = DOORS[door](base_folder, adapter_folder).eval()(ids).logits
+            assert logits.dtype == torch.bfloat16
+            assert torch.equal(logits, expected), door
 
 
 def test_the_adapter_is_one_file_with_everything_trained(saved, ids):
@@ -92,21 +93,22 @@ def test_the_adapter_is_one_file_with_everything_trained(saved, ids):
     assert not any("mlp" in key and ".0." in key for key in keys), "LoRA belongs to the augmented layers"
 
 
+LOST = ["lora_mem_down", "lora_mem_gate", "layers.2.self_attn.memory", "lora_A", "all of lora_A", "everything"]
+
+
 @pytest.mark.parametrize("door", ["PeftModel", "AutoModel", "load_adapter", "AutoPeft"])
-@pytest.mark.parametrize(
-    "lost", ["lora_mem_down", "lora_mem_gate", "layers.2.self_attn.memory", "lora_A", "all of lora_A", "everything"]
-)
-def test_a_missing_tensor_is_an_error(saved, ids, door, lost):
+def test_a_missing_tensor_is_an_error(saved, ids, door):
     base_folder, adapter_folder, _ = saved("llama_gqa", ids)
     file = adapter_folder / "adapter_model.safetensors"
     tensors = load_file(file)
-    victims = [key for key in tensors if lost in key][:1] if lost != "everything" else list(tensors)
-    if lost == "all of lora_A":
-        victims = [key for key in tensors if "lora_A" in key or "lora_B" in key]
-    kept = {key: tensor for key, tensor in tensors.items() if key not in victims}
-    save_file(kept or {"foreign": torch.zeros(1)}, file)
-    with pytest.raises(ValueError, match="incomplete|No tensor of the file fits"):
-        DOORS[door](base_folder, adapter_folder)(ids)
+    for lost in LOST:
+        victims = [key for key in tensors if lost in key][:1] if lost != "everything" else list(tensors)
+        if lost == "all of lora_A":
+            victims = [key for key in tensors if "lora_A" in key or "lora_B" in key]
+        kept = {key: tensor for key, tensor in tensors.items() if key not in victims}
+        save_file(kept or {"foreign": torch.zeros(1)}, file)
+        with pytest.raises(ValueError, match="incomplete|No tensor of the file fits"):
+            DOORS[door](base_folder, adapter_folder)(ids)
 
 
 @pytest.mark.parametrize("door", ["PeftModel", "AutoModel"])
@@ -213,7 +215,7 @@ def test_what_cannot_work_says_why(make_base, make_model, config_factory, ids):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["neurocache", "memorizing"])  # beside attention, and inside it
 def test_no_lora(make_base, config_factory, opener, ids, tmp_path, method):
     config = config_factory(method=method, target_modules=[])
     model = get_peft_model(make_base("llama_gqa", torch.float32), config).eval()
@@ -259,7 +261,7 @@ def test_compile(make_model, ids, method):
     assert torch.allclose(torch.compile(model, backend="eager")(ids).logits, expected, atol=1e-12)
 
 
-@pytest.mark.parametrize(("base", "options"), every_method(BASES))
+@pytest.mark.parametrize(("base", "options"), every_method(["llama_gqa", "opt"]))
 def test_a_training_step_moves_every_part(make_base, config_factory, ids, base, options):
     model = get_peft_model(make_base(base, torch.float32), config_factory(**options)).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -388,16 +390,6 @@ def test_attention_that_cannot_take_a_memory(make_base, config_factory):
         get_peft_model(base, config_factory(method="memorizing"))
 
 
-def test_config_round_trip(config_factory, tmp_path):
-    config = config_factory(attention_layers=[1, 2], local_window="sliding")
-    config.save_pretrained(tmp_path)
-    again = cacheformers.NeurocacheAdapterConfig.from_pretrained(tmp_path)
-    assert again.retrieval_map == {1: 1}
-    assert again.attention_layers == [1, 2]
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "NEUROCACHE"
-    shutil.rmtree(tmp_path)
-
-
 def test_a_pipeline_takes_an_adapter_without_a_warning(make_base, config_factory, tokenizer, ids, caplog):
     """It names every class that it knows where a model's class is not among them."""
     model = get_peft_model(make_base("llama_gqa", torch.float32), config_factory()).eval()
@@ -431,7 +423,7 @@ def test_a_config_serves_several_bases(make_base, config_factory):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("base", BASES[:-1])
+@pytest.mark.parametrize("base", ["llama_gqa", "opt"])
 def test_a_base_without_a_head(make_base, config_factory, opener, ids, base):
     whole = make_base(base)
     expected = get_peft_model(whole, config_factory()).eval()

@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 pytest.importorskip("matplotlib")
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,20 +59,3 @@ def test_what_cacheformers_steps_read_is_counted(tmp_path):
     assert all(row["ratio"] > 0 and row["of_model"] > 0 for row in result["forward"] + result["training"])
     assert len(result["branches"]) == 7 and len(result["memory"]) == 8
     assert all(row["bytes_with_inputs"] > row["bytes"] > 0 for row in result["memory"])
-
-
-@pytest.mark.slow
-def test_reports_of_the_search_have_their_fields(tmp_path):
-    def run(*options):
-        subprocess.run([sys.executable, "benchmarks/search.py", *map(str, options)], cwd=ROOT, check=True)
-
-    run("--quick", "--repeats", 1, "--dtype", "float32", "--output", tmp_path)
-    report = json.loads((tmp_path / "search.json").read_text())
-    assert {"about", "ratio", "ring_update", "rows"} <= set(report)
-    for row in report["rows"]:
-        assert row["recall"] == 1.0 and row["ratio"] > 0 and row["milliseconds"] > 0
-    save_file({"entries": torch.randn(3000, 16)}, tmp_path / "states.safetensors")
-    sizes = ("--capacity", 2000, "--segment", 100, "--segments", 3, "--factory", "IVF8,Flat")
-    run("--ivf", tmp_path / "states.safetensors", *sizes, "--output", tmp_path)
-    result = json.loads((tmp_path / "search_ivf.json").read_text())["result"]
-    assert result["entries"] == 2000 and result["recall"] > 0.5 and result["ratio"] > 0

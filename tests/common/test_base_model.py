@@ -210,17 +210,6 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path, model, tokens):
         assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_conversion_that_was_slower_than_another(tmp_path, model, tokens):
-    file = write_gguf(tmp_path / "model.gguf", model, tokens)
-    out = gguf_base.converted(file)
-    gguf_base.convert(file, out)  # another process has written it meanwhile
-    shutil.rmtree(out)
-    (out / "mine").mkdir(parents=True)
-    with pytest.raises(OSError, match="not empty"):
-        gguf_base.convert(file, out)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([file.name, out.name])
-
-
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 def test_a_quantized_base_is_trained_on(folder, model, config_factory, quantize):
     loaded, _ = load_base(ModelOptions(folder, dtype="bfloat16", quantize=quantize), "cpu")

@@ -19,13 +19,12 @@ from longbench_cases import (  # noqa: F401
     prompt_maker,
     result,
 )
-from peft import LoraConfig, get_peft_model
 from recipe import Recipe, make_text, run
 from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 from cacheformers import eval_longbench
 from cacheformers.evaluation.longbench import longbench_score
-from cacheformers.evaluation.longbench.answers import answer, batches, characters_read, generation_config
+from cacheformers.evaluation.longbench.answers import answer, batches, generation_config
 from cacheformers.evaluation.longbench.prompts import Encoded
 from cacheformers.evaluation.longbench.records import Record, load_records
 from cacheformers.evaluation.longbench.report import paired_difference
@@ -133,12 +132,6 @@ def test_batches_depend_on_the_records_alone(data):
     sizes = [[record.characters for record in batch] for batch in found]
     assert all(batch == sorted(batch, reverse=True) for batch in sizes)
     assert [sum(batch) for batch in sizes] == sorted((sum(batch) for batch in sizes), reverse=True)
-
-
-def test_the_bar_counts_what_is_read():
-    """Else the time that remains would be that of whole texts, of which most are cut."""
-    batch = [Record("trec", str(size), "", "x" * size, ["x"], 1, None) for size in (9000, 500)]
-    assert characters_read(batch, None) == 9500 and characters_read(batch, 1000) == 4500
 
 
 @pytest.mark.parametrize("method", ["truncation", "memory"])
@@ -279,15 +272,6 @@ def test_chat_templates_are_for_some_tasks_only(data, byte_tokenizer):
     eval_longbench.main(arguments(data, "--tasks", "trec", "passage_count", "--chat=true", f"--output={data / 'chat'}"))
     plain, chat = predictions(data), {file.name: file.read_text() for file in (data / "chat").rglob("*.jsonl")}
     assert chat["trec.jsonl"] == plain["trec.jsonl"] and chat["passage_count.jsonl"] != plain["passage_count.jsonl"]
-
-
-def test_adapters_of_other_kinds_go_with_the_base(data):
-    base = AutoModelForCausalLM.from_pretrained(data / "base")
-    model = get_peft_model(base, LoraConfig(target_modules=["up_proj"], init_lora_weights=False))
-    model.save_pretrained(data / "lora")
-    eval_longbench.main(arguments(data, "--tasks", "trec"))
-    eval_longbench.main(arguments(data, "--tasks", "trec", f"--adapter={data / 'lora'}"))
-    assert predictions(data) != predictions(data, "lora-truncation")
 
 
 # Retrieval

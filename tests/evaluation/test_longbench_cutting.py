@@ -106,19 +106,6 @@ def test_a_text_that_a_memory_on_learned_positions_cannot_read(fallback, capsys,
     assert "A prompt of 600 tokens and its answer take" in said and "the model has 512" in said
 
 
-@pytest.mark.parametrize("method", ["neurocache", "infini_attention"])
-def test_memories_whose_positions_begin_again_read_on(fallback, config_factory, method):
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(fallback / "base"),
-        config_factory(method=method, segment_tokens=128, **({"cache_size": 4000} if method == "neurocache" else {})),
-    )
-    model.save_pretrained(fallback / "remembering")
-    given = [f"--adapter={fallback / 'remembering'}", "--tasks", TASK, "--limit=1", "--plots=false"]
-    plain = [one for one in arguments(fallback, *given, method="memory") if not one.startswith("--max_length")]
-    eval_longbench.main(plain)
-    assert result(fallback, "remembering-memory")["prompt_tokens_per_record"] > POSITIONS
-
-
 def test_a_memory_that_a_grown_prompt_overfills(fallback, config_factory):
     """The cut is the user's: so is cutting again."""
     model = get_peft_model(

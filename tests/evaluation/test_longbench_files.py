@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertMo
 from cacheformers import eval_longbench
 from cacheformers.common import base_model
 from cacheformers.common.base_model import BLOCKS, base_config, hashed_tensors, sampled, weights_identity
-from cacheformers.evaluation.longbench import report
 from cacheformers.evaluation.longbench.methods import adapter_identity
 
 TITLE = "base-truncation"
@@ -217,28 +216,3 @@ def test_a_smaller_limit_keeps_what_was_answered(data):
 
 
 # What the table and the pictures say
-
-
-def test_lengths_are_the_same_in_table_and_picture(data, monkeypatch):
-    shown = []
-    monkeypatch.setattr("matplotlib.axes.Axes.errorbar", lambda self, x, y, *rest, **more: shown.append(list(y)))
-    eval_longbench.main(arguments(data, "--tasks", "hotpotqa", "trec"))
-    found = result(data)
-    for number, score in enumerate((10.0, 60.0)):  # tasks of unlike scores and numbers of records
-        task = list(found["tasks"].values())[number]
-        records = task["records"][: 3 + 2 * number]
-        for record in records:
-            record["score"] = score / 100
-        task["records"] = records
-        lengths = [record["length"] for record in records]
-        sizes = [
-            sum(low <= length < high for length in lengths) for low, high in ((0, 4000), (4000, 8000), (8000, 99999))
-        ]
-        task["buckets"] = {
-            name: {"score": score if size else None, "records": size}
-            for name, size in zip(("0-4k", "4-8k", "8k+"), sizes, strict=True)
-        }
-    report.by_length([found])
-    rows = [line for line in report.joint_table([found]).splitlines() if line.startswith("| length ")]
-    told = [float(line.split(" | ")[2].strip(" |")) for line in rows]
-    assert shown == [pytest.approx(told, abs=0.005)] and told[0] == 35 and told[2] == 60

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cacheformer_models import tiny_model
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from recipe import make_text, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -115,20 +115,6 @@ def test_a_run_writes_all_units(folder, capsys, monkeypatch, mode, more, tokens)
     assert (folder / "out" / "position.png").stat().st_size > 1000
 
 
-def test_by_position(folder, monkeypatch):
-    monkeypatch.setattr("cacheformers.evaluation.text_perplexity.FIRST_BUCKET", 16)
-    main(arguments(folder, "sliding", "--window=30"))
-    found = result(folder)
-    assert {name: part["tokens"] for name, part in found["by_position"].items()} == {
-        "0-16": 32,
-        "16-32": 32,
-        "32-64": 32 + 17,
-        "64-128": 5,
-    }
-    nats = sum(sum(part["nats_by_document"]) for part in found["by_position"].values())
-    assert nats == pytest.approx(sum(found["nats_by_document"]))
-
-
 @pytest.mark.parametrize("exported", [False, True])
 def test_memory_reads_a_document_as_one_pass(folder, adapter, tokenizer, exported):
     model = AutoModelForCausalLM.from_pretrained(adapter).eval()
@@ -144,18 +130,6 @@ def test_memory_reads_a_document_as_one_pass(folder, adapter, tokenizer, exporte
         expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
         assert found["nats_by_document"][place] == pytest.approx(float(expected), rel=1e-4)
     assert found["windows"] is None and found["name"] == ("model-memory" if exported else "remembering-memory")
-
-
-def test_lora_is_read_in_windows(folder):
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "base"), LoraConfig(r=2))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.5)
-    model.save_pretrained(folder / "lora")
-    main(arguments(folder, "segment"))
-    plain = result(folder)["perplexity"]
-    main(arguments(folder, "segment", f"--adapter={folder / 'lora'}"))
-    assert result(folder)["perplexity"] != pytest.approx(plain)
 
 
 @pytest.mark.slow
@@ -194,13 +168,6 @@ def test_first_tokens_and_bos(folder, tokenizer):
     assert first.ids.tolist() == [tokenizer.bos_token_id, *whole.ids[:10].tolist()]
     assert first.tokens == first.words == 10
     assert first.characters == len(" ".join(make_text(70, 70).split()[:10]))
-
-
-def test_words_of_the_tokenized_file(folder):
-    """WikiText's convention: the raw file's loss over the tokenized file's words."""
-    main(arguments(folder, "segment", "--words=240"))
-    found = result(folder)
-    assert found["word_perplexity"] == pytest.approx(math.sqrt(found["perplexity"]))
 
 
 def test_a_language_without_white_space():

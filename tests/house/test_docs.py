@@ -10,9 +10,8 @@ from huggingface_hub import ModelCard
 from lm_eval.api.registry import get_model
 from peft import get_peft_model
 from recipe import make_text
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-import cacheformers
 from cacheformers import CacheFormerConfig, train_adapt
 from cacheformers.adapters.export import main
 from cacheformers.common.base_model import ModelOptions
@@ -156,23 +155,6 @@ def test_methods_in_the_training_page(capsys):
     assert "InfiniAttentionAdapterConfig" in capsys.readouterr().out
     for method in METHODS:
         assert method == "toy" or f"| `{method}` |" in section
-
-
-def test_the_papers_size():
-    """12 layers and 184 M parameters, as many as the same base has with wider feed-forward blocks and no memory."""
-    config = AutoConfig.from_pretrained(ROOT / "recipes" / "model_configs" / "neurocache_184m.json")
-    assert type(config) is cacheformers.NeurocacheConfig
-    options, base = config.options(), config.text_config
-    assert options.layers == (9, 10, 11)  # from three quarters up
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-        base.intermediate_size = 2736
-        plain = AutoModelForCausalLM.from_config(base)
-    wide, narrow = base.hidden_size, options.width
-    memory = sum(parameter.numel() for name, parameter in model.named_parameters() if ".memory." in name)
-    assert memory == 3 * (2 * wide * wide + 2 * wide * narrow) + wide * narrow + 2 * narrow
-    assert model.num_parameters() == pytest.approx(184e6, rel=2e-3)
-    assert plain.num_parameters() == pytest.approx(model.num_parameters(), rel=2e-3)
 
 
 def test_evaluation_page(folder, config_factory, make_base, tokenizer, monkeypatch):

@@ -184,40 +184,6 @@ print(json.dumps({"difference": difference, "tokenizer": len(AutoTokenizer.from_
 
 
 @pytest.mark.slow
-def test_a_second_push_replaces_weights_and_leaves_what_a_person_wrote(hub, fresh, folder):
-    code = """
-base = AutoModelForCausalLM.from_pretrained(f"{folder}/base")
-base.save_pretrained(f"{folder}/shards", max_shard_size="20KB")
-cacheformers.push_to_hub(f"{folder}/shards", "me/it")
-from huggingface_hub import HfApi
-adapted = get_peft_model(base, cacheformers.NeurocacheAdapterConfig(segment_tokens=16, cache_size=40, topk=4))
-cacheformers.push_to_hub(adapted, "me/adapter")
-print("{}")
-"""
-    fresh(code, folder)
-    shards = [path for path in hub.repos["me/it"].files if path.endswith(".safetensors")]
-    assert len(shards) > 1 and "model.safetensors.index.json" in hub.repos["me/it"].files
-
-    own = "---\nlicense: mit\n---\n\n# Mine\n"
-    hub.repos["me/it"].commit({**hub.repos["me/it"].files, "README.md": File(own.encode())})
-    licensed = hub.text("me/adapter", "README.md").replace("---\n", "---\nlicense: mit\n", 1)
-    hub.repos["me/adapter"].commit({**hub.repos["me/adapter"].files, "README.md": File(licensed.encode())})
-    code = """
-base = AutoModelForCausalLM.from_pretrained(f"{folder}/base")
-cacheformers.push_to_hub(base, "me/it")
-adapted = get_peft_model(base, cacheformers.NeurocacheAdapterConfig(segment_tokens=32, cache_size=40, topk=4))
-cacheformers.push_to_hub(adapted, "me/adapter")
-print("{}")
-"""
-    fresh(code, folder)
-    files = hub.repos["me/it"].files
-    assert [path for path in files if "safetensors" in path] == ["model.safetensors"]
-    assert hub.text("me/it", "README.md") == own
-    card = ModelCard(hub.text("me/adapter", "README.md"))
-    assert card.data.license == "mit" and "segments of 32 tokens" in card.text
-
-
-@pytest.mark.slow
 def test_a_push_deletes_only_the_weights_that_it_replaces_and_names_them(hub, fresh, folder):
     """Adapters in sub-folders, other variants and a repository of the other kind stay whole."""
     code = """
@@ -234,6 +200,8 @@ print("{}")
     others = {name: File(b"other") for name in names}
     for repo in hub.repos.values():
         repo.commit({**repo.files, **others})
+    own = "---\nlicense: mit\n---\n\n# Mine\n"
+    hub.repos["me/model"].commit({**hub.repos["me/model"].files, "README.md": File(own.encode())})
     shards = {path for path in hub.repos["me/model"].files if path.startswith("model-") or path.endswith("index.json")}
     assert len(shards) > 2
     code = """
@@ -259,6 +227,7 @@ print(json.dumps({"refused": refused, "printed": printed.getvalue()}))
     assert found["printed"].splitlines() == [f"Deleted from me/model: {', '.join(sorted(shards))}"]
     assert len(hub.repos["me/model"].commits) == commits + 2
     weights = {name: {path for path in repo.files if "safetensors" in path} for name, repo in hub.repos.items()}
+    assert hub.text("me/model", "README.md") == own
     assert weights["me/model"] == {*others, "model.safetensors", "adapter_model.safetensors"}
     assert weights["me/adapter"] == {*others, "adapter_model.safetensors"}
 

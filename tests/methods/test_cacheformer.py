@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cacheformer_cases import CHOICES, label, make_options, pairwise, random_inputs, random_parts
-from cacheformer_golden import LONG_SHORT, MODES, TINY, TinyModel, needs_golden, recorded, rotate_pairs, selection_cases
+from cacheformer_golden import rotate_pairs, selection_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from torch import Tensor
 
 from cacheformers.methods.cacheformer import tiles as cacheformer_tiles
@@ -25,63 +24,6 @@ TIME = 37
 def naive_rows(options, parts, projected):
     rows = [projected.each(lambda tensor, row=row: tensor[row : row + 1]) for row in range(len(projected.q))]
     return torch.cat([naive(options, parts, row, rotate_pairs)[0] for row in rows])
-
-
-def compare_gradients(model, recording, tolerance):
-    for name, weight in model.weights.items():
-        expected = recording[f"grad.{name}"].to(weight.dtype)
-        assert weight.grad is not None
-        assert float((weight.grad - expected).abs().max()) <= tolerance * float(expected.abs().max()), name
-
-
-# Recorded runs
-
-
-@pytest.mark.parametrize("name", recorded("ls_tiny_n"))
-def test_published_long_short_runs(name):
-    recording = load_file(needs_golden(f"{name}.safetensors"))
-    model = TinyModel(CacheFormerOptions(**TINY, **LONG_SHORT), attend, torch.float32)
-    logits = model(recording["input_ids"])
-    read = logits.detach()
-    real = recording.get("mask", torch.ones(logits.shape[:2], dtype=torch.bool))
-    assert float((read - recording["logits"])[real].abs().max()) < 2e-6
-    for layer, attended in enumerate(model.attended):
-        if any(name.startswith("inter.") for name in recording):
-            expected = recording[f"inter.layer{layer}.attn_out"]
-            assert float((attended - expected).detach().abs().max()) < 2e-6
-    if "loss" in recording and "grad.token_emb.weight" in recording:
-        loss = F.cross_entropy(logits.flatten(0, 1), recording["targets"].flatten())
-        assert loss.item() == pytest.approx(float(recording["loss"]), abs=1e-6)
-        loss.backward()
-        compare_gradients(model, recording, 1e-5)
-
-
-@pytest.mark.parametrize("name", recorded("cf_"))
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "naive"])
-def test_independent_float64_runs(name, fast):
-    recording = load_file(needs_golden(f"{name}.safetensors"))
-    options = CacheFormerOptions(**TINY, **MODES[name.rsplit("_", 1)[0]])
-    lists = []
-
-    def both(options, parts, projected):
-        if fast:
-            lists.append(selected_segments(options, parts, projected)[0] if options.cache else None)
-            return attend(options, parts, projected)
-        read, chosen = naive(options, parts, projected)
-        lists.append(torch.tensor(chosen))
-        return read
-
-    model = TinyModel(options, both, torch.float64)
-    logits = model(recording["input_ids"][None])[0]
-    assert float((logits - recording["logits"]).detach().abs().max()) < 5e-7  # the recording's rotation is in float32
-    for layer in range(model.layers):
-        expected = recording.get(f"layer{layer}.selected_segments")
-        assert options.cache == (expected is not None)
-        if expected is not None:
-            assert torch.equal(lists[layer].int(), expected)
-    if "grad.token_emb.weight" in recording:
-        F.cross_entropy(logits, recording["targets"]).backward()
-        compare_gradients(model, recording, 2e-6)
 
 
 # The choice of segments

@@ -48,22 +48,22 @@ def test_killed_while_a_checkpoint_is_written(documents, uninterrupted, moment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [1, 2, 3, 5, 7, 11, 13, 15, 17, 19, 25, 31, 40])
+@pytest.mark.parametrize("moment", [1, 3, 7, 13, 17, 25, 40])
 def test_killed_at_a_file(documents, uninterrupted, moment):
     killed_and_resumed(documents, AT_FILES.format(rank=0, moment=moment, events=TOUCHES))
     assert largest_difference(documents / "adapter", uninterrupted) <= 1e-6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [1, 2, 3, 4])
+@pytest.mark.parametrize("moment", [2, 4])
 def test_killed_at_a_rename(documents, uninterrupted, moment):
-    """The third and the fourth also take an old checkpoint away."""
+    """The fourth also takes an old checkpoint away."""
     killed_and_resumed(documents, AT_FILES.format(rank=0, moment=moment, events=("os.rename",)))
     assert largest_difference(documents / "adapter", uninterrupted) <= 1e-6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [30, 500, 700, 1111])
+@pytest.mark.parametrize("moment", [30, 700])
 def test_killed_in_a_forward(documents, uninterrupted, moment):
     killed_and_resumed(documents, IN_FORWARD.format(rank=0, moment=moment, signal=9))
     assert largest_difference(documents / "adapter", uninterrupted) <= 1e-6
@@ -73,7 +73,7 @@ def test_killed_in_a_forward(documents, uninterrupted, moment):
 def test_killed_at_any_time_again_and_again(documents, uninterrupted):
     """Killed by the clock until it comes through; each run goes on from what the one before has left."""
     delays = random.Random(0)
-    for attempt in range(12):
+    for attempt in range(6):
         recipe = Recipe(arguments(documents, *SETTINGS, "--resume"), documents / f"{attempt}.log")
         started = time.monotonic()
         while recipe.processes[0].is_alive() and "Training:" not in recipe.output():
