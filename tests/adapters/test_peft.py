@@ -10,7 +10,7 @@ import transformers
 from conftest import METHODS, OTHERS, every_method, same_after_loading
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, pipeline
+from transformers import AutoModelForCausalLM, pipeline
 
 import cacheformers
 
@@ -363,16 +363,6 @@ def test_a_loaded_config_can_start_on_another_base(saved, make_base, ids):
     assert model.peft_config["default"].made_for == "mistral, 3 layers of 32"
 
 
-def test_quantized_base(make_base, config_factory, ids, tmp_path):
-    # Widths that the 4-bit kernels take.
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
-    make_base("llama_gqa", torch.float32, **sizes).save_pretrained(tmp_path)
-    for quantization in ({"load_in_4bit": True}, {"load_in_8bit": True}):
-        base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=BitsAndBytesConfig(**quantization))
-        model = get_peft_model(base, config_factory()).eval()
-        assert bool(torch.isfinite(model(ids).logits).all())
-
-
 def test_attention_that_was_changed_after_the_memory_was_put_in(make_model, ids):
     model = make_model("llama_gqa", method="memorizing")
     expected = model(ids).logits
@@ -410,16 +400,6 @@ def test_a_lost_saved_module_is_an_error(make_base, config_factory, ids, tmp_pat
     save_file({key: tensor for key, tensor in tensors.items() if "lm_head" not in key}, file)
     with pytest.raises(ValueError, match="incomplete"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")(ids)
-
-
-def test_a_config_serves_several_bases(make_base, config_factory):
-    """Defaults are found for each base anew."""
-    config = config_factory(retrieval_map=None)
-    for layers in (4, 8):
-        model = get_peft_model(make_base("llama_gqa", num_hidden_layers=layers), config)
-        names = [name for name, _ in model.named_parameters() if "lora_A" in name]
-        found = {int(name.split("layers.")[1].split(".")[0]) for name in names}
-        assert found == set(range(3 * layers // 4, layers))
 
 
 @torch.no_grad()

@@ -31,15 +31,6 @@ def test_nothing_far_is_read_where_gates_are_closed(tmp_path):
 
 
 @pytest.mark.slow
-def test_heads_with_a_window_hold_no_more_than_it(tmp_path):
-    whole, half, quarter, none = measured("fixed_heads", tmp_path)["rows"]
-    sizes = [row["samples"][-1]["state_bytes"] for row in (whole, half, quarter, none)]
-    assert sizes == sorted(sizes, reverse=True) and sizes[-1] < 0.2 * sizes[0]
-    assert len({sample["state_bytes"] for sample in none["samples"][1:]}) == 1
-    assert whole["far_pairs"] == 2 * half["far_pairs"] == 4 * quarter["far_pairs"] and none["far_pairs"] == 0
-
-
-@pytest.mark.slow
 def test_what_cacheformers_steps_read_is_counted(tmp_path):
     """A step reads one compressed vector more for every 128 tokens, or four for every 16, and full attention all."""
     result = measured("attention_cacheformer", tmp_path)

@@ -14,7 +14,6 @@ from recipe import make_text
 from transformers import LogitsProcessorList
 
 import cacheformers
-from cacheformers.cli.ask import counts, draw, gone_bins
 from cacheformers.cli.main import ELSEWHERE, dashed, main, make_parser
 from cacheformers.modeling.files.index import read_index
 from cacheformers.modeling.tracing import Trace
@@ -232,21 +231,6 @@ assert not loaded, loaded
     assert "--text_field" not in done.stdout
 
 
-def test_what_is_forgotten_is_gray(make_model, ids, tmp_path):
-    """Of 75 tokens 40 are kept, in 75 stretches of the picture; what was retrieved is never gray."""
-    memory = cacheformers.read(make_model("llama_gqa"), ids[:1], progress=False)
-    trace = Trace(memory)
-    trace.chosen = [torch.tensor([20, 50]), torch.tensor([], dtype=torch.long)]
-    table = counts(trace.chosen, 75)
-    gray = gone_bins(table, 75, 75 - memory.tokens_kept[0])
-    assert gray[0].nonzero()[:, 0].tolist() == [place for place in range(35) if place != 20]
-    assert gray[1].nonzero()[:, 0].tolist() == list(range(35))
-    image = pytest.importorskip("matplotlib.image")
-    draw(trace, ["a", "b"], "?").savefig(tmp_path / "map.png")
-    shades = image.imread(tmp_path / "map.png")[..., :3]
-    assert ((shades - 0.8).__abs__().max(-1) < 0.01).mean() > 0.1
-
-
 @pytest.mark.parametrize("name", ["llama_gqa", "opt"])
 def test_trace_is_what_one_forward_retrieves(make_model, ids, name):
     """Token by token with a segment closing on the way, against the hits of one forward over all of it."""
@@ -309,19 +293,6 @@ def test_trace_of_a_memorizing_transformer(make_model, ids):
     assert found == expected.sort(dim=1).values.tolist()
 
 
-def test_explaining_a_memorizing_transformer(folder, make_model, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
-    model = make_model("llama_gqa", torch.float32, method="memorizing")
-    model.peft_config["default"].base_model_name_or_path = "base"
-    model.save_pretrained(folder / "adapter")
-    (folder / "book.txt").write_text(make_text(WORDS))
-    main(["read", "book.txt", "-o", "book.memory", "--adapter", "adapter"])
-    main(["ask", "book.memory", "w5 w6 ?", "--explain", "--max-new-tokens", "4"])
-    said = capsys.readouterr().out
-    assert "What question and answer retrieved most:\n  token " in said
-    assert said.count(" near token ") >= 4 and (folder / "book.png").exists()
-
-
 def test_trace_of_several_rows(make_model, ids):
     with pytest.raises(ValueError, match="one row"):
         Trace(cacheformers.read(make_model("llama_gqa"), ids, progress=False))
@@ -346,16 +317,6 @@ def test_options_take_dashes_and_underscores(command):
         for given in ([f"--{spelled}", "5"], [f"--{spelled}=5"]):
             assert getattr(make_parser().parse_args(dashed([*command, *given, "--model", "a_b"])), name) == 5
     assert dashed(["a_b", "--model=a_b", "-o", "c_d"]) == ["a_b", "--model=a_b", "-o", "c_d"]
-
-
-def test_compare_and_push_reach_their_modules(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["cacheformers"])
-    given = {}
-    monkeypatch.setattr("cacheformers.eval_longbench.compare", lambda arguments: given.update(compare=arguments))
-    monkeypatch.setattr("cacheformers.cli.push.main", lambda arguments: given.update(push=arguments))
-    main(["compare", "ONE", "OTHER"])
-    main(["push", "FOLDER", "me/books", "--allow_mixed"])
-    assert given == {"compare": ["--compare", "ONE", "OTHER"], "push": ["FOLDER", "me/books", "--allow-mixed"]}
 
 
 def test_reading_and_asking_start_without_slow_libraries():

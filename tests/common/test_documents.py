@@ -216,17 +216,6 @@ def test_files_that_are_no_documents(tmp_path, name, content, message, stream):
         (stream_texts if stream else load_texts)([str(tmp_path / "data" / name)])
 
 
-def test_the_broken_one_of_many_files_is_named(tmp_path):
-    for number in range(5):
-        write_parquet(tmp_path / "data" / f"{number}.parquet", [words(number)] * 40)
-    broken = tmp_path / "data" / "3.parquet"
-    content = bytearray(broken.read_bytes())
-    content[4:60] = bytes(56)
-    broken.write_bytes(content)
-    with pytest.raises(ValueError, match=r"3\.parquet cannot be read as parquet"):
-        load_texts([str(tmp_path / "data")])
-
-
 # Which are left out
 
 

@@ -81,14 +81,6 @@ def test_the_command(saved, capsys):
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
 
 
-def test_the_models_own_tokenizer(saved, tokenizer):
-    folder, _ = saved
-    tokenizer.save_pretrained(folder / "model")
-    (folder / "text.txt").write_text(" ".join(f"w{i}" for i in range(50)))
-    main([str(folder / "model"), str(folder / "text.txt"), "--output", str(folder / "out")])
-    assert json.loads((folder / "out" / "segments.json").read_text())["tokens"] == 50
-
-
 def test_what_cannot_be_shown(saved, make_base, capsys):
     folder, _ = saved
     make_base("llama_mha", torch.float32).save_pretrained(folder / "llama")

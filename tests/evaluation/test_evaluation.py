@@ -17,7 +17,6 @@ from recipe import free_port, launched, make_text
 import cacheformers
 from cacheformers.common.documents import Documents
 from cacheformers.common.loss import token_losses
-from cacheformers.common.recipe import RecipeParser
 from cacheformers.evaluation import plots
 from cacheformers.evaluation.held_out import HeldOut, divide, held_out, side_by_side, token_nats
 from cacheformers.evaluation.model import EvalOptions, evaluate_model
@@ -31,11 +30,9 @@ from cacheformers.evaluation.readers import (
 )
 from cacheformers.evaluation.run import (
     RESAMPLES,
-    Measure,
     Run,
     compare,
     measure,
-    multiple,
     perplexity_interval,
     print_runs,
     reference,
@@ -320,17 +317,6 @@ def test_an_adapter_is_evaluated(make_model, capsys):
     assert f"cache 100 {first[0] / first[1]:.4f} (" in " ".join(divided.split())
 
 
-def test_only_the_same_tokens_are_divided():
-    """A longer window puts other tokens into a class."""
-    one = Measure(np.array([20.0, 30.0]), np.array([10.0, 10.0]))
-    same, more = (
-        Measure(np.array([10.0, 20.0]), one.tokens_by_document),
-        Measure(np.array([9.0, 9.0]), np.array([9.0, 8])),
-    )
-    assert multiple(one, same) == "2.7183 (2.7183 - 2.7183)"
-    assert multiple(one, more) == "other tokens"
-
-
 def test_lora_alone_is_evaluated(make_base, config_factory, opener):
     base = make_base("llama_gqa")
     memory = config_factory(cache_size=4000).resolve(cacheformers.modeling.attach.base_shape(base.config))
@@ -385,15 +371,6 @@ def test_controls_that_are_not_possible(make_model, options, adapter, message):
 def test_options_that_make_no_sense(options, message):
     with pytest.raises(ValueError, match=message):
         EvalOptions(**options)
-
-
-def test_options_come_from_a_command_line(capsys):
-    parser = RecipeParser([EvalOptions], "Evaluate.")
-    (options,) = parser.parse(["--cache_sizes", "0", "64", "--controls", "shuffled", "longer_window", "--no_plots"])
-    assert options == EvalOptions(cache_sizes=[0, 64], controls=["shuffled", "longer_window"], plots=False)
-    with pytest.raises(SystemExit):
-        parser.parse(["--controls", "shuffle"])
-    assert "shuffle is none of other_document, shuffled, longer_window" in capsys.readouterr().err
 
 
 # Several processes

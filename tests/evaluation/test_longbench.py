@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel
 
 from cacheformers import eval_longbench
 from cacheformers.evaluation.longbench import longbench_score
-from cacheformers.evaluation.longbench.answers import answer, batches, generation_config
+from cacheformers.evaluation.longbench.answers import answer, generation_config
 from cacheformers.evaluation.longbench.prompts import Encoded
-from cacheformers.evaluation.longbench.records import Record, load_records
+from cacheformers.evaluation.longbench.records import load_records
 from cacheformers.evaluation.longbench.report import paired_difference
 from cacheformers.evaluation.longbench.retrieval import UNIT, chunks, make_retriever, retrieved
 from cacheformers.evaluation.longbench.tasks import TASKS
@@ -120,18 +120,6 @@ def test_module_of_evaluate(monkeypatch, tmp_path):
 
 
 # Batches and processes
-
-
-def test_batches_depend_on_the_records_alone(data):
-    records = {task: load_records(str(data / "data"), task) for task in TESTED}
-    found = batches(records, 2)
-    assert sorted(record.id for batch in found for record in batch) == sorted(
-        record.id for own in records.values() for record in own
-    )
-    assert all(len({record.task for record in batch}) == 1 for batch in found)
-    sizes = [[record.characters for record in batch] for batch in found]
-    assert all(batch == sorted(batch, reverse=True) for batch in sizes)
-    assert [sum(batch) for batch in sizes] == sorted((sum(batch) for batch in sizes), reverse=True)
 
 
 @pytest.mark.parametrize("method", ["truncation", "memory"])
@@ -315,19 +303,6 @@ def test_an_encoder_retrieves_by_cosine(tmp_path, tokenizer):
     assert scores[2] == pytest.approx(1, abs=1e-5) and set(np.flatnonzero(scores > 0.9999)) == set(range(2, 40, 4))
     alone = retriever.embed([texts[0]])
     assert torch.allclose(retriever.embed(texts)[0], alone[0], atol=1e-5)
-
-
-def test_retrieval_asks_with_the_instruction_where_there_is_no_question(data):
-    maker = prompt_maker(data, "retrieval", chunk_words=5, chunks=1, max_length=400)
-    assert maker.method.title == "base-retrieval-bm25"
-    maker = maker.using(make_retriever("bm25", torch.device("cpu")))
-    context = "Nothing here at all. One page of the report. Again nothing to see."
-    for task, question, told in (
-        ("gov_report", "", "One page of the"),
-        ("qmsum", "Nothing here?", "Nothing here at all"),
-    ):
-        text = str(maker.tokenizer.decode(maker(Record(task, "0", question, context, ["x"], 1, None)).ids))
-        assert told in text and "Again nothing to see" not in text
 
 
 # Data

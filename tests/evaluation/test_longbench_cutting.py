@@ -15,13 +15,12 @@ from longbench_cases import (
 )
 from peft import get_peft_model
 from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from cacheformers import eval_longbench
-from cacheformers.evaluation.longbench.methods import LongBenchOptions, PromptMaker, make_method
 from cacheformers.evaluation.longbench.prompts import cut_middle, encode, fill
-from cacheformers.evaluation.longbench.records import Record, load_records
-from cacheformers.evaluation.longbench.tasks import TASKS, load_templates
+from cacheformers.evaluation.longbench.records import load_records
+from cacheformers.evaluation.longbench.tasks import TASKS
 from cacheformers.evaluation.passkey import main as passkey
 
 TASK = "multifieldqa_zh"
@@ -104,19 +103,3 @@ def test_a_text_that_a_memory_on_learned_positions_cannot_read(fallback, capsys,
         )
     said = " ".join(capsys.readouterr().err.split())
     assert "A prompt of 600 tokens and its answer take" in said and "the model has 512" in said
-
-
-def test_a_memory_that_a_grown_prompt_overfills(fallback, config_factory):
-    """The cut is the user's: so is cutting again."""
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(fallback / "base"), config_factory(cache_size=440, segment_tokens=128)
-    )
-    options = LongBenchOptions(data="", methods=["memory"], max_length=440)
-    config = model.peft_config["default"]
-    method = make_method("memory", options, str(fallback / "base"), model.config, config)
-    tokenizer = AutoTokenizer.from_pretrained(fallback / "base")
-    maker = PromptMaker(method, options, tokenizer, load_templates([TASK]))
-    record = Record(TASK, "0", "", "长文" * 200, ["文"], 1, None)
-    assert encode(cut_middle(fill(maker.templates[TASK], record), tokenizer, 440), tokenizer, True).question > 440
-    assert maker(record).question <= 440
-    maker.check(record)

@@ -2,19 +2,17 @@
 
 import json
 import shutil
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from longbench_cases import adapter_fixture, arguments, data_fixture, error_of, predictions, result, row, write_rows  # noqa: F401
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
+from transformers import AutoModelForCausalLM
 
 from cacheformers import eval_longbench
 from cacheformers.common import base_model
 from cacheformers.common.base_model import BLOCKS, base_config, hashed_tensors, sampled, weights_identity
-from cacheformers.evaluation.longbench.methods import adapter_identity
 
 TITLE = "base-truncation"
 ONE_TASK = ("--tasks", "trec")
@@ -55,18 +53,6 @@ def test_predictions_are_those_of_the_weights(data, capsys):
     assert predictions(data) == before
 
 
-def test_chunks_are_those_of_the_encoders_weights(data, capsys):
-    sizes = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    encoder = BertModel(BertConfig(**sizes, intermediate_size=16, max_position_embeddings=2048))
-    encoder.save_pretrained(data / "encoder")
-    AutoTokenizer.from_pretrained(data / "base").save_pretrained(data / "encoder")
-    given = arguments(data, *ONE_TASK, f"--retriever={data / 'encoder'}", "--limit=1", method="retrieval")
-    eval_longbench.main(given)
-    encoder.embeddings.word_embeddings.weight.data[5] += 0.1
-    encoder.save_pretrained(data / "encoder")
-    assert "retriever_weights (" in error_of(given, capsys)
-
-
 def test_large_tensors_are_sampled(tmp_path):
     """Some blocks of each, so that a model of many gigabytes takes a moment; training changes those as all others."""
     weights, path = {"large": torch.zeros(1000, 1000), "small": torch.zeros(8)}, tmp_path / "model.safetensors"
@@ -104,15 +90,6 @@ def test_weights_that_are_not_there_or_damaged(data, tmp_path):
     (tmp_path / "damaged" / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"damaged holds no model.safetensors"):
         identity(tmp_path / "damaged")
-
-
-def test_an_adapter_of_the_hub_counts_with_its_files(adapter, monkeypatch):
-    """Not with its name, under which there may be another one tomorrow."""
-    monkeypatch.setattr(
-        "cacheformers.evaluation.longbench.methods.cached_file",
-        lambda name, file: str((adapter if name == "owner/name" else Path(name)) / file),
-    )
-    assert adapter_identity("owner/name") == adapter_identity(str(adapter)) != "owner/name"
 
 
 # Damaged files
@@ -179,12 +156,6 @@ def test_records_that_cannot_be_scored_or_written(data, capsys, task, change, me
     write_rows(data / "data" / f"{task}.jsonl", rows)
     said = error_of(arguments(data, "--tasks", task), capsys)
     assert message in said and "line" in said
-
-
-@pytest.mark.parametrize("base", ["/no/such", "./no/such", "no/such/base/here"])
-def test_a_base_that_does_not_exist(data, capsys, base):
-    said = " ".join(error_of(arguments(data, f"--base={base}"), capsys).split())
-    assert f"base model {base} was not found: there is no folder" in said and "Repo id must" not in said
 
 
 # Going on with more records

@@ -17,7 +17,7 @@ import cacheformers
 from cacheformers import train_adapt
 from cacheformers.common.documents import DataOptions, open_documents
 from cacheformers.evaluation.passkey import main as passkey
-from cacheformers.evaluation.passkey.main import PasskeyOptions, parse_length
+from cacheformers.evaluation.passkey.main import parse_length
 from cacheformers.evaluation.passkey.prompts import INTRO, NEEDLES, REPEATED, Case, PromptMaker, load_filler, make_cases
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -349,40 +349,3 @@ def test_training_documents_teach_the_task_in_other_words(data, byte_tokenizer, 
     with pytest.raises(SystemExit):
         makes.main(given)
     assert "is there already" in capsys.readouterr().err
-
-
-def test_training_documents_in_the_words_of_the_evaluation(data, byte_tokenizer, capsys):
-    out, makes, wording = data / "own.jsonl", script(), NEEDLES["passkey"]
-    given = [str(out), f"--base={data / 'base'}", "--documents=6", "--tokens", "512", "768", "--needle=passkey"]
-    makes.main(given)
-    rows, places = [json.loads(line) for line in out.read_text().splitlines()], set()
-    for row in rows:
-        [(start, end)] = row["answers"]
-        prompt, answer = row["text"][:start], row["text"][start:]
-        key = answer.strip(" .")
-        assert len(prompt) in (512, 768) and end == len(row["text"]) and wording.score(answer, key) == 1
-        needle = wording.needle.format(key=key)
-        assert prompt.startswith(INTRO) and prompt.endswith(wording.question) and prompt.count(needle) == 1
-        places.add(prompt.index(needle))
-        rest = prompt.removeprefix(INTRO).removesuffix(wording.question).replace(f"\n{needle}\n", "").strip("\n")
-        assert rest in REPEATED * 20
-    assert len(places) > 3 and len({row["text"][-6:] for row in rows}) == 6
-    makes.main([str(data / "often.jsonl"), *given[1:], "--asked=4"])
-    for line in (data / "often.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        text, asked = row["text"], row["text"].split(wording.question)
-        [said] = {text[start:end] for start, end in row["answers"]}
-        assert len(row["answers"]) == 4 and wording.score(said, asked[1][1:6]) == 1
-        assert len(asked) == 5 and len({part[:7] for part in asked[1:]}) == 1
-        assert asked[0].count(asked[1][1:6]) == 2  # the needle stands before the first question
-    with pytest.raises(SystemExit):
-        makes.main([str(data / "more.jsonl"), *given[1:], "--books", str(data / "book.txt")])
-    assert "leave --books out" in capsys.readouterr().err
-
-
-def test_options_are_explained(capsys):
-    with pytest.raises(SystemExit):
-        passkey.main(["--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "cacheformers passkey" in said and "1M (1048576)" in said
-    assert PasskeyOptions().tokens == [1024, 2048, 4096]

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cacheformers.adapters.export import export
 from cacheformers.cli import main as command_line
 from cacheformers.evaluation.held_out import window_nats
-from cacheformers.evaluation.run import Measure
-from cacheformers.evaluation.text_perplexity import Windows, main, places_in_window, rates, raw_text, read_texts
+from cacheformers.evaluation.text_perplexity import Windows, main, places_in_window, raw_text, read_texts
 
 
 def arguments(folder, mode, *more):
@@ -74,22 +73,6 @@ def test_windows_are_those_of_transformers_recipe(make_base, ids, window, stride
         expected, count = transformers_own(model, document, window, stride)
         assert np.isfinite(nats).sum() == count
         assert np.nansum(nats, dtype=np.float64) == pytest.approx(expected, rel=1e-5)
-
-
-def test_segments_are_read_by_themselves(make_base, ids):
-    """Of each window the first token is not predicted, and nothing before it matters."""
-    model = make_base("llama_gqa")
-    (nats,) = window_nats(model, [ids[0]], 25, 25)
-    assert np.flatnonzero(np.isnan(nats)).tolist() == [24, 49]
-    other = torch.cat([ids[1, :50], ids[0, 50:]])
-    np.testing.assert_array_equal(window_nats(model, [other], 25, 25)[0][50:], nats[50:])
-
-
-def test_a_loss_that_is_not_finite(make_base, ids):
-    model = make_base("llama_gqa")
-    model.lm_head.weight.data[int(ids[0, 30])] = torch.inf
-    with pytest.raises(FloatingPointError, match="document 0 at token .* float16 overflows"):
-        window_nats(model, [ids[0]], 16, 8)
 
 
 # Results
@@ -168,16 +151,6 @@ def test_first_tokens_and_bos(folder, tokenizer):
     assert first.ids.tolist() == [tokenizer.bos_token_id, *whole.ids[:10].tolist()]
     assert first.tokens == first.words == 10
     assert first.characters == len(" ".join(make_text(70, 70).split()[:10]))
-
-
-def test_a_language_without_white_space():
-    """500 nats over what white space makes two words of: a perplexity of them says nothing."""
-    counts = {"tokens": 100, "words": 2, "characters": 100, "bytes": 300}
-    found = rates(Measure(np.array([495.0]), np.array([99.0])), counts)
-    assert found["word_perplexity"] is None
-    assert found["bits_per_character"] == pytest.approx(5 / math.log(2)) == pytest.approx(3 * found["bits_per_byte"])
-    counts["words"] = 50
-    assert rates(Measure(np.array([495.0]), np.array([99.0])), counts)["word_perplexity"] == pytest.approx(math.exp(10))
 
 
 # Errors, all of them before a model is loaded

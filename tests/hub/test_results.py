@@ -9,8 +9,6 @@ from huggingface_hub.repocard import metadata_load
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.report import make_result, task_scores
 from cacheformers.evaluation.text_perplexity import main as perplexity
-from cacheformers.hub.card import refresh_card
-from cacheformers.hub.push import folder_card
 from cacheformers.hub.results import main
 
 OWN = """---
@@ -127,21 +125,6 @@ def test_what_a_person_wrote_stays(adapter, folder):
     assert metadata["license_note"] == "mine" and metadata["tags"] == ["whales"]
     assert metadata["model-index"][0]["name"] == "Ahab"
     assert found(adapter)["Moby Dick", None, None] == 12.5 and len(found(adapter)) == 4
-
-
-def test_results_stay_when_the_card_is_written_anew(adapter, folder):
-    main([str(longbench(folder / "lb.json")), "--card", str(adapter)])
-    before = found(adapter)
-    refresh_card(adapter)  # saving again
-    assert found(adapter) == before
-    (adapter / "README.md").write_text(folder_card(adapter, None))  # pushing
-    assert found(adapter) == before
-
-
-def test_a_folder_without_a_card_gets_one(adapter, folder):
-    (adapter / "README.md").unlink()
-    main([str(longbench(folder / "lb.json")), "--card", str(adapter)])
-    assert len(found(adapter)) == 3 and "Neurocache" in (adapter / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -431,18 +431,6 @@ def test_lora_on_top(saved, ids, tmp_path):
     assert torch.allclose(adapted.merge_and_unload()(ids).logits, changed, atol=1e-4)
 
 
-def test_a_missing_tensor_below_an_adapter_is_an_error(saved, tmp_path):
-    folder, _ = saved()
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(target_modules=["q_proj"]))
-    adapted.save_pretrained(tmp_path / "lora")
-    assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "lora"), NeurocacheForCausalLM)
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.language_model.layers.2.self_attn.memory.q.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="has no tensors for .*memory.q"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "lora")
-
-
 def test_training_the_memory_beside_lora(make, ids):
     config = LoraConfig(target_modules=["down_proj"], modules_to_save=["memory"])
     model = get_peft_model(make(), config).train()

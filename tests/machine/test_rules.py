@@ -461,13 +461,6 @@ def test_a_base_whose_keys_turn_otherwise_cannot_slide(config_factory, opener, i
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("base", ["llama_gqa", "phi"])
-def test_a_bfloat16_base_can_slide(make_model, ids, base):
-    model = make_model(base, torch.bfloat16, local_window="sliding", window_tokens=12)
-    assert bool(torch.isfinite(model(ids).logits).all())
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("method", METHODS)
 def test_the_mask_is_left_where_nothing_is_padded_and_nothing_closes(make_base, make_model, ids, method):
     """Attention gets the mask that transformers would give it: none, so that fused kernels can be chosen."""

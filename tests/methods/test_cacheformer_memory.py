@@ -134,14 +134,6 @@ def test_padding_is_as_if_it_were_not_there(options):
         assert memory.tokens_read == lengths
 
 
-def test_parts_are_in_every_graph(options):
-    """Also of a text of one token: processes that train together need it."""
-    parts = parts_for(options)
-    found, _ = stream(options, parts, some_inputs(2, 1))
-    if trained(parts):
-        assert None not in torch.autograd.grad(found.sum(), trained(parts), allow_unused=True)
-
-
 def test_what_is_read_later_does_not_disturb_a_graph():
     """A backward after the memory went on without gradients, was copied, reset and moved."""
     options = options_for()

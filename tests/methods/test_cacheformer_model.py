@@ -9,12 +9,10 @@ import torch.nn.functional as F
 from accelerate import cpu_offload
 from cacheformer_golden import LONG_SHORT, MODES, needs_golden, recorded
 from cacheformer_models import random_ids, recorded_model, recorded_name, tiny_config, tiny_model
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from cacheformers import CacheFormerConfig, CacheFormerForCausalLM, CacheFormerModel
-from cacheformers.hub.card import refresh_card
 from cacheformers.methods.cacheformer.configuration import SIZES, VARIANTS
 
 CAUSAL = ["previous_block", "token", "prefix"]
@@ -474,16 +472,6 @@ def test_a_cache_of_inference_mode_goes_on():
         assert gap(logits, model(ids).logits[:, 30:]) < 1e-9
 
 
-def test_model_card(tmp_path):
-    """Its code takes the text as a prompt: there is no memory to read it into."""
-    tiny_model(torch.float32).save_pretrained(tmp_path)
-    refresh_card(tmp_path)
-    card = (tmp_path / "README.md").read_text()
-    assert "previous window of 8 tokens, older ones as 2 vectors for each 4" in card
-    assert "model.generate(question" in card and "cacheformers.read" not in card
-    assert "| `selection` | `previous_block` |" in card and "singh2025cacheformer" in card
-
-
 @torch.no_grad()
 @pytest.mark.slow
 def test_compiled():
@@ -498,20 +486,6 @@ def test_compiled():
             each(ids, labels=ids).loss.backward()
             gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
     assert torch.allclose(*gradients, atol=1e-5)
-
-
-def test_lora():
-    """On projections as on any model; on the parts of the memory it would do nothing."""
-    model, ids = tiny_model(torch.float32), random_ids(2, 30)
-    model.requires_grad_(False)  # as PEFT does; torch.matmul takes another way, which rounds otherwise, with gradients
-    expected = model(ids).logits
-    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "kv_proj"], init_lora_weights=False))
-    assert gap(adapted(ids).logits, expected) > 1e-2
-    with adapted.disable_adapter():
-        assert torch.equal(adapted(ids).logits, expected)
-    wrong = get_peft_model(tiny_model(torch.float32), LoraConfig(target_modules="all-linear"))
-    with pytest.raises(ValueError, match="LoRA was put on memory.pool"):
-        wrong(ids)
 
 
 @pytest.mark.parametrize(

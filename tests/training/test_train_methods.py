@@ -25,7 +25,10 @@ METHODS = {
         "--layers",
         "1",
         "2",
-        *"--window_tokens=8 --pool_tokens=4 --topk=2 --max_tokens=64".split(),
+        "--window_tokens=8",
+        "--pool_tokens=4",
+        "--topk=2",
+        "--max_tokens=64",
     ),
     "windowed": ("--local_window=sliding", "--window_tokens=10", "--sink_tokens=2"),
 }
