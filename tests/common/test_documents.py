@@ -143,7 +143,7 @@ def test_documents_from_a_dataset(dataset_folder, tokenizer, stream):
         ("{folder}/fr:de", "fr:de does not exist"),
     ],
 )
-def test_names_of_nothing(dataset_folder, name, message, stream):
+def test_names_that_do_not_exist(dataset_folder, name, message, stream):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         (stream_texts if stream else load_texts)([name.format(folder=dataset_folder)])
 
@@ -208,7 +208,7 @@ WHOLE = gzip.compress(b'{"text": "x"}\n' * 5000, mtime=0)
         ("", None, "holds no documents"),
     ],
 )
-def test_files_that_are_no_documents(tmp_path, name, content, message, stream):
+def test_unreadable_files_are_errors(tmp_path, name, content, message, stream):
     (tmp_path / "data").mkdir()
     if content is not None:
         (tmp_path / "data" / name).write_bytes(content)
@@ -219,7 +219,7 @@ def test_files_that_are_no_documents(tmp_path, name, content, message, stream):
 # Which are left out
 
 
-def test_documents_that_are_of_no_use(tokenizer):
+def test_documents_that_are_too_short_are_errors(tokenizer):
     def build(*lengths, min_tokens=2):
         return Documents([words(1, length) for length in lengths], tokenizer, min_tokens)
 

@@ -337,7 +337,7 @@ def test_the_default_is_off_and_on(make_model):
     model = make_model("llama_gqa")
     runs = evaluate_model(model, documents(40), EvalOptions(), memory_options(model))
     assert list(runs) == ["base", "cache off", "cache 40"]
-    whole = unwrap(model)  # what is no PeftModel has no base, and is read with twice the entries as well
+    whole = unwrap(model)  # a model that is not a PeftModel has no base, and is also read with twice the entries
     assert list(evaluate_model(whole, documents(40), EvalOptions(), memory_options(model))) == [
         "cache off",
         "cache 40",

@@ -265,7 +265,7 @@ def test_chat_templates_are_for_some_tasks_only(data, byte_tokenizer):
 # Retrieval
 
 
-def test_chunks_are_whole_sentences_of_at_most_so_many_words():
+def test_chunks_are_whole_sentences():
     text = "One two three. Four five!\nSix seven eight nine ten eleven twelve. 十三十四。十五 end"
     found = chunks(text, 5)
     assert "".join(found) == text

@@ -105,7 +105,7 @@ def test_weights_that_are_not_there_or_damaged(data, tmp_path):
         (b'{"_id": "trec-1", "pred": "\xff"}', "utf-8"),
     ],
 )
-def test_a_line_that_is_no_prediction(data, capsys, line, message):
+def test_a_damaged_line_of_predictions(data, capsys, line, message):
     eval_longbench.main(arguments(data, *ONE_TASK))
     path = folder_of(data) / "trec.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)

@@ -53,7 +53,7 @@ def adapter(data, config_factory, opener):
 
 
 def arguments(folder, *more):
-    """A tiny run; `more` goes before."""
+    """A tiny run; `more` overrides."""
     given = {"base": folder / "base", "output": folder / "out", "device": "cpu", "plots": False}
     given = {key: value for key, value in given.items() if not any(m.startswith(f"--{key}=") for m in more)}
     numbers = ["--lengths", *map(str, LENGTHS), "--depths", *map(str, DEPTHS)]

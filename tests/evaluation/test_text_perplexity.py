@@ -191,7 +191,7 @@ def test_a_memory_is_not_read_in_windows(folder, adapter, capsys):
         ("empty.raw", b" \n \n", "There is no document of two tokens or more"),
     ],
 )
-def test_files_that_are_no_text(folder, capsys, name, content, message):
+def test_files_that_are_not_text(folder, capsys, name, content, message):
     (folder / name).write_bytes(content)
     assert message in error_of(arguments(folder, "segment", f"--texts={folder / name}"), capsys)
 

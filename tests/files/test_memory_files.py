@@ -289,7 +289,7 @@ def test_another_base_adapter_or_tokenizer(make_model, tokenizer, ids, tmp_path)
         cacheformers.load_memory(tmp_path / "m", tokenizer=shifted)
 
 
-def test_precision_of_the_base_is_no_other_model(make_model, ids, tmp_path):
+def test_the_precision_of_the_base_may_differ(make_model, ids, tmp_path):
     read(make_model("llama_gqa", torch.float32), ids).save(tmp_path / "m")
     loaded = cacheformers.load_memory(tmp_path / "m", make_model("llama_gqa", torch.bfloat16))
     assert loaded.state.rings[1].keys.dtype == torch.float32

@@ -6,16 +6,18 @@ import pickle
 
 import torch
 from accelerate import Accelerator
+from conftest import BASES, COMMON, adapter_config, open_gates
 from peft import get_peft_model
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-import cacheformers
 from cacheformers.evaluation.held_out import HeldOut
 from cacheformers.evaluation.model import EvalOptions, evaluate_model
 from cacheformers.modeling.attach import base_shape
 from cacheformers.training.processes import shard
+
+BASE = {**COMMON, **BASES["llama_gqa"]}
 
 
 def evaluate():
@@ -71,40 +73,17 @@ def broken():
     return HeldOut(ids, 1, "broken")
 
 
-def base_config():
-    return LlamaConfig(
-        vocab_size=128,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-
-
-def adapter_config():
-    return cacheformers.NeurocacheAdapterConfig(
-        segment_tokens=16, cache_size=40, topk=4, retrieval_map={1: 1}, search="exact", r=4
-    )
-
-
 def memory_options():
-    return adapter_config().resolve(base_shape(base_config()))
+    return adapter_config().resolve(base_shape(AutoConfig.for_model(**BASE)))
 
 
 def make_model(wrapper):
     """The same model in every process, its gates open."""
     torch.manual_seed(0)
-    base = LlamaForCausalLM(base_config())
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**BASE))
     base.get_input_embeddings().weight.data[127] = float("nan")
     model = get_peft_model(base, adapter_config())
-    for name, parameter in model.named_parameters():
-        if "lora_mem_gate" in name or "lora_B" in name:
-            parameter.data.normal_(0, 0.5)
+    open_gates(model)
     if wrapper == "ddp":
         return DistributedDataParallel(model)
     if wrapper == "fsdp2":

@@ -52,7 +52,7 @@ def data_fixture(tmp_path, make_base, byte_tokenizer, monkeypatch):
 
 
 def arguments(folder, *more, method="truncation"):
-    """A tiny run; `more` goes before."""
+    """A tiny run; `more` overrides."""
     given = {
         "base": folder / "base",
         "data": folder / "data",

@@ -57,7 +57,7 @@ def measured(folder):
 
 
 def longbench(path, method="memory", right=1):
-    """A result of eval_longbench.py, of which so many of qasper's four records are right, and half of lcc's one."""
+    """A result of eval_longbench.py with `right` of four correct records of qasper, and half a point for lcc."""
     records = [Record("qasper", f"q{number}", "", "-", ["mill"], 100, None) for number in range(4)]
     tasks = {
         "qasper": task_scores(records, ["mill"] * right + ["sea"] * (4 - right)),
@@ -136,7 +136,7 @@ def test_what_a_person_wrote_stays(adapter, folder):
         (None, "No such file"),
     ],
 )
-def test_files_that_are_no_result(adapter, folder, content, message):
+def test_files_that_are_not_results(adapter, folder, content, message):
     before = (adapter / "README.md").read_text()
     if content is not None:
         (folder / "bad.json").write_text(content)

@@ -128,18 +128,6 @@ def test_a_memory_expands_by_itself(make_model, ids, options):
 
 
 @torch.no_grad()
-def test_after_beams_the_memory_goes_on(make_model, ids):
-    model = make_model("llama_gqa")
-    output = generate(model, ids[:, :45], num_beams=3, return_dict_in_generate=True)
-    memory, text = output.past_key_values, output.sequences
-    memory.select([0, 3])
-    assert memory.batch_size == 2
-    logits = model(ids[:, :7], past_key_values=memory).logits
-    assert bool(torch.isfinite(logits).all())
-    assert text.shape[0] == 2
-
-
-@torch.no_grad()
 def test_sampling_and_streaming(make_model, ids):
     class Collector(BaseStreamer):
         def __init__(self):

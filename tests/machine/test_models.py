@@ -170,17 +170,7 @@ def test_other_methods_from_scratch(make_base, ids, method):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["llama_gqa", "opt"])
-def test_from_scratch(make_base, ids, name):
-    text_config = make_base(name).config
-    model = AutoModelForCausalLM.from_config(NeurocacheConfig(text_config=text_config.to_dict(), **OPTIONS))
-    assert isinstance(model, NeurocacheForCausalLM)
-    check_fresh(model.eval(), ids)
-    check_fresh(AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16).eval(), ids)
-
-
-@torch.no_grad()
-def test_nothing_new_is_left_as_it_lay_in_memory(make_base, ids):
+def test_every_new_parameter_is_initialized(make_base, ids):
     """As when a model is built on the meta device and filled on each device: `to_empty` leaves garbage, here NaN."""
     config = NeurocacheConfig(text_config=make_base("llama_gqa").config, **OPTIONS)
     with torch.device("meta"):

@@ -314,7 +314,7 @@ def test_bounded(make_model, base):
 
 @torch.no_grad()
 @pytest.mark.parametrize("method", METHODS)
-def test_a_memory_that_was_written_down_goes_on(make_model, ids, method):
+def test_a_saved_state_goes_on(make_model, ids, method):
     window = {"local_window": "sliding", "window_tokens": 10, "sink_tokens": 3}
     model = make_model("llama_gqa", method=method, **({} if method in OWN_WINDOW else window))
     memory, twin = cacheformers.new_memory(model, 2), cacheformers.new_memory(model, 2)
@@ -390,7 +390,7 @@ def test_padding_never_enters_a_memory(make_model, ids):
 
 @torch.no_grad()
 @pytest.mark.parametrize(("base", "method"), other_cases(("llama_gqa", "opt")))
-def test_what_was_read_shows(make_model, ids, base, method):
+def test_what_was_read_changes_later_logits(make_model, ids, base, method):
     """A token of the first segment changes what is said of the third, but not where there is no memory."""
     model = make_model(base, method=method)
     before, changed = model(ids).logits, ids.clone()

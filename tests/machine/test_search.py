@@ -27,9 +27,9 @@ def normalized(count, width, _):
 
 
 def clustered(count, width, noise):
-    """A few centres with a little noise around them."""
-    centres = torch.randn(5, width)
-    return centres[torch.randint(5, (count,))] + noise * torch.randn(count, width)
+    """A few centers with a little noise around them."""
+    centers = torch.randn(5, width)
+    return centers[torch.randint(5, (count,))] + noise * torch.randn(count, width)
 
 
 def positional(count, width, noise):
@@ -184,9 +184,7 @@ def test_oldest_of_equal_scores_comes_first(similarity, seed, back_end, dtype, c
     topk=st.integers(1, 30),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_of_entries_that_rounding_alone_tells_apart_the_oldest_are_found(
-    similarity, seed, back_end, width, copies, topk, dtype
-):
+def test_rounding_does_not_decide_between_equal_entries(similarity, seed, back_end, width, copies, topk, dtype):
     """Whatever the rounding of states is, and however many queries come at a time."""
     torch.manual_seed(seed)
     kinds = torch.randn(50, width, dtype=dtype)
@@ -205,7 +203,7 @@ def test_of_entries_that_rounding_alone_tells_apart_the_oldest_are_found(
             assert torch.equal(row.sort().values, order[:topk].sort().values)
 
 
-def test_nothing_but_numbers_is_found():
+def test_nan_is_never_found():
     queries, stored = torch.randn(4, 8), torch.randn(500, 8)
     queries[1], stored[7] = torch.nan, torch.nan
     scores, hits = get_search("exact")(queries, Entries((stored,)), 6, "l2")

@@ -274,17 +274,6 @@ def test_columns_of_the_papers_examples(time, vectors, topk, neighbors, overlap,
     assert visible == columns - vectors
 
 
-@torch.no_grad()
-def test_blocks_of_32_rows_retrieve_240_keys():
-    options = CacheFormerOptions(heads=1, kv_heads=1, head_dim=2, topk=5, neighbors=3, select_rows=32)
-    inputs = Projected(torch.randn(1, 1, 1024, 2), torch.randn(1, 1, 1024, 2))
-    lists = selected_segments(options, CacheFormerParts(**make_parts(options)), inputs)[0, 0]
-    blocks = lists.view(32, 32, 15)
-    assert bool((blocks == blocks[:, :1]).all())
-    assert bool((blocks[8:] >= 0).all())  # 15 segments of 16 tokens: 240 keys
-    assert bool((blocks.amax((1, 2)) < torch.arange(32) * 2).all())
-
-
 # Options
 
 

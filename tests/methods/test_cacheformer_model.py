@@ -401,7 +401,7 @@ def test_a_missing_tensor_is_an_error(tmp_path, lost):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_nothing_new_is_left_as_it_lay_in_memory():
+def test_every_new_parameter_is_initialized():
     """As when a model is built on the meta device: `to_empty` leaves garbage, here NaN; what was loaded stays."""
     with torch.device("meta"):
         model = CacheFormerForCausalLM(tiny_config(hidden_size=64, aggregation="gated", tied=False))

@@ -140,21 +140,6 @@ def test_segments_equal_the_specification(variant, time, at_once):
 
 
 @torch.no_grad()
-def test_delta_is_a_linear_recurrence():
-    """M_s = T_s M_{s-1} + U_s with T_s = I - sum of s(k) s(k)^T / (s(k) z_{s-1}) and U_s = s(K)^T V."""
-    options = options_for(rule="delta")
-    q, k, v, _ = random_inputs(1, 3 * N)
-    found = naive(options, some_beta(), q[0], k[0], v[0], q[0], k[0], SCALING)
-    for segment in (1, 2):
-        span = slice(segment * N, (segment + 1) * N)
-        for head in range(2):
-            stored, norm = feature(k[0, head, span]), found.norms[segment - 1][head]
-            turn = torch.eye(8, dtype=torch.float64) - stored.mT @ (stored / (stored @ norm)[:, None])
-            expected = turn @ found.matrices[segment - 1][head] + stored.mT @ v[0, head, span]
-            assert close(found.matrices[segment][head], expected)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("rule", ["linear", "delta"])
 def test_rows_of_different_lengths_on_either_side(rule):
     options, parts = options_for(rule=rule), parts_with(some_beta())

@@ -100,7 +100,7 @@ def test_parameters_are_those_of_a_built_model(kind, method):
 @pytest.mark.parametrize(
     ("method", "checkpointing"), [*((name, False) for name in [*METHODS, "lora"]), ("neurocache", True), ("lora", True)]
 )
-def test_a_step_without_numbers_holds_what_a_real_one_holds(method, checkpointing):
+def test_the_estimate_matches_a_real_step_of_every_method(method, checkpointing):
     """The same code under the same tracker, once with numbers: peaks of forward, backward and update agree."""
     check_against_real(small("llama", layers=3), method, torch.bfloat16, activation_checkpointing=checkpointing)
 
@@ -108,12 +108,12 @@ def test_a_step_without_numbers_holds_what_a_real_one_holds(method, checkpointin
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("mistral", torch.bfloat16), ("opt", torch.float32), ("qwen3", torch.bfloat16)]
 )
-def test_every_base_holds_what_it_holds_for_real(kind, dtype):
+def test_the_estimate_matches_a_real_step_on_every_base(kind, dtype):
     check_against_real(small(kind, layers=3), "neurocache", dtype, backprop_segments=2)
 
 
 @pytest.mark.parametrize("more", [{"optimizer": "adafactor"}, {"accumulation": 2}, {"quantize": "int8"}])
-def test_ways_to_train_hold_what_they_hold_for_real(more):
+def test_the_estimate_matches_other_ways_to_train(more):
     check_against_real(small("llama", layers=3), "neurocache", torch.bfloat16, **more)
 
 
@@ -177,7 +177,7 @@ def test_the_table_names_every_part_and_the_peak():
 
 
 def benchmark():
-    """benchmarks/estimate_memory.py, which is no part of the package."""
+    """benchmarks/estimate_memory.py, which is not part of the package."""
     path = ROOT / "benchmarks" / "estimate_memory.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None

@@ -44,7 +44,7 @@ def test_labels_are_the_tokens_that_lie_in_places(tokenizer):
         assert labels == expected
 
 
-def test_only_places_are_learnt(folder, tokenizer):
+def test_only_places_are_learned(folder, tokenizer):
     """A step is a document's segment with labels; its loss is that of these labels, the segments before were read."""
     text = make_text(60, 7)
     rows = [{"text": text, "answers": [place_of(text, 55, 58)]}]
@@ -108,7 +108,7 @@ def test_identity_knows_places(tokenizer):
         ({"places": [[3, 10_000]]}, r"\[3, 10000\] is no \[start, end\] in"),
         ({"places": [[9, 9]]}, "is no"),
         ({"places": [[1, 2, 3]]}, "is no"),
-        ({"places": [[0, 2]]}, "nothing would ever be learned"),  # nothing stands before the first token
+        ({"places": [[0, 2]]}, "nothing would ever be learned"),  # there is nothing before the first token
     ],
 )
 def test_bad_places(folder, tokenizer, row, message):
