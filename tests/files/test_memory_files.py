@@ -94,12 +94,10 @@ with torch.no_grad():
     "options",
     [
         {"cache_dtype": "bfloat16"},
-        {"cache_dtype": "float16"},
         {"cache_dtype": "float64"},
         {"local_window": "sliding", "window_tokens": 7, "sink_tokens": 2},
         {"retrieval_map": {0: 1, 2: 2}},
         {"compression_factor": 1},
-        {"cache_size": 100},
         {"compatibility": "reference-fixed-heads"},
     ],
     ids=str,
