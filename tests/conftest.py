@@ -1,11 +1,7 @@
 """Tiny random models for every test, and NaN in every tensor that nobody filled."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models; the test workers are the parallelism
@@ -15,13 +11,11 @@ import datasets
 import pytest
 import torch
 import toy_method  # noqa: F401  # registers itself, and so goes through every shared test
-from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftModel, get_peft_model
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model
 from recipe import WORDS, write_documents
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.modeling import method as method_registry
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -70,26 +64,29 @@ OTHERS = [method for method in METHODS if method != "neurocache"]
 OWN_WINDOW = [name for name, method in method_registry.METHODS.items() if method.stores == "everything"]
 
 
-def every_method(bases: Sequence[str], others: Sequence[str] = ("llama_gqa", "mistral", "opt")) -> list:
-    """Test cases (base, options of the adapter): Neurocache on all bases, each other method on some."""
+def every_method(bases, others=("llama_gqa", "opt")):
+    """Test cases (base, options of the adapter).
+
+    Neurocache and the Memorizing Transformer, one memory beside attention and one inside it, on all bases, each other
+    method on some.
+    """
     cases = [pytest.param(base, {}, id=base) for base in bases]
-    return cases + [
-        pytest.param(base, {"method": method}, id=f"{base} {method}") for base, method in other_cases(others)
-    ]
+    pairs = [(base, "memorizing") for base in bases] + [case for case in other_cases(others) if case[1] != "memorizing"]
+    return cases + [pytest.param(base, {"method": method}, id=f"{base} {method}") for base, method in pairs]
 
 
-def other_cases(bases: Sequence[str] = ("llama_gqa", "mistral", "opt")) -> list[tuple[str, str]]:
+def other_cases(bases=("llama_gqa", "mistral", "opt")):
     """Every other method on some bases, as they are where it can work."""
     return [
         (FULL_BASES.get(base, base) if method in OWN_WINDOW else base, method) for method in OTHERS for base in bases
     ]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--bases", help="comma-separated base models: leave out cases of the other ones (`make quick`)")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Deselect cases of bases that `--bases` does not name; a base's variant for full attention goes with it."""
     if not config.getoption("--bases"):
         return
@@ -100,21 +97,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
 
 
-def case_words(item: pytest.Item) -> list[str]:
+def case_words(item):
     """The strings among the parameters of a test case."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     return [value for value in parameters.values() if isinstance(value, str)]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def poisoned_empty() -> Iterator[None]:
+def poisoned_empty():
     """Uninitialized floating-point memory reads as NaN, so whoever forgets to fill it fails."""
     empty = torch.empty
     with torch.device("cpu"):  # device contexts learn which functions make tensors when the first one is used
         empty(0)
 
-    def poisoned(*args: object, **kwargs: object) -> Tensor:
-        tensor = empty(*args, **kwargs)  # type: ignore[call-overload]
+    def poisoned(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
         if tensor.is_floating_point() and tensor.device.type != "meta" and not torch.compiler.is_compiling():
             tensor.fill_(float("nan"))
         return tensor
@@ -125,10 +122,10 @@ def poisoned_empty() -> Iterator[None]:
 
 
 @pytest.fixture
-def make_base() -> Callable[..., PreTrainedModel]:
+def make_base():
     """Build a tiny random base model by its name in the tables above."""
 
-    def build(name: str, dtype: torch.dtype = torch.float64, **changes: object) -> PreTrainedModel:
+    def build(name, dtype=torch.float64, **changes):
         torch.manual_seed(0)
         if name == "stories260k":
             return trained_base(dtype, **changes)
@@ -143,7 +140,7 @@ def make_base() -> Callable[..., PreTrainedModel]:
     return build
 
 
-def trained_base(dtype: torch.dtype, attn_implementation: str = "sdpa") -> PreTrainedModel:
+def trained_base(dtype, attn_implementation="sdpa"):
     """A real, trained model of five layers."""
     folder = SHARED / "data" / "models" / "stories260K-llama"
     if not folder.is_dir():
@@ -152,10 +149,10 @@ def trained_base(dtype: torch.dtype, attn_implementation: str = "sdpa") -> PreTr
 
 
 @pytest.fixture
-def make_model(make_base: Callable[..., PreTrainedModel]) -> Callable[..., PeftModel]:
+def make_model(make_base):
     """Build a tiny base with an adapter (default: Neurocache's) whose gates are open, so that the memory shows."""
 
-    def build(name: str, dtype: torch.dtype = torch.float64, base: dict | None = None, **options: object) -> PeftModel:
+    def build(name, dtype=torch.float64, base=None, **options):
         model = get_peft_model(make_base(name, dtype, **(base or {})), adapter_config(**options))
         open_gates(model)
         return model.eval()
@@ -163,13 +160,13 @@ def make_model(make_base: Callable[..., PreTrainedModel]) -> Callable[..., PeftM
     return build
 
 
-def method_options(method: str, **options: object) -> dict:
+def method_options(method, **options):
     """A method's options on the tiny bases."""
     return {"segment_tokens": SEGMENT, **METHODS[method], **options}
 
 
-def adapter_config(method: str = "neurocache", **options: object) -> MemoryAdapterConfig:
-    kind: Any = PEFT_TYPE_TO_CONFIG_MAPPING[method.upper()]
+def adapter_config(method="neurocache", **options):
+    kind = PEFT_TYPE_TO_CONFIG_MAPPING[method.upper()]
     return kind(**{"r": 4, **method_options(method, **options)})
 
 
@@ -177,7 +174,7 @@ OPEN = ("lora_mem_gate", "lora_mem_beta", "lora_mem_token_gate", "lora_B")
 OPEN_IN_MODELS = (".memory.gate", ".memory.beta", ".memory.token_gate")
 
 
-def open_gates(model: torch.nn.Module, adapter: str = "default") -> None:
+def open_gates(model, adapter="default"):
     """Give gates, scores and LoRA's B random values: as they start, the memory does not show."""
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -190,29 +187,29 @@ def open_gates(model: torch.nn.Module, adapter: str = "default") -> None:
                 parameter.data.sub_(4.5)  # the score of nothing is 22 at first
 
 
-def same_after_loading(found: Tensor, expected: Tensor, method: str) -> bool:
+def same_after_loading(found, expected, method):
     """Equal to the last bit; but the product of one gate rounds by where its loaded weights lie in memory."""
     return torch.allclose(found, expected, atol=1e-5) if method == "gated_attention" else torch.equal(found, expected)
 
 
 @pytest.fixture
-def config_factory() -> Callable[..., MemoryAdapterConfig]:
+def config_factory():
     return adapter_config
 
 
 @pytest.fixture
-def opener() -> Callable[..., None]:
+def opener():
     return open_gates
 
 
 @pytest.fixture(scope="session")
-def ids() -> Tensor:
+def ids():
     """Two rows of 75 random ids: four full segments and a partial one."""
     return torch.randint(3, 128, (2, 75), generator=torch.Generator().manual_seed(2))
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     """A token a word: w0 to w124."""
     vocabulary = {name: i for i, name in enumerate(["<pad>", "<bos>", "<eos>", *(f"w{i}" for i in range(WORDS))])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
@@ -221,7 +218,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer():
     """A token a byte, so that any text goes through it unchanged."""
     names = ["<pad>", "<bos>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({name: place for place, name in enumerate(names)}, []))
@@ -231,12 +228,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def folder(
-    tmp_path: Path,
-    make_base: Callable[..., PreTrainedModel],
-    tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Path:
+def folder(tmp_path, make_base, tokenizer, monkeypatch):
     """A tiny base model with its tokenizer in `base`, and documents in `train.jsonl` and `valid.jsonl`."""
     make_base("llama_gqa", torch.float32).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
@@ -248,7 +240,7 @@ def folder(
 
 
 @pytest.fixture
-def documents(folder: Path) -> Path:
+def documents(folder):
     """More documents than `folder` has, so that lanes change documents between checkpoints."""
     write_documents(folder / "train.jsonl", 60, 90, 20, 33, 47, 70)
     return folder

@@ -1,12 +1,8 @@
 """The memory as a PEFT method: what users of LoRA expect works, and what cannot work says why."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,11 +10,11 @@ import transformers
 from conftest import METHODS, OTHERS, every_method, same_after_loading
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, pipeline
+from transformers import AutoModelForCausalLM, pipeline
 
 import cacheformers
 
-BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "qwen3", "stories260k"]
+BASES = ["llama_gqa", "mistral", "opt", "stories260k"]
 
 
 @pytest.fixture
@@ -61,51 +57,26 @@ def loaded_into(model, adapter):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize(("base", "options"), every_method(BASES, ["llama_gqa", "opt"]))
-def test_every_door_gives_the_same_logits(saved, ids, base, options, door):
+@pytest.mark.parametrize(("base", "options"), every_method(BASES, ["llama_gqa"]))
+def test_every_door_gives_the_same_logits(saved, ids, base, options):
     base_folder, adapter_folder, expected = saved(base, ids, **options)
-    model = DOORS[door](base_folder, adapter_folder).eval()
-    assert same_after_loading(model(ids).logits, expected, options.get("method", "neurocache"))
+    for door in DOORS if base == "llama_gqa" else ("PeftModel", "AutoModel"):
+        model = DOORS[door](base_folder, adapter_folder).eval()
+        assert same_after_loading(model(ids).logits, expected, options.get("method", "neurocache")), door
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("door", [door for door in DOORS if door != "PeftModel low memory"])
-def test_bfloat16_base(saved, ids, door):
+def test_bfloat16_base(saved, ids):
     """The adapter stays in float32 through every door, so all compute the same.
 
     Not with low_cpu_mem_usage: there PEFT itself rounds LoRA to the base's dtype.
     """
     base_folder, adapter_folder, expected = saved("llama_gqa", ids, torch.bfloat16)
-    logits = DOORS[door](base_folder, adapter_folder).eval()(ids).logits
-    assert logits.dtype == torch.bfloat16
-    assert torch.equal(logits, expected)
-
-
-FRESH = """
-import sys, torch, cacheformers
-from transformers import AutoModelForCausalLM
-from peft import PeftModel
-base, adapter, ids, expected = sys.argv[1:]
-ids, expected = torch.load(ids), torch.load(expected)
-for model in (AutoModelForCausalLM.from_pretrained(adapter),
-              PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)):
-    with torch.no_grad():
-        assert torch.equal(model.eval()(ids).logits, expected)
-    tokens = model.generate(ids, max_new_tokens=5, do_sample=False, attention_mask=torch.ones_like(ids))
-    print(tokens[:, -5:].tolist())
-"""
-
-
-def test_fresh_process(saved, ids, tmp_path):
-    base_folder, adapter_folder, expected = saved("llama_gqa", ids)
-    torch.save(ids, tmp_path / "ids.pt")
-    torch.save(expected, tmp_path / "expected.pt")
-    arguments = [base_folder, adapter_folder, tmp_path / "ids.pt", tmp_path / "expected.pt"]
-    run = subprocess.run([sys.executable, "-c", FRESH, *map(str, arguments)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    first, second = run.stdout.strip().splitlines()[-2:]
-    assert first == second
+    for door in DOORS:
+        if door != "PeftModel low memory":
+            logits = DOORS[door](base_folder, adapter_folder).eval()(ids).logits
+            assert logits.dtype == torch.bfloat16
+            assert torch.equal(logits, expected), door
 
 
 def test_the_adapter_is_one_file_with_everything_trained(saved, ids):
@@ -122,21 +93,22 @@ def test_the_adapter_is_one_file_with_everything_trained(saved, ids):
     assert not any("mlp" in key and ".0." in key for key in keys), "LoRA belongs to the augmented layers"
 
 
+LOST = ["lora_mem_down", "lora_mem_gate", "layers.2.self_attn.memory", "lora_A", "all of lora_A", "everything"]
+
+
 @pytest.mark.parametrize("door", ["PeftModel", "AutoModel", "load_adapter", "AutoPeft"])
-@pytest.mark.parametrize(
-    "lost", ["lora_mem_down", "lora_mem_gate", "layers.2.self_attn.memory", "lora_A", "all of lora_A", "everything"]
-)
-def test_a_missing_tensor_is_an_error(saved, ids, door, lost):
+def test_a_missing_tensor_is_an_error(saved, ids, door):
     base_folder, adapter_folder, _ = saved("llama_gqa", ids)
     file = adapter_folder / "adapter_model.safetensors"
     tensors = load_file(file)
-    victims = [key for key in tensors if lost in key][:1] if lost != "everything" else list(tensors)
-    if lost == "all of lora_A":
-        victims = [key for key in tensors if "lora_A" in key or "lora_B" in key]
-    kept = {key: tensor for key, tensor in tensors.items() if key not in victims}
-    save_file(kept or {"foreign": torch.zeros(1)}, file)
-    with pytest.raises(ValueError, match="incomplete|No tensor of the file fits"):
-        DOORS[door](base_folder, adapter_folder)(ids)
+    for lost in LOST:
+        victims = [key for key in tensors if lost in key][:1] if lost != "everything" else list(tensors)
+        if lost == "all of lora_A":
+            victims = [key for key in tensors if "lora_A" in key or "lora_B" in key]
+        kept = {key: tensor for key, tensor in tensors.items() if key not in victims}
+        save_file(kept or {"foreign": torch.zeros(1)}, file)
+        with pytest.raises(ValueError, match="incomplete|No tensor of the file fits"):
+            DOORS[door](base_folder, adapter_folder)(ids)
 
 
 @pytest.mark.parametrize("door", ["PeftModel", "AutoModel"])
@@ -242,33 +214,13 @@ def test_what_cannot_work_says_why(make_base, make_model, config_factory, ids):
         config_factory(use_dora=True)
 
 
-def test_unsupported_models_name_the_supported(config_factory):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50))
-    with pytest.raises(ValueError, match="'gpt2' is not supported. Supported: .*llama.*mistral.*opt"):
-        get_peft_model(model, config_factory())
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["neurocache", "memorizing"])  # beside attention, and inside it
 def test_no_lora(make_base, config_factory, opener, ids, tmp_path, method):
     config = config_factory(method=method, target_modules=[])
     model = get_peft_model(make_base("llama_gqa", torch.float32), config).eval()
     opener(model)
     assert not any("lora_A" in name for name, _ in model.named_parameters())
-    model.save_pretrained(tmp_path)
-    again = PeftModel.from_pretrained(make_base("llama_gqa", torch.float32), tmp_path).eval()
-    assert torch.equal(again(ids).logits, model(ids).logits)
-
-
-@torch.no_grad()
-def test_modules_to_save(make_base, config_factory, opener, ids, tmp_path):
-    model = get_peft_model(make_base("llama_gqa", torch.float32), config_factory(modules_to_save=["lm_head"])).eval()
-    opener(model)
-    for name, parameter in model.named_parameters():
-        if "modules_to_save" in name:
-            parameter.mul_(1.5)
     model.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(make_base("llama_gqa", torch.float32), tmp_path).eval()
     assert torch.equal(again(ids).logits, model(ids).logits)
@@ -309,7 +261,7 @@ def test_compile(make_model, ids, method):
     assert torch.allclose(torch.compile(model, backend="eager")(ids).logits, expected, atol=1e-12)
 
 
-@pytest.mark.parametrize(("base", "options"), every_method(BASES))
+@pytest.mark.parametrize(("base", "options"), every_method(["llama_gqa", "opt"]))
 def test_a_training_step_moves_every_part(make_base, config_factory, ids, base, options):
     model = get_peft_model(make_base(base, torch.float32), config_factory(**options)).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -411,16 +363,6 @@ def test_a_loaded_config_can_start_on_another_base(saved, make_base, ids):
     assert model.peft_config["default"].made_for == "mistral, 3 layers of 32"
 
 
-def test_quantized_base(make_base, config_factory, ids, tmp_path):
-    # Widths that the 4-bit kernels take.
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
-    make_base("llama_gqa", torch.float32, **sizes).save_pretrained(tmp_path)
-    for quantization in ({"load_in_4bit": True}, {"load_in_8bit": True}):
-        base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=BitsAndBytesConfig(**quantization))
-        model = get_peft_model(base, config_factory()).eval()
-        assert bool(torch.isfinite(model(ids).logits).all())
-
-
 def test_attention_that_was_changed_after_the_memory_was_put_in(make_model, ids):
     model = make_model("llama_gqa", method="memorizing")
     expected = model(ids).logits
@@ -436,16 +378,6 @@ def test_attention_that_cannot_take_a_memory(make_base, config_factory):
     base.config._attn_implementation = "flex_attention"
     with pytest.raises(ValueError, match="load the model with attn_implementation='sdpa'"):
         get_peft_model(base, config_factory(method="memorizing"))
-
-
-def test_config_round_trip(config_factory, tmp_path):
-    config = config_factory(attention_layers=[1, 2], local_window="sliding")
-    config.save_pretrained(tmp_path)
-    again = cacheformers.NeurocacheAdapterConfig.from_pretrained(tmp_path)
-    assert again.retrieval_map == {1: 1}
-    assert again.attention_layers == [1, 2]
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "NEUROCACHE"
-    shutil.rmtree(tmp_path)
 
 
 def test_a_pipeline_takes_an_adapter_without_a_warning(make_base, config_factory, tokenizer, ids, caplog):
@@ -470,18 +402,8 @@ def test_a_lost_saved_module_is_an_error(make_base, config_factory, ids, tmp_pat
         AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")(ids)
 
 
-def test_a_config_serves_several_bases(make_base, config_factory):
-    """Defaults are found for each base anew."""
-    config = config_factory(retrieval_map=None)
-    for layers in (4, 8):
-        model = get_peft_model(make_base("llama_gqa", num_hidden_layers=layers), config)
-        names = [name for name, _ in model.named_parameters() if "lora_A" in name]
-        found = {int(name.split("layers.")[1].split(".")[0]) for name in names}
-        assert found == set(range(3 * layers // 4, layers))
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("base", BASES[:-1])
+@pytest.mark.parametrize("base", ["llama_gqa", "opt"])
 def test_a_base_without_a_head(make_base, config_factory, opener, ids, base):
     whole = make_base(base)
     expected = get_peft_model(whole, config_factory()).eval()

@@ -4,8 +4,6 @@ Memorizing Transformer searches once a head and stores keys and values, 2h numbe
 stores h / compression_factor numbers.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -15,14 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import cacheformers
 from cacheformers.modeling.search import ExactSearch
-from cacheformers.training.scratch import model_config
-from cacheformers.training.tokenizer import open_tokenizer
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "model_configs"
 HIDDEN, HEADS, SEGMENT = 32, 4, 8
 
 
-def small(model_type: str, **options: object) -> torch.nn.Module:
+def small(model_type, **options):
     base = {
         "model_type": "llama",
         "vocab_size": 64,
@@ -64,7 +60,7 @@ def test_searches_and_entry_size(monkeypatch, model_type, options, searches, num
     assert stored == segments * SEGMENT * numbers
 
 
-def parameters(name: str) -> int:
+def parameters(name):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIGS / f"{name}.json"))
     return sum(parameter.numel() for parameter in model.parameters())
@@ -80,18 +76,3 @@ def test_parameters_of_the_recipes_configurations():
         assert round(parameters(f"{name}_184m") / 1e6) == 184
     paper = json.loads((CONFIGS / "neurocache_184m.json").read_text())
     assert paper["text_config"]["num_hidden_layers"] == 12 and paper["segment_tokens"] == 1024
-
-
-def test_parameters_of_the_cacheformers_that_are_compared():
-    """No branch has parameters of its own; full attention lacks what compresses."""
-    arms = ("transformer_ls", "overlap", "previous_block", "token", "both", "full")
-    paths = {arm: CONFIGS / f"cacheformer_5m_{arm}.json" for arm in arms}
-    configs = {arm: model_config(path, open_tokenizer("bytes")) for arm, path in paths.items()}
-    with torch.device("meta"):
-        models = {arm: AutoModelForCausalLM.from_config(config) for arm, config in configs.items()}
-    counts = {arm: sum(parameter.numel() for parameter in model.parameters()) for arm, model in models.items()}
-    assert counts.pop("full") == 5_200_129 - 2_688 and set(counts.values()) == {5_200_129}
-    full = configs["full"].attention_options()
-    assert full.branches == ("short",) and full.window_tokens == configs["full"].segment_tokens
-    for name in ("23m", "23m_transformer_ls"):
-        assert parameters(f"cacheformer_{name}") == 23_377_152

@@ -1,7 +1,5 @@
 """A short soak: memory stays flat and numbers finite over a long text (`benchmarks/soak.py` runs the long one)."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

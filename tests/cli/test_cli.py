@@ -1,25 +1,19 @@
 """The command `cacheformers`, from a text file to an answer, as real processes on a tiny model."""
 
-from __future__ import annotations
-
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from memories import assert_equal
-from peft import PeftModel
 from recipe import make_text
-from transformers import LogitsProcessorList, PreTrainedTokenizerFast
+from transformers import LogitsProcessorList
 
 import cacheformers
-from cacheformers.cli.ask import counts, draw, gone_bins
 from cacheformers.cli.main import ELSEWHERE, dashed, main, make_parser
 from cacheformers.modeling.files.index import read_index
 from cacheformers.modeling.reading import Trace
@@ -29,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def model(make_model: Callable[..., PeftModel], folder: Path) -> PeftModel:
+def model(make_model, folder):
     """Saved in `adapter`, over the base in `base`; a text in `book.txt`."""
     model = make_model("llama_gqa", torch.float32)
     model.peft_config["default"].base_model_name_or_path = "base"  # seen from the folder
@@ -38,14 +32,14 @@ def model(make_model: Callable[..., PeftModel], folder: Path) -> PeftModel:
     return model
 
 
-def command(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+def command(*arguments, cwd):
     return subprocess.run(
         [sys.executable, "-m", "cacheformers", *map(str, arguments)], cwd=cwd, capture_output=True, text=True
     )
 
 
 @pytest.mark.slow
-def test_from_book_to_answer(folder: Path, model: PeftModel, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_from_book_to_answer(folder, model, tokenizer):
     pytest.importorskip("matplotlib")
     read = command("read", "book.txt", "-o", "book.memory", "--adapter", "adapter", "--checkpoint", "2", cwd=folder)
     assert read.returncode == 0, read.stderr
@@ -84,7 +78,7 @@ def test_from_book_to_answer(folder: Path, model: PeftModel, tokenizer: PreTrain
 
 
 @pytest.mark.slow
-def test_killed_reading_goes_on(folder: Path, model: PeftModel, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_killed_reading_goes_on(folder, model, tokenizer):
     (folder / "long.txt").write_text(make_text(6000))
     arguments = ["read", "long.txt", "-o", "long.memory", "--adapter", "adapter", "--checkpoint", "4"]
     assert stopped_while_reading(folder, arguments, signal.SIGKILL)[0] == -signal.SIGKILL
@@ -99,7 +93,7 @@ def test_killed_reading_goes_on(folder: Path, model: PeftModel, tokenizer: PreTr
 
 
 @pytest.mark.slow
-def test_control_c(folder: Path, model: PeftModel) -> None:
+def test_control_c(folder, model):
     (folder / "long.txt").write_text(make_text(6000))
     arguments = ["read", "long.txt", "-o", "long.memory", "--adapter", "adapter", "--checkpoint", "4"]
     status, errors = stopped_while_reading(folder, arguments, signal.SIGINT)
@@ -109,7 +103,7 @@ def test_control_c(folder: Path, model: PeftModel) -> None:
     assert cacheformers.load_memory(folder / "long.memory").tokens_read[0] % 64 == 0
 
 
-def stopped_while_reading(folder: Path, arguments: list[str], stop: signal.Signals) -> tuple[int, str]:
+def stopped_while_reading(folder, arguments, stop):
     """Exit status and stderr of the command, which is sent a signal as soon as it has saved something."""
     process = subprocess.Popen(
         [sys.executable, "-m", "cacheformers", *arguments],
@@ -126,9 +120,7 @@ def stopped_while_reading(folder: Path, arguments: list[str], stop: signal.Signa
     return process.returncode, errors
 
 
-def test_refusals(
-    folder: Path, model: PeftModel, make_model: Callable[..., PeftModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusals(folder, model, make_model, monkeypatch):
     monkeypatch.chdir(folder)
     main(["read", "book.txt", "-o", "book.memory", "--adapter", "adapter"])
     (folder / "other.txt").write_text(make_text(30, seed=9))
@@ -179,9 +171,7 @@ def test_refusals(
     assert not list(elsewhere.iterdir())
 
 
-def test_read_again_and_overwrite(
-    folder: Path, model: PeftModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_read_again_and_overwrite(folder, model, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     arguments = ["read", "book.txt", "-o", "book.memory", "--model", "base", "--adapter", "adapter"]
     main(arguments)
@@ -208,9 +198,7 @@ def test_read_again_and_overwrite(
     assert "120 tokens read, and the memory keeps all of them." in output and "to keep all" not in output
 
 
-def test_other_encodings_and_fields(
-    folder: Path, model: PeftModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_encodings_and_fields(folder, model, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     (folder / "wide.txt").write_text(make_text(30), encoding="utf-16")
     main(["read", "wide.txt", "--encoding", "utf-16", "-o", "wide.memory", "--adapter", "adapter"])
@@ -222,7 +210,7 @@ def test_other_encodings_and_fields(
         assert cacheformers.load_memory("body.memory").tokens_read == [20]
 
 
-def test_help_needs_no_torch_and_teaches_at_once() -> None:
+def test_help_needs_no_torch_and_teaches_at_once():
     """The parser is what the console script imports, without the package."""
     code = f"""
 import importlib.util, sys
@@ -243,33 +231,8 @@ assert not loaded, loaded
     assert "--text_field" not in done.stdout
 
 
-def test_what_is_forgotten_is_gray(make_model: Callable[..., PeftModel], ids: torch.Tensor, tmp_path: Path) -> None:
-    """Of 75 tokens 40 are kept, in 75 stretches of the picture; what was retrieved is never gray."""
-    memory = cacheformers.read(make_model("llama_gqa"), ids[:1], progress=False)
-    trace = Trace(memory)
-    trace.chosen = [torch.tensor([20, 50]), torch.tensor([], dtype=torch.long)]
-    table = counts(trace.chosen, 75)
-    gray = gone_bins(table, 75, 75 - memory.tokens_kept[0])
-    assert gray[0].nonzero()[:, 0].tolist() == [place for place in range(35) if place != 20]
-    assert gray[1].nonzero()[:, 0].tolist() == list(range(35))
-    image = pytest.importorskip("matplotlib.image")
-    draw(trace, ["a", "b"], "?").savefig(tmp_path / "map.png")
-    shades = image.imread(tmp_path / "map.png")[..., :3]
-    assert ((shades - 0.8).__abs__().max(-1) < 0.01).mean() > 0.1
-
-
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["read"], ["ask"], ["inspect"]):
-        with pytest.raises(SystemExit) as stopped:
-            main([*arguments, "--help"])
-        output = capsys.readouterr().out
-        assert stopped.value.code == 0 and f"  cacheformers {arguments[0] if arguments else 'read'} " in output
-
-
 @pytest.mark.parametrize("name", ["llama_gqa", "opt"])
-def test_trace_is_what_one_forward_retrieves(
-    make_model: Callable[..., PeftModel], ids: torch.Tensor, name: str
-) -> None:
+def test_trace_is_what_one_forward_retrieves(make_model, ids, name):
     """Token by token with a segment closing on the way, against the hits of one forward over all of it."""
     model = make_model(name, retrieval_map={0: 0, 1: 2}, cache_size=40)
     memory = cacheformers.read(model, ids[:1], progress=False)
@@ -292,7 +255,7 @@ def test_trace_is_what_one_forward_retrieves(
     assert [found.tolist() for found in trace.asked + trace.chosen] == expected
 
 
-def hits_of(memory: cacheformers.MemoryCache, column: int) -> list[int]:
+def hits_of(memory, column):
     """What one column of the open segment retrieved, counted from the document's first token."""
     stores = {0: 0, 1: 2}
     return [
@@ -303,7 +266,7 @@ def hits_of(memory: cacheformers.MemoryCache, column: int) -> list[int]:
     ]
 
 
-def test_trace_of_a_memorizing_transformer(make_model: Callable[..., PeftModel], ids: torch.Tensor) -> None:
+def test_trace_of_a_memorizing_transformer(make_model, ids):
     """Token by token, against the keys that are nearest by the dot product, head by head."""
     model = make_model("llama_gqa", method="memorizing", attention_layers=[0])
     memory = cacheformers.read(model, ids[:1], progress=False)
@@ -330,38 +293,13 @@ def test_trace_of_a_memorizing_transformer(make_model: Callable[..., PeftModel],
     assert found == expected.sort(dim=1).values.tolist()
 
 
-def test_explaining_a_memorizing_transformer(
-    folder: Path,
-    make_model: Callable[..., PeftModel],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(folder)
-    model = make_model("llama_gqa", torch.float32, method="memorizing")
-    model.peft_config["default"].base_model_name_or_path = "base"
-    model.save_pretrained(folder / "adapter")
-    (folder / "book.txt").write_text(make_text(WORDS))
-    main(["read", "book.txt", "-o", "book.memory", "--adapter", "adapter"])
-    main(["ask", "book.memory", "w5 w6 ?", "--explain", "--max-new-tokens", "4"])
-    said = capsys.readouterr().out
-    assert "What question and answer retrieved most:\n  token " in said
-    assert said.count(" near token ") >= 4 and (folder / "book.png").exists()
-
-
-def test_trace_of_several_rows(make_model: Callable[..., PeftModel], ids: torch.Tensor) -> None:
+def test_trace_of_several_rows(make_model, ids):
     with pytest.raises(ValueError, match="one row"):
         Trace(cacheformers.read(make_model("llama_gqa"), ids, progress=False))
 
 
-def test_module_and_console_script_are_the_same_door() -> None:
-    setup = (Path(__file__).resolve().parents[2] / "setup.cfg").read_text()
-    assert "cacheformers = cacheformers_cli.main:main" in setup
-    assert "cacheformers_cli = cli" in setup and "py_modules = cacheformers_cli.main" in setup
-    assert os.path.exists(Path(cacheformers.__file__).with_name("__main__.py"))
-
-
 @pytest.mark.parametrize("verb", ELSEWHERE)
-def test_every_verb_of_the_door_has_help(verb: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_every_verb_of_the_door_has_help(verb, monkeypatch, capsys):
     if verb == "lm-eval":
         pytest.importorskip("lm_eval")
     monkeypatch.setattr(sys, "argv", ["cacheformers", verb, "--help"])
@@ -372,7 +310,7 @@ def test_every_verb_of_the_door_has_help(verb: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("command", [["read", "BOOK", "-o", "MEMORY"], ["ask", "MEMORY", "Who?"]])
-def test_options_take_dashes_and_underscores(command: list[str]) -> None:
+def test_options_take_dashes_and_underscores(command):
     """`--cache_size 5` is `--cache-size 5`; values and questions stay as they are."""
     name = {"read": "cache_size", "ask": "max_new_tokens"}[command[0]]
     for spelled in (name, name.replace("_", "-")):
@@ -381,17 +319,7 @@ def test_options_take_dashes_and_underscores(command: list[str]) -> None:
     assert dashed(["a_b", "--model=a_b", "-o", "c_d"]) == ["a_b", "--model=a_b", "-o", "c_d"]
 
 
-def test_compare_and_push_reach_their_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["cacheformers"])
-    given: dict[str, list[str]] = {}
-    monkeypatch.setattr("cacheformers.eval_longbench.compare", lambda arguments: given.update(compare=arguments))
-    monkeypatch.setattr("cacheformers.cli.push.main", lambda arguments: given.update(push=arguments))
-    main(["compare", "ONE", "OTHER"])
-    main(["push", "FOLDER", "me/books", "--allow_mixed"])
-    assert given == {"compare": ["--compare", "ONE", "OTHER"], "push": ["FOLDER", "me/books", "--allow-mixed"]}
-
-
-def test_reading_and_asking_start_without_slow_libraries() -> None:
+def test_reading_and_asking_start_without_slow_libraries():
     """datasets and matplotlib take a second each to import."""
     code = """
 import sys

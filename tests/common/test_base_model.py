@@ -1,7 +1,5 @@
 """The base model: from a folder or a GGUF file, quantized or not, and what is refused."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil
@@ -14,8 +12,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from peft import get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import cacheformers
 from cacheformers.adapters.folders import check_base_folder
@@ -43,17 +40,17 @@ NAMES = {
 
 
 @pytest.fixture(scope="module")
-def tokens() -> list[str]:
+def tokens():
     return ["<pad>", "<bos>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())[:124], MERGED.replace(" ", "")]
 
 
 @pytest.fixture
-def model(make_base) -> PreTrainedModel:
+def model(make_base):
     return make_base("llama_gqa", torch.float32, hidden_size=64, head_dim=16, intermediate_size=64)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, model: PreTrainedModel, tokens: list[str]) -> str:
+def folder(tmp_path, model, tokens):
     """A tiny base with its tokenizer."""
     made = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, [("a", "b")]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -62,7 +59,7 @@ def folder(tmp_path: Path, model: PreTrainedModel, tokens: list[str]) -> str:
     return str(tmp_path / "base")
 
 
-def write_gguf(path: Path, model: PreTrainedModel, tokens: list[str], kind: str = "F32") -> Path:
+def write_gguf(path, model, tokens, kind="F32"):
     """A model in the layout of llama.cpp, its matrices in the given type."""
     path.parent.mkdir(parents=True, exist_ok=True)
     config = model.config
@@ -110,7 +107,7 @@ def write_gguf(path: Path, model: PreTrainedModel, tokens: list[str], kind: str 
     return path
 
 
-def logits(model: PreTrainedModel) -> Tensor:
+def logits(model):
     with torch.no_grad():
         return model(IDS).logits.float()
 
@@ -211,17 +208,6 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path, model, tokens):
         with pytest.raises(ValueError, match=r"model\.gguf cannot be converted"):
             load_tokenizer(str(file))
         assert list(tmp_path.iterdir()) == [file]
-
-
-def test_a_conversion_that_was_slower_than_another(tmp_path, model, tokens):
-    file = write_gguf(tmp_path / "model.gguf", model, tokens)
-    out = gguf_base.converted(file)
-    gguf_base.convert(file, out)  # another process has written it meanwhile
-    shutil.rmtree(out)
-    (out / "mine").mkdir(parents=True)
-    with pytest.raises(OSError, match="not empty"):
-        gguf_base.convert(file, out)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([file.name, out.name])
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])

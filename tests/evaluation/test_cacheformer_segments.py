@@ -1,7 +1,5 @@
 """The command that shows which segments a CacheFormer retrieves."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -81,14 +79,6 @@ def test_the_command(saved, capsys):
             assert again == head.tolist()
     picture = (folder / "out" / "segments.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
-
-
-def test_the_models_own_tokenizer(saved, tokenizer):
-    folder, _ = saved
-    tokenizer.save_pretrained(folder / "model")
-    (folder / "text.txt").write_text(" ".join(f"w{i}" for i in range(50)))
-    main([str(folder / "model"), str(folder / "text.txt"), "--output", str(folder / "out")])
-    assert json.loads((folder / "out" / "segments.json").read_text())["tokens"] == 50
 
 
 def test_what_cannot_be_shown(saved, make_base, capsys):

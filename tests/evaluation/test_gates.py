@@ -1,13 +1,8 @@
 """The command that draws gates, and that fixes heads by them."""
 
-from __future__ import annotations
-
 import html
-import importlib.util
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,11 +18,11 @@ TOKENS = 60  # of the tiny base's 64 positions
 
 
 @pytest.fixture
-def save(folder, config_factory, opener) -> Callable[..., Path]:
+def save(folder, config_factory, opener):
     """Save an adapter whose gates differ from token to token, and a text in `text.txt`."""
     (folder / "text.txt").write_text(f"{make_text(20)}\n  <b> {make_text(50, seed=1)} ")
 
-    def build(method: str, **options: object) -> Path:
+    def build(method, **options):
         base = AutoModelForCausalLM.from_pretrained(folder / "base")
         model = get_peft_model(base, config_factory(method, **options))
         opener(model)
@@ -37,7 +32,7 @@ def save(folder, config_factory, opener) -> Callable[..., Path]:
     return build
 
 
-def draw(model: Path, *more: str) -> Path:
+def draw(model, *more):
     main([str(model), f"--output={model.parent / 'out'}", *more])
     return model.parent / "out"
 
@@ -153,12 +148,3 @@ def test_what_is_refused(save, folder, capsys, method, more, message):
         draw(place, *(word.format(folder=folder) for word in more))
     assert stop.value.code == 2 and message in capsys.readouterr().err
     assert not (folder / "out").exists()
-
-
-def test_without_matplotlib_only_the_pictures_are_missing(save, monkeypatch, capsys):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
-    adapter = save("gated_attention")
-    out = draw(adapter, f"--text={adapter.parent / 'text.txt'}")
-    assert {path.name for path in out.iterdir()} == {"gates.json", "text_0.html"}
-    assert "gates.png is left out, because it needs matplotlib: pip install" in capsys.readouterr().out

@@ -1,30 +1,22 @@
 """`cacheformers lm-eval`: lm-eval's own command line on models with a memory."""
 
-from __future__ import annotations
-
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from cacheformer_models import tiny_model
-from conftest import SHARED
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from peft import get_peft_model
 from recipe import make_text
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from cacheformers.adapters.export import export
 from cacheformers.evaluation import harness  # makes our models known to lm-eval
 
 LENGTHS = (60, 90, 20, 75)  # words of a context: none to five segments of 16
 NAMES = ("local_choice", "local_answer", "local_rolling")
-STORIES = SHARED / "data" / "models" / "stories260K-llama"
 TASK = """
 task: {name}
 dataset_path: json
@@ -55,7 +47,7 @@ ROLLING = """metric_list:
 
 
 @pytest.fixture
-def tasks(folder: Path) -> Path:
+def tasks(folder):
     """Three tasks on local data: one of choices, one of answers, one of rolling log-likelihoods."""
     rows = [
         {
@@ -68,7 +60,7 @@ def tasks(folder: Path) -> Path:
     return write_tasks(folder / "tasks", rows)
 
 
-def write_tasks(folder: Path, rows: list[dict[str, Any]]) -> Path:
+def write_tasks(folder, rows):
     folder.mkdir()
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, kind, text, target, more in (
@@ -82,11 +74,11 @@ def write_tasks(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 @pytest.fixture
-def adapter(folder, config_factory, opener) -> Path:
+def adapter(folder, config_factory, opener):
     return make_adapter(folder / "base", folder / "remembering", config_factory(), opener)
 
 
-def make_adapter(base: Path, out: Path, config: Any, opener: Any) -> Path:
+def make_adapter(base, out, config, opener):
     """A memory adapter with open gates."""
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     opener(model)
@@ -94,9 +86,7 @@ def make_adapter(base: Path, out: Path, config: Any, opener: Any) -> Path:
     return out
 
 
-def evaluated(
-    tasks: Path, batch_size: int = 1, kind: str = "cacheformers", **model_args: object
-) -> dict[str, list[dict[str, Any]]]:
+def evaluated(tasks, batch_size=1, kind="cacheformers", **model_args):
     """What lm-eval gives for the three tasks: the samples of each."""
     found = simple_evaluate(
         kind,
@@ -111,7 +101,7 @@ def evaluated(
 
 
 @torch.no_grad()
-def in_one_pass(model: Any, ids: list[int], scored: int) -> tuple[float, bool]:
+def in_one_pass(model, ids, scored):
     """The log-likelihood of the last tokens, and whether each is the likeliest."""
     logits = model(torch.tensor([ids])).logits[0, -scored - 1 : -1].double()
     last = torch.tensor(ids[-scored:])
@@ -119,7 +109,7 @@ def in_one_pass(model: Any, ids: list[int], scored: int) -> tuple[float, bool]:
     return float(chosen), bool((logits.argmax(-1) == last).all())
 
 
-def check(found: dict[str, list[dict[str, Any]]], model: Any, tokenizer: Any) -> None:
+def check(found, model, tokenizer):
     """Every number is that of the model itself, in one pass over everything."""
     for sample in found["local_choice"]:
         context = sample["doc"]["context"]
@@ -196,29 +186,3 @@ def test_a_cacheformer_from_scratch_goes_with_hf(folder, tasks, tokenizer):
             ids = tokenizer(f"{sample['doc']['context']} {choice}").input_ids
             expected, _ = in_one_pass(model, ids, len(choice.split()))
             assert float(nats) == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.slow
-def test_the_command_on_a_trained_model(tmp_path, config_factory, opener):
-    """lm-eval's own command line, with a real tokenizer and a text far longer than the base's 512 positions."""
-    if not STORIES.is_dir():
-        pytest.skip("stories260K is not there")
-    adapter = make_adapter(STORIES, tmp_path / "adapter", config_factory(segment_tokens=128, cache_size=512), opener)
-    text = "Once upon a time there was a little girl who lived by the sea." * 60
-    rows = [{"context": text, "choices": ["She was happy.", "Zebra zebra zebra."], "answer": 0}]
-    tasks = write_tasks(tmp_path / "tasks", rows)
-    out = tmp_path / "out"
-    command = [sys.executable, "-m", "cacheformers.evaluation.harness", "--model", "cacheformers", "--device", "cpu"]
-    command += ["--model_args", f"pretrained={adapter},dtype=float32", "--include_path", str(tasks), "--log_samples"]
-    command += ["--tasks", ",".join(NAMES[:2]), "--output_path", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "|local_choice" in done.stdout
-    found = {name: json.loads(next(out.rglob(f"samples_{name}_*")).read_text()) for name in NAMES[:2]}
-    tokenizer = AutoTokenizer.from_pretrained(STORIES)
-    assert len(tokenizer(text).input_ids) > 1000
-    check(
-        {name: [sample] for name, sample in found.items()},
-        AutoModelForCausalLM.from_pretrained(adapter).eval(),
-        tokenizer,
-    )

@@ -1,10 +1,6 @@
 """Prompts fit the model's positions before a run, however their tokens grow when cut prompts are tokenized again."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,13 +15,12 @@ from longbench_cases import (
 )
 from peft import get_peft_model
 from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from cacheformers import eval_longbench
-from cacheformers.evaluation.longbench.methods import LongBenchOptions, PromptMaker, make_method
 from cacheformers.evaluation.longbench.prompts import cut_middle, encode, fill
-from cacheformers.evaluation.longbench.records import Record, load_records
-from cacheformers.evaluation.longbench.tasks import TASKS, load_templates
+from cacheformers.evaluation.longbench.records import load_records
+from cacheformers.evaluation.longbench.tasks import TASKS
 from cacheformers.evaluation.passkey import main as passkey
 
 TASK = "multifieldqa_zh"
@@ -33,7 +28,7 @@ POSITIONS = 512
 
 
 @pytest.fixture
-def fallback(data: Path, make_base: Any) -> Path:
+def fallback(data, make_base):
     """An OPT in `base`, whose tokenizer takes Chinese as bytes, and records in Chinese."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(33, 127)), "\n"]
     bytes_of = models.BPE({token: place for place, token in enumerate(tokens)}, [], byte_fallback=True)
@@ -108,33 +103,3 @@ def test_a_text_that_a_memory_on_learned_positions_cannot_read(fallback, capsys,
         )
     said = " ".join(capsys.readouterr().err.split())
     assert "A prompt of 600 tokens and its answer take" in said and "the model has 512" in said
-
-
-@pytest.mark.parametrize("method", ["neurocache", "infini_attention"])
-def test_memories_whose_positions_begin_again_read_on(fallback, config_factory, method):
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(fallback / "base"),
-        config_factory(method=method, segment_tokens=128, **({"cache_size": 4000} if method == "neurocache" else {})),
-    )
-    model.save_pretrained(fallback / "remembering")
-    given = [f"--adapter={fallback / 'remembering'}", "--tasks", TASK, "--limit=1", "--plots=false"]
-    plain = [one for one in arguments(fallback, *given, method="memory") if not one.startswith("--max_length")]
-    eval_longbench.main(plain)
-    assert result(fallback, "remembering-memory")["prompt_tokens_per_record"] > POSITIONS
-
-
-def test_a_memory_that_a_grown_prompt_overfills(fallback, config_factory):
-    """The cut is the user's: so is cutting again."""
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(fallback / "base"),
-        config_factory(cache_size=440, segment_tokens=128),
-    )
-    options = LongBenchOptions(data="", methods=["memory"], max_length=440)
-    config = model.peft_config["default"]
-    method = make_method("memory", options, str(fallback / "base"), model.config, config)
-    tokenizer = AutoTokenizer.from_pretrained(fallback / "base")
-    maker = PromptMaker(method, options, tokenizer, load_templates([TASK]))
-    record = Record(TASK, "0", "", "长文" * 200, ["文"], 1, None)
-    assert encode(cut_middle(fill(maker.templates[TASK], record), tokenizer, 440), tokenizer, True).question > 440
-    assert maker(record).question <= 440
-    maker.check(record)

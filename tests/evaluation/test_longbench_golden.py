@@ -1,11 +1,6 @@
 """LongBench's metrics, aggregates, prompts and truncation equal what the official code gave."""
 
-from __future__ import annotations
-
 import json
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import SHARED
@@ -15,13 +10,13 @@ from cacheformers.evaluation.longbench.metrics import METRICS, score
 from cacheformers.evaluation.longbench.prompts import Prompt, cut_middle, encode, fill, in_chat
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.report import task_scores
-from cacheformers.evaluation.longbench.tasks import E_TASKS, MAX_LENGTHS, SHA256, TASKS, lm_eval_folder, load_templates
+from cacheformers.evaluation.longbench.tasks import E_TASKS, MAX_LENGTHS, SHA256, TASKS, load_templates
 
 GOLDEN = SHARED / "golden" / "longbench"
 needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden data are not there")
 
 
-def lines(name: str) -> list[dict[str, Any]]:
+def lines(name):
     file = GOLDEN / name
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
@@ -50,7 +45,7 @@ def test_metrics():
 def test_rouge_of_sentences_that_are_too_long_is_official_whoever_calls():
     """The package recurses once for each word of both texts; the official code scores 0 when that is too deep."""
 
-    def called_from(depth: int, words: int) -> float:
+    def called_from(depth, words):
         if depth:
             return called_from(depth - 1, words)
         return score("gov_report", "yes " + "no " * words, ["yes " + "one " * words])
@@ -151,21 +146,3 @@ def test_changed_templates_are_refused(tmp_path):
     file.write_text("{")
     with pytest.raises(ValueError, match="not a JSON file"):
         load_templates(["trec"], str(file))
-
-
-def test_a_changed_lm_eval_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Another release, found before the installed one."""
-    folder = tmp_path / "lm_eval" / "tasks" / "longbench"
-    folder.mkdir(parents=True)
-    (tmp_path / "lm_eval" / "__init__.py").touch()
-    for name in TASKS:
-        text = (lm_eval_folder() / f"{name}.yaml").read_text(encoding="utf-8")
-        (folder / f"{name}.yaml").write_text(text.replace("{{context}}\\n", "{{context}} \\n"), encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "lm_eval", raising=False)  # an earlier test may have imported the installed one
-    assert lm_eval_folder() == folder
-    with pytest.raises(ValueError, match="trec.* are not the official ones .*--prompts"):
-        load_templates(TASKS)
-    (folder / "lcc.yaml").unlink()
-    with pytest.raises(ValueError, match=r"lcc.yaml does not exist"):
-        load_templates(["lcc"])

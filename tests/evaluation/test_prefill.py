@@ -1,7 +1,5 @@
 """Prompts read one by one and answered together, against plain `generate`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -15,7 +13,7 @@ from cacheformers.evaluation.longbench.tasks import TASKS
 LENGTHS = (2, 40, 17)
 
 
-def rows() -> list[list[int]]:
+def rows():
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(3, 128, (length,), generator=generator).tolist() for length in LENGTHS]
 

@@ -1,39 +1,34 @@
 """`cacheformers perplexity`: windows, memory, units, forms of texts, errors."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cacheformer_models import tiny_model
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from recipe import make_text, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheformers.adapters.export import export
 from cacheformers.cli import main as command_line
 from cacheformers.evaluation.held_out import window_nats
-from cacheformers.evaluation.run import Measure
-from cacheformers.evaluation.text_perplexity import Windows, main, places_in_window, rates, raw_text, read_texts
+from cacheformers.evaluation.text_perplexity import Windows, main, places_in_window, raw_text, read_texts
 
 
-def arguments(folder: Path, mode: str, *more: str) -> list[str]:
+def arguments(folder, mode, *more):
     """A run over the held-out documents of the fixture `folder`, 70 and 50 tokens long."""
     given = {"base": folder / "base", "texts": folder / "valid.jsonl", "output": folder / "out", "mode": mode}
     return [*(f"--{key}={value}" for key, value in given.items()), "--device=cpu", "--plots=false", *more]
 
 
-def result(folder: Path) -> dict[str, Any]:
+def result(folder):
     return json.loads((folder / "out" / "result.json").read_text())
 
 
-def error_of(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def error_of(given, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(given)
     assert stopped.value.code == 2
@@ -41,7 +36,7 @@ def error_of(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.fixture
-def adapter(folder, config_factory, opener) -> Path:
+def adapter(folder, config_factory, opener):
     """A memory adapter with open gates."""
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "base"), config_factory())
     opener(model)
@@ -53,7 +48,7 @@ def adapter(folder, config_factory, opener) -> Path:
 
 
 @torch.no_grad()
-def transformers_own(model: torch.nn.Module, ids: torch.Tensor, window: int, stride: int) -> tuple[float, int]:
+def transformers_own(model, ids, window, stride):
     """The sum of losses, and of how many tokens, by transformers' documented recipe for models of fixed length."""
     nats, count, before = 0.0, 0, 0
     for start in range(0, len(ids), stride):
@@ -80,22 +75,6 @@ def test_windows_are_those_of_transformers_recipe(make_base, ids, window, stride
         assert np.nansum(nats, dtype=np.float64) == pytest.approx(expected, rel=1e-5)
 
 
-def test_segments_are_read_by_themselves(make_base, ids):
-    """Of each window the first token is not predicted, and nothing before it matters."""
-    model = make_base("llama_gqa")
-    (nats,) = window_nats(model, [ids[0]], 25, 25)
-    assert np.flatnonzero(np.isnan(nats)).tolist() == [24, 49]
-    other = torch.cat([ids[1, :50], ids[0, 50:]])
-    np.testing.assert_array_equal(window_nats(model, [other], 25, 25)[0][50:], nats[50:])
-
-
-def test_a_loss_that_is_not_finite(make_base, ids):
-    model = make_base("llama_gqa")
-    model.lm_head.weight.data[int(ids[0, 30])] = torch.inf
-    with pytest.raises(FloatingPointError, match="document 0 at token .* float16 overflows"):
-        window_nats(model, [ids[0]], 16, 8)
-
-
 # Results
 
 
@@ -119,20 +98,6 @@ def test_a_run_writes_all_units(folder, capsys, monkeypatch, mode, more, tokens)
     assert (folder / "out" / "position.png").stat().st_size > 1000
 
 
-def test_by_position(folder, monkeypatch):
-    monkeypatch.setattr("cacheformers.evaluation.text_perplexity.FIRST_BUCKET", 16)
-    main(arguments(folder, "sliding", "--window=30"))
-    found = result(folder)
-    assert {name: part["tokens"] for name, part in found["by_position"].items()} == {
-        "0-16": 32,
-        "16-32": 32,
-        "32-64": 32 + 17,
-        "64-128": 5,
-    }
-    nats = sum(sum(part["nats_by_document"]) for part in found["by_position"].values())
-    assert nats == pytest.approx(sum(found["nats_by_document"]))
-
-
 @pytest.mark.parametrize("exported", [False, True])
 def test_memory_reads_a_document_as_one_pass(folder, adapter, tokenizer, exported):
     model = AutoModelForCausalLM.from_pretrained(adapter).eval()
@@ -148,18 +113,6 @@ def test_memory_reads_a_document_as_one_pass(folder, adapter, tokenizer, exporte
         expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
         assert found["nats_by_document"][place] == pytest.approx(float(expected), rel=1e-4)
     assert found["windows"] is None and found["name"] == ("model-memory" if exported else "remembering-memory")
-
-
-def test_lora_is_read_in_windows(folder):
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "base"), LoraConfig(r=2))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.5)
-    model.save_pretrained(folder / "lora")
-    main(arguments(folder, "segment"))
-    plain = result(folder)["perplexity"]
-    main(arguments(folder, "segment", f"--adapter={folder / 'lora'}"))
-    assert result(folder)["perplexity"] != pytest.approx(plain)
 
 
 @pytest.mark.slow
@@ -200,23 +153,6 @@ def test_first_tokens_and_bos(folder, tokenizer):
     assert first.characters == len(" ".join(make_text(70, 70).split()[:10]))
 
 
-def test_words_of_the_tokenized_file(folder):
-    """WikiText's convention: the raw file's loss over the tokenized file's words."""
-    main(arguments(folder, "segment", "--words=240"))
-    found = result(folder)
-    assert found["word_perplexity"] == pytest.approx(math.sqrt(found["perplexity"]))
-
-
-def test_a_language_without_white_space():
-    """500 nats over what white space makes two words of: a perplexity of them says nothing."""
-    counts = {"tokens": 100, "words": 2, "characters": 100, "bytes": 300}
-    found = rates(Measure(np.array([495.0]), np.array([99.0])), counts)
-    assert found["word_perplexity"] is None
-    assert found["bits_per_character"] == pytest.approx(5 / math.log(2)) == pytest.approx(3 * found["bits_per_byte"])
-    counts["words"] = 50
-    assert rates(Measure(np.array([495.0]), np.array([99.0])), counts)["word_perplexity"] == pytest.approx(math.exp(10))
-
-
 # Errors, all of them before a model is loaded
 
 
@@ -255,7 +191,7 @@ def test_a_memory_is_not_read_in_windows(folder, adapter, capsys):
         ("empty.raw", b" \n \n", "There is no document of two tokens or more"),
     ],
 )
-def test_files_that_are_no_text(folder, capsys, name, content, message):
+def test_files_that_are_not_text(folder, capsys, name, content, message):
     (folder / name).write_bytes(content)
     assert message in error_of(arguments(folder, "segment", f"--texts={folder / name}"), capsys)
 
@@ -271,7 +207,7 @@ def test_no_bos(folder, tokenizer, capsys):
 
 
 @pytest.fixture
-def cacheformer(folder, tokenizer, request) -> Path:
+def cacheformer(folder, tokenizer, request):
     """A CacheFormer model whose selection the test chooses, in `folder / "base"`."""
     selection = getattr(request, "param", "previous_block")
     model = tiny_model(torch.float32, vocab_size=128, segment_tokens=20, select_rows=None, selection=selection)

@@ -5,8 +5,6 @@ for each method an adapter, the memory of a text and the exported model, a Cache
 step 2 of a run of 4 steps with the weights with which that run ended.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,35 +1,30 @@
 """Run an attention memory's core without a model: recorded data, rotary positions, and pieces of a text."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from cacheformers.modeling.cache import MemoryCache
-from cacheformers.modeling.memory import BaseShape, LocalWindow, MemoryState
+from cacheformers.modeling.memory import BaseShape
 
 GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "golden"
 SHAPE = BaseShape("llama", 32, 4, 2, 8, 3, 128, 4096, rotary=True)
 
 
-def golden_files(method: str, pattern: str) -> list[Any]:
+def golden_files(method, pattern):
     """A test parameter for every recorded file of a method."""
     found = [pytest.param(path, id=path.stem) for path in sorted((GOLDEN / method).glob(pattern))]
     absent = pytest.mark.skip(reason=f"no recorded data ({pattern}) in ../shared/golden/{method}")
     return found or [pytest.param(None, id="none", marks=[absent])]
 
 
-def load(path: Path) -> dict[str, Tensor]:
+def load(path):
     return load_file(path)
 
 
-def rotate(tensor: Tensor, positions: Tensor) -> Tensor:
+def rotate(tensor, positions):
     """Rotary positions `[rows, time]` (theta 10000, halves) on `[rows, heads, time, d]`."""
     width = tensor.shape[-1]
     frequencies = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
@@ -39,14 +34,14 @@ def rotate(tensor: Tensor, positions: Tensor) -> Tensor:
     return turned.to(tensor.dtype)
 
 
-def random_inputs(rows: int, time: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+def random_inputs(rows, time, seed=0, dtype=torch.float64):
     """q `[rows, 4, time, 8]`, k and v `[rows, 2, time, 8]`, without rotary positions, and x `[rows, time, 32]`."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((rows, 4, time, 8), (rows, 2, time, 8), (rows, 2, time, 8), (rows, time, 32))
     return tuple(torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes)
 
 
-def allowed(call: Any) -> Tensor:
+def allowed(call):
     """Which columns, old and new, each new column may see, `[rows, time, columns + time]`."""
     time, columns = call.real.shape[1], call.visible.shape[1]
     place = torch.arange(columns)
@@ -54,15 +49,7 @@ def allowed(call: Any) -> Tensor:
     return (place <= place[-time:, None]) & call.visible[:, None] | itself
 
 
-def run_pieces(
-    state: MemoryState,
-    window: LocalWindow,
-    layer: Callable[..., Tensor],
-    inputs: tuple[Tensor, ...],
-    real: Tensor | None = None,
-    chunks: list[int] | None = None,
-    memory: MemoryCache | None = None,
-) -> tuple[Tensor, MemoryCache]:
+def run_pieces(state, window, layer, inputs, real=None, chunks=None, memory=None):
     """Feed columns to one attention layer as the decoder's hooks do: cut where segments end, close, attend, take up.
 
     Args:

@@ -1,19 +1,15 @@
 """Configurations of CacheFormer's attention that cover every pair of choices, and random inputs for them."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import warnings
-from typing import Any
 
 import torch
 from cacheformer_golden import rotate_pairs
-from torch import Tensor
 
 from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions, CacheFormerParts, Projected, make_parts
 
-CHOICES: dict[str, tuple[Any, ...]] = {
+CHOICES = {
     "kv_heads": (4, 2, 1),
     "window_tokens": (8, 6, 4),
     "pool_tokens": (4, 2, 3, 8),
@@ -36,7 +32,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def make_options(choice: dict[str, Any]) -> CacheFormerOptions:
+def make_options(choice):
     """Of a choice for each name above.
 
     Raises:
@@ -56,10 +52,10 @@ def make_options(choice: dict[str, Any]) -> CacheFormerOptions:
         )
 
 
-def pairwise(seed: int = 0, **fixed: Any) -> list[dict[str, Any]]:
+def pairwise(seed=0, **fixed):
     """Valid choices that together hold every pair of values that any of 3,000 valid choices holds."""
     generator = random.Random(seed)
-    pool: list[tuple[dict[str, Any], set[Any]]] = []
+    pool = []
     while len(pool) < 3000:
         choice = {name: generator.choice(values) for name, values in CHOICES.items()} | fixed
         try:
@@ -76,25 +72,25 @@ def pairwise(seed: int = 0, **fixed: Any) -> list[dict[str, Any]]:
     return chosen
 
 
-def label(choice: dict[str, Any]) -> str:
+def label(choice):
     return " ".join(str(value) for value in choice.values())
 
 
-def random_parts(options: CacheFormerOptions) -> CacheFormerParts:
+def random_parts(options):
     """Parts in float64, none of them neutral."""
     generator = torch.Generator().manual_seed(3)
     modules = make_parts(options)
     for module in modules.values():
         for parameter in module.double().parameters():
             parameter.data += 0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    return CacheFormerParts(**modules)  # type: ignore[arg-type]
+    return CacheFormerParts(**modules)
 
 
-def random_inputs(options: CacheFormerOptions, time: int, rows: int = 1, seed: int = 4) -> Projected:
+def random_inputs(options, time, rows=1, seed=4):
     """Queries, keys and values in float64, rotated by the positions 0 to time-1."""
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(heads: int) -> Tensor:
+    def draw(heads):
         return 1.5 * torch.randn(rows, heads, time, options.head_dim, generator=generator, dtype=torch.float64)
 
     plain_q, plain_k, v = draw(options.heads), draw(options.kv_heads), draw(options.kv_heads)

@@ -1,9 +1,6 @@
 """Tiny CacheFormer models: random ones, and those of the recorded runs."""
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 import torch
 from cacheformer_golden import needs_golden
@@ -11,7 +8,7 @@ from safetensors.torch import load_file
 
 from cacheformers import CacheFormerConfig, CacheFormerForCausalLM
 
-TINY: dict[str, Any] = {
+TINY = {
     "vocab_size": 48,
     "hidden_size": 16,
     "num_hidden_layers": 2,
@@ -42,11 +39,11 @@ NAMES = {
 }
 
 
-def tiny_config(**changes: Any) -> CacheFormerConfig:
+def tiny_config(**changes):
     return CacheFormerConfig(**{**TINY, **changes})
 
 
-def tiny_model(dtype: torch.dtype = torch.float64, **changes: Any) -> CacheFormerForCausalLM:
+def tiny_model(dtype=torch.float64, **changes):
     """A model whose every part matters: sharper attention than at first, norms and gates that are not neutral."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
@@ -60,11 +57,11 @@ def tiny_model(dtype: torch.dtype = torch.float64, **changes: Any) -> CacheForme
     return model.to(dtype).eval()
 
 
-def random_ids(rows: int, time: int, seed: int = 1) -> torch.Tensor:
+def random_ids(rows, time, seed=1):
     return torch.randint(1, TINY["vocab_size"], (rows, time), generator=torch.Generator().manual_seed(seed))
 
 
-def recorded_model(dtype: torch.dtype, **options: Any) -> CacheFormerForCausalLM:
+def recorded_model(dtype, **options):
     """The model of the recorded runs, with its weights."""
     weights = load_file(needs_golden("ls_tiny_weights.safetensors"))
     config = CacheFormerConfig(
@@ -83,7 +80,7 @@ def recorded_model(dtype: torch.dtype, **options: Any) -> CacheFormerForCausalLM
     return model
 
 
-def recorded_name(name: str) -> str:
+def recorded_name(name):
     """A parameter's name in the recordings."""
     for ours, theirs in NAMES.items():
         name = name.replace(ours, theirs)

@@ -1,34 +1,31 @@
 """What each of two processes does in `test_evaluation.py`; a module, so that a new process can import it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
+from conftest import BASES, COMMON, adapter_config, open_gates
 from peft import get_peft_model
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-import cacheformers
 from cacheformers.evaluation.held_out import HeldOut
 from cacheformers.evaluation.model import EvalOptions, evaluate_model
 from cacheformers.modeling.architectures import base_shape
 from cacheformers.training.processes import shard
 
+BASE = {**COMMON, **BASES["llama_gqa"]}
 
-def evaluate() -> dict[str, list[np.ndarray]]:
+
+def evaluate():
     """The losses of every run over five documents of different lengths, in this process alone."""
     return losses_of(make_model("none"), documents(), skip_base=False)
 
 
-def main(environment: dict[str, str], wrapper: str, skip_base: bool, file: Path) -> None:
+def main(environment, wrapper, skip_base, file):
     """Evaluate as one of several processes, and write what came out.
 
     Args:
@@ -41,13 +38,13 @@ def main(environment: dict[str, str], wrapper: str, skip_base: bool, file: Path)
     model = make_model(wrapper)
     forwards = 0
 
-    def count(*_: Any) -> None:
+    def count(*_):
         nonlocal forwards
         forwards += 1
 
     model.register_forward_pre_hook(count)
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    result: dict[str, Any] = {"runs": losses_of(model, documents(), skip_base), "error": "", "sharded": sharded}
+    result = {"runs": losses_of(model, documents(), skip_base), "error": "", "sharded": sharded}
     try:
         losses_of(model, [*documents(), broken()], skip_base)
     except FloatingPointError as error:
@@ -58,58 +55,35 @@ def main(environment: dict[str, str], wrapper: str, skip_base: bool, file: Path)
     torch.distributed.destroy_process_group()
 
 
-def losses_of(model: torch.nn.Module, chosen: list[HeldOut], skip_base: bool) -> dict[str, list[np.ndarray]]:
+def losses_of(model, chosen, skip_base):
     options = EvalOptions(controls=["other_document", "shuffled", "longer_window"], valid_rows=2, skip_base=skip_base)
     return {name: list(run.losses) for name, run in evaluate_model(model, chosen, options, memory_options()).items()}
 
 
-def documents() -> list[HeldOut]:
+def documents():
     generator = torch.Generator().manual_seed(5)
     lengths = (60, 33, 90, 20, 17)
     return [HeldOut(torch.randint(3, 127, (length,), generator=generator), 1, f"{length}") for length in lengths]
 
 
-def broken() -> HeldOut:
+def broken():
     """A document with a token that the model makes NaN of."""
     ids = torch.arange(3, 43)
     ids[20] = 127
     return HeldOut(ids, 1, "broken")
 
 
-def base_config() -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=128,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+def memory_options():
+    return adapter_config().resolve(base_shape(AutoConfig.for_model(**BASE)))
 
 
-def adapter_config() -> cacheformers.NeurocacheAdapterConfig:
-    return cacheformers.NeurocacheAdapterConfig(
-        segment_tokens=16, cache_size=40, topk=4, retrieval_map={1: 1}, search="exact", r=4
-    )
-
-
-def memory_options() -> Any:
-    return adapter_config().resolve(base_shape(base_config()))
-
-
-def make_model(wrapper: str) -> torch.nn.Module:
+def make_model(wrapper):
     """The same model in every process, its gates open."""
     torch.manual_seed(0)
-    base = LlamaForCausalLM(base_config())
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**BASE))
     base.get_input_embeddings().weight.data[127] = float("nan")
     model = get_peft_model(base, adapter_config())
-    for name, parameter in model.named_parameters():
-        if "lora_mem_gate" in name or "lora_B" in name:
-            parameter.data.normal_(0, 0.5)
+    open_gates(model)
     if wrapper == "ddp":
         return DistributedDataParallel(model)
     if wrapper == "fsdp2":

@@ -1,7 +1,5 @@
 """What the tests of gated attention share: options, gates that differ from token to token, and reading in pieces."""
 
-from __future__ import annotations
-
 import torch
 from attention_core import SHAPE, run_pieces
 
@@ -14,11 +12,11 @@ WINDOW = 4
 CHANNELS = {"layer": 1, "kv_head": 2, "head": 4}
 
 
-def options_for(**changes) -> GatedAttentionOptions:
+def options_for(**changes):
     return GatedAttentionOptions(**{"base": SHAPE, "layers": (0,), "window_tokens": WINDOW, **changes})
 
 
-def parts_for(options, seed=0, spread=1.0) -> GatedParts:
+def parts_for(options, seed=0, spread=1.0):
     """Gates that differ from token to token."""
     torch.manual_seed(seed)
     parts = GatedParts(**make_parts(options))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import cacheformers
 from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
@@ -34,41 +33,41 @@ class Fixture:
     fixed_heads: bool
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self):
         """The settings under the published package's names."""
         return self.meta["neurocache_config"]
 
     @property
-    def retrieval_map(self) -> dict[int, int]:
+    def retrieval_map(self):
         return {int(retrieval): storing for retrieval, storing in sorted(self.config["retrieval_map"].items())}
 
     @property
-    def storing_layers(self) -> list[int]:
+    def storing_layers(self):
         """In the order in which the package numbers its caches."""
         return sorted(set(self.retrieval_map.values()))
 
     @property
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self):
         """Trained weights, as the package names them."""
         prefix = "neurocache."
         return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
 
     @property
-    def tolerance(self) -> float:
+    def tolerance(self):
         """Of logits and hidden states."""
         return 5e-5 if self.base == "opt" else 1e-5
 
-    def inputs(self, segment: int) -> Tensor:
+    def inputs(self, segment):
         if f"seg{segment}.input_ids" not in self.tensors:
             pytest.skip(f"the ids of segment {segment} were not recorded")
         return self.tensors[f"seg{segment}.input_ids"]
 
-    def restarts(self, segment: int) -> list[int]:
+    def restarts(self, segment):
         """Rows in which a document begins at this segment."""
         return [row for row, starts in enumerate(self.meta["restarts"].get(str(segment), [])) if starts]
 
 
-def cases(kind: str) -> list[Any]:
+def cases(kind):
     """A test parameter for every recorded run of a kind: "segments", "16 bit" (segments too) or "generate"."""
     found = []
     for path in sorted(FOLDER.glob("*/*.safetensors")):
@@ -86,13 +85,13 @@ def cases(kind: str) -> list[Any]:
 
 
 @cache
-def load(base: str, name: str) -> Fixture:
+def load(base, name):
     path = FOLDER / base / name
     meta = json.loads(path.with_suffix(".json").read_text())
     return Fixture(base, meta, load_file(path.with_suffix(".safetensors")), name.endswith("_fixedheads"))
 
 
-def base_model(base: str) -> PreTrainedModel:
+def base_model(base):
     """The base model of a folder, with the attention that it was recorded with."""
     described = json.loads((FOLDER / base / "base.json").read_text())
     config = AutoConfig.for_model(described["model_type"], **described["config"])
@@ -104,7 +103,7 @@ def base_model(base: str) -> PreTrainedModel:
     return model.eval()
 
 
-def adapted(fixture: Fixture) -> PeftModel:
+def adapted(fixture):
     """The base with an adapter that holds the recorded weights."""
     config = fixture.config
     settings = ("attention_layers", "cache_size", "compression_factor", "topk", "neighborhood_size", "context_size")
@@ -128,9 +127,9 @@ def adapted(fixture: Fixture) -> PeftModel:
     return model.eval()
 
 
-def trained(model: PeftModel, fixture: Fixture) -> dict[str, torch.nn.Parameter]:
+def trained(model, fixture):
     """The adapter's parameters under the package's names."""
-    attentions: Any = attention_modules(find_decoder(unwrap(model)))
+    attentions = attention_modules(find_decoder(unwrap(model)))
     found = {}
     for number, layer in enumerate(sorted(fixture.config["attention_layers"])):
         parts = attentions[layer].memory.parts("default")
@@ -154,7 +153,7 @@ class Seen:
 
 
 @contextmanager
-def watch(model: PeftModel) -> Iterator[Seen]:
+def watch(model):
     """Observe forwards: self-attention's input, its output before and after the memory's branch, and the reading."""
     seen = Seen()
     handles = []
@@ -162,11 +161,11 @@ def watch(model: PeftModel) -> Iterator[Seen]:
         if not hasattr(attention, "memory"):
             continue
 
-        def before(module: Any, args: Any, kwargs: Any, output: Any, layer: int = layer) -> None:
+        def before(module, args, kwargs, output, layer=layer):
             seen.hidden[layer], seen.alone[layer] = kwargs["hidden_states"], output[0]
             seen.reading = kwargs["memory_state"].reading
 
-        def after(module: Any, args: Any, output: Any, layer: int = layer) -> None:
+        def after(module, args, output, layer=layer):
             seen.together[layer] = output[0]
 
         handles += [
@@ -180,7 +179,7 @@ def watch(model: PeftModel) -> Iterator[Seen]:
             handle.remove()
 
 
-def publish(folder: Path, settings: dict, weights: dict, suffix: str = "bin") -> Path:
+def publish(folder, settings, weights, suffix="bin"):
     """Write a folder as the package's `save_pretrained` does."""
     folder.mkdir()
     rest = {

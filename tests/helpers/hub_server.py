@@ -12,11 +12,9 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 LARGE = re.compile(r".*\.(safetensors|bin|png)")  # kept as LFS objects
@@ -37,22 +35,22 @@ class Repo:
     private: bool
     commits: list[tuple[str, dict[str, File]]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.commit({".gitattributes": File(b"*.safetensors filter=lfs\n")})
 
     @property
-    def sha(self) -> str:
+    def sha(self):
         return self.commits[-1][0]
 
     @property
-    def files(self) -> dict[str, File]:
+    def files(self):
         return self.commits[-1][1]
 
-    def commit(self, files: dict[str, File]) -> None:
+    def commit(self, files):
         listing = json.dumps([len(self.commits), {path: str(file) for path, file in files.items()}])
         self.commits.append((hashlib.sha1(listing.encode()).hexdigest(), files))
 
-    def at(self, revision: str) -> tuple[str, dict[str, File]] | None:
+    def at(self, revision):
         if revision == "main":
             return self.commits[-1]
         return next((commit for commit in self.commits if commit[0] == revision), None)
@@ -61,7 +59,7 @@ class Repo:
 class Refused(Exception):
     """An answer that is not the wanted one."""
 
-    def __init__(self, status: int, message: str, code: str = "") -> None:
+    def __init__(self, status, message, code=""):
         super().__init__(message)
         self.status, self.message, self.code = status, message, code
 
@@ -72,31 +70,30 @@ class Hub(ThreadingHTTPServer):
     Attributes:
         users: token -> name; a user writes under the own name only.
         repos, objects: what it holds; objects by their sha256.
-        cuts: place -> how many more times the connection breaks there: "upload" in the middle of a large file,
-            "commit" before a commit is made, "answer" after it, before the answer.
+        cuts: place -> how many more times the connection breaks there: "commit", before a commit is made.
         seen: how often each place was reached.
     """
 
     daemon_threads = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.users = {"hf_me": "me", "hf_other": "other"}
-        self.repos: dict[str, Repo] = {}
-        self.objects: dict[str, bytes] = {}
-        self.cuts: Counter[str] = Counter()
-        self.seen: Counter[str] = Counter()
+        self.repos = {}
+        self.objects = {}
+        self.cuts = Counter()
+        self.seen = Counter()
         self.lock = threading.Lock()
 
     @property
-    def endpoint(self) -> str:
+    def endpoint(self):
         return f"http://127.0.0.1:{self.server_port}"
 
     @property
-    def storage(self) -> str:
+    def storage(self):
         return f"http://localhost:{self.server_port}/storage"
 
-    def text(self, repo: str, path: str) -> str:
+    def text(self, repo, path):
         """A small file of a repository's last commit."""
         content = self.repos[repo].files[path].content
         assert content is not None
@@ -123,16 +120,16 @@ class Handler(BaseHTTPRequestHandler):
         ("GET", r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
     )
 
-    def handle_one_request(self) -> None:
+    def handle_one_request(self):
         try:
             super().handle_one_request()
         except ConnectionError:
             self.close_connection = True
 
-    def log_message(self, *args: Any) -> None:
+    def log_message(self, *args):
         pass
 
-    def do(self) -> None:
+    def do(self):
         path = unquote(urlsplit(self.path).path)
         method = "GET" if self.command == "HEAD" else self.command
         try:
@@ -153,7 +150,7 @@ class Handler(BaseHTTPRequestHandler):
 
     # Reading and answering
 
-    def body(self) -> bytes:
+    def body(self):
         if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
             parts = []
             while size := int(self.rfile.readline(), 16):
@@ -163,7 +160,7 @@ class Handler(BaseHTTPRequestHandler):
             return b"".join(parts)
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
-    def answer(self, content: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+    def answer(self, content, status=200, headers=None):
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
@@ -172,7 +169,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(data)
 
-    def cut(self, place: str) -> None:
+    def cut(self, place):
         """Break the connection if that was asked for."""
         with self.server.lock:
             if self.server.cuts[place] == 0:
@@ -182,7 +179,7 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         raise ConnectionAbortedError(place)
 
-    def user(self) -> str | None:
+    def user(self):
         """Who asks; None for anybody."""
         kind, _, token = self.headers.get("Authorization", "").partition(" ")
         if not kind:
@@ -191,7 +188,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(401, "Invalid credentials in Authorization header")
         return self.server.users[token]
 
-    def repo(self, name: str, write: bool = False) -> Repo:
+    def repo(self, name, write=False):
         user, repo = self.user(), self.server.repos.get(name)
         if repo is None or (repo.private and user != name.split("/")[0]):
             raise Refused(401 if user is None else 404, "Repository not found", "RepoNotFound")
@@ -199,24 +196,24 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(401 if user is None else 403, "You don't have the rights to write here")
         return repo
 
-    def at(self, repo: str, revision: str) -> tuple[str, dict[str, File]]:
+    def at(self, repo, revision):
         commit = self.repo(repo).at(revision)
         if commit is None:
             raise Refused(404, "Invalid rev id", "RevisionNotFound")
         return commit
 
-    def size(self, file: File) -> int:
+    def size(self, file):
         return len(file.content if file.content is not None else self.server.objects[str(file.sha256)])
 
     # Repositories
 
-    def whoami(self) -> None:
+    def whoami(self):
         user = self.user()
         if user is None:
             raise Refused(401, "Invalid username or password.")
         self.answer({"type": "user", "name": user, "orgs": []})
 
-    def create(self) -> None:
+    def create(self):
         wanted, user = json.loads(self.body()), self.user()
         if user is None:
             raise Refused(401, "Invalid username or password.")
@@ -229,12 +226,12 @@ class Handler(BaseHTTPRequestHandler):
             self.server.repos[name] = Repo(wanted.get("visibility") == "private")
         self.answer({"url": f"{self.server.endpoint}/{name}"}, status)
 
-    def validate(self) -> None:
+    def validate(self):
         content = json.loads(self.body())["content"]
         errors = [] if content.startswith("---\n") else [{"message": "no metadata"}]
         self.answer({"errors": errors, "warnings": []}, 400 if errors else 200)
 
-    def info(self, repo: str, revision: str = "main") -> None:
+    def info(self, repo, revision="main"):
         sha, files = self.at(repo, revision)
         siblings = [{"rfilename": path} for path in files]
         held = self.repo(repo)
@@ -242,14 +239,14 @@ class Handler(BaseHTTPRequestHandler):
             {"id": repo, "modelId": repo, "sha": sha, "private": held.private, "tags": [], "siblings": siblings}
         )
 
-    def tree(self, repo: str, revision: str, path: str = "") -> None:
+    def tree(self, repo, revision, path=""):
         _, files = self.at(repo, revision)
         inside = {name: file for name, file in files.items() if not path or name.startswith(path + "/")}
         if path and not inside:
             raise Refused(404, f"{path} does not exist", "EntryNotFound")
         entries = []
         for name, file in inside.items():
-            entry: dict[str, Any] = {"type": "file", "path": name, "size": self.size(file), "oid": git_hash(file)}
+            entry = {"type": "file", "path": name, "size": self.size(file), "oid": git_hash(file)}
             if file.sha256:
                 entry["lfs"] = {"oid": file.sha256, "size": self.size(file), "pointerSize": 134}
             entries.append(entry)
@@ -257,7 +254,7 @@ class Handler(BaseHTTPRequestHandler):
 
     # Pushing
 
-    def preupload(self, repo: str, revision: str) -> None:
+    def preupload(self, repo, revision):
         files = self.repo(repo, write=True).files
         answers = []
         for asked in json.loads(self.body())["files"]:
@@ -267,7 +264,7 @@ class Handler(BaseHTTPRequestHandler):
             answers.append({"path": asked["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         self.answer({"files": answers, "commitOid": self.repo(repo).sha})
 
-    def batch(self, repo: str) -> None:
+    def batch(self, repo):
         self.repo(repo, write=True)
         objects = []
         for wanted in json.loads(self.body())["objects"]:
@@ -278,24 +275,21 @@ class Handler(BaseHTTPRequestHandler):
             objects.append({**wanted, **({} if wanted["oid"] in self.server.objects else {"actions": actions})})
         self.answer({"transfer": "basic", "objects": objects})
 
-    def upload(self, sha256: str) -> None:
-        if self.server.cuts["upload"]:
-            self.rfile.read(100)
-        self.cut("upload")
+    def upload(self, sha256):
         content = self.body()
         if hashlib.sha256(content).hexdigest() != sha256:
             raise Refused(400, "The content has another sha256")
         self.server.objects[sha256] = content
         self.answer(b"")
 
-    def verify(self) -> None:
+    def verify(self):
         self.user()
         wanted = json.loads(self.body())
         if len(self.server.objects.get(wanted["oid"], b"")) != wanted["size"]:
             raise Refused(404, "Not uploaded")
         self.answer({})
 
-    def commit(self, repo: str, revision: str) -> None:
+    def commit(self, repo, revision):
         held = self.repo(repo, write=True)
         header, *operations = [json.loads(line) for line in self.body().splitlines()]
         assert header["key"] == "header" and header["value"]["summary"]
@@ -314,13 +308,12 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 raise Refused(400, f"Unknown operation {operation['key']}")
         held.commit(files)
-        self.cut("answer")
         url = f"{self.server.endpoint}/{repo}/commit/{held.sha}"
         self.answer({"success": True, "commitOid": held.sha, "commitUrl": url, "hookOutput": ""})
 
     # Loading
 
-    def resolve(self, repo: str, revision: str, path: str) -> None:
+    def resolve(self, repo, revision, path):
         sha, files = self.at(repo, revision)
         if path not in files:
             raise Refused(404, f"{path} does not exist", "EntryNotFound")
@@ -331,7 +324,7 @@ class Handler(BaseHTTPRequestHandler):
         linked = {"X-Linked-ETag": f'"{file.sha256}"', "X-Linked-Size": str(self.size(file))}
         self.answer(b"", 302, {**headers, **linked, "Location": f"{self.server.storage}/{file.sha256}"})
 
-    def download(self, sha256: str) -> None:
+    def download(self, sha256):
         if "Authorization" in self.headers:
             raise Refused(400, "The token must not leave the Hub")
         if sha256 not in self.server.objects:
@@ -345,14 +338,14 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(content, status, headers)
 
 
-def git_hash(file: File) -> str:
+def git_hash(file):
     """The hash by which git knows a file, or the pointer to a large one."""
     content = file.content if file.content is not None else str(file.sha256).encode()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 @contextmanager
-def running_hub() -> Iterator[Hub]:
+def running_hub():
     """A Hub that answers until the block ends."""
     hub = Hub()
     thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.05})

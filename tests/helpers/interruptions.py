@@ -1,9 +1,6 @@
 """Runs that are killed or signalled, and a look at the checkpoints they leave."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import torch
 from peft import PeftModel
@@ -38,7 +35,7 @@ torch.nn.modules.module.register_module_forward_pre_hook(watch)
 """
 
 
-def check_checkpoints(folder: Path, base: Path) -> int:
+def check_checkpoints(folder, base):
     """Every checkpoint that can be seen is whole. Returns how many there are."""
     paths = Checkpoints(folder / "checkpoints").paths()
     for path in paths:

@@ -1,18 +1,13 @@
 """Tiny runs of `eval_longbench.py`: a base model, records, and what a run leaves behind."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import datasets
 import pytest
 import torch
 from peft import get_peft_model
 from recipe import make_text
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheformers import eval_longbench
 from cacheformers.adapters.folders import load_adapter_config
@@ -24,7 +19,7 @@ LENGTHS = (70, 20, 50, 130, 33)  # of contexts, in words
 POSITIONS = 1024
 
 
-def row(task: str, number: int, length: int) -> dict[str, Any]:
+def row(task, number, length):
     """A record in LongBench's form."""
     return {
         "input": make_text(4, 100 + number),
@@ -38,18 +33,13 @@ def row(task: str, number: int, length: int) -> dict[str, Any]:
     }
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_rows(path, rows):
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(each) + "\n" for each in rows))
 
 
 @pytest.fixture(name="data")
-def data_fixture(
-    tmp_path: Path,
-    make_base: Callable[..., PreTrainedModel],
-    byte_tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Path:
+def data_fixture(tmp_path, make_base, byte_tokenizer, monkeypatch):
     """A tiny base model with its tokenizer in `base`, and five records of each of four tasks in `data`."""
     base = make_base("llama_gqa", torch.float32, vocab_size=259, max_position_embeddings=POSITIONS)
     base.generation_config.eos_token_id = None  # random models end where they like
@@ -62,8 +52,8 @@ def data_fixture(
     return tmp_path
 
 
-def arguments(folder: Path, *more: str, method: str = "truncation") -> list[str]:
-    """A tiny run; `more` goes before."""
+def arguments(folder, *more, method="truncation"):
+    """A tiny run; `more` overrides."""
     given = {
         "base": folder / "base",
         "data": folder / "data",
@@ -81,7 +71,7 @@ SHORT = ("--tasks", *TESTED)
 
 
 @pytest.fixture(name="adapter")
-def adapter_fixture(data: Path, config_factory: Callable[..., Any], opener: Callable[..., None]) -> Path:
+def adapter_fixture(data, config_factory, opener):
     """A memory adapter with open gates."""
     base = AutoModelForCausalLM.from_pretrained(data / "base")
     model = get_peft_model(base, config_factory(cache_size=800, segment_tokens=128))
@@ -90,23 +80,23 @@ def adapter_fixture(data: Path, config_factory: Callable[..., Any], opener: Call
     return data / "remembering"
 
 
-def predictions(folder: Path, title: str = "base-truncation") -> dict[str, str]:
+def predictions(folder, title="base-truncation"):
     """The contents of the prediction files."""
     return {file.name: file.read_text() for file in sorted((folder / "out" / "pred" / title).glob("*.jsonl"))}
 
 
-def result(folder: Path, title: str = "base-truncation") -> dict[str, Any]:
+def result(folder, title="base-truncation"):
     return json.loads((folder / "out" / title / "result.json").read_text())
 
 
-def error_of(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def error_of(given, capsys):
     with pytest.raises(SystemExit) as stopped:
         eval_longbench.main(given)
     said = capsys.readouterr().err
     return said if stopped.value.code == 2 else str(stopped.value.code)
 
 
-def prompt_maker(folder: Path, method: str, **more: Any) -> PromptMaker:
+def prompt_maker(folder, method, **more):
     options = LongBenchOptions(data="", methods=[method], **more)
     base = str(folder / "base")
     config = AutoModelForCausalLM.from_pretrained(base).config

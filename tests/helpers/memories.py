@@ -1,13 +1,9 @@
 """Compare memories."""
 
-from __future__ import annotations
-
 import torch
 
-from cacheformers.modeling.cache import MemoryCache
 
-
-def assert_equal(one: MemoryCache, other: MemoryCache) -> None:
+def assert_equal(one, other):
     """Bit for bit, whatever shares a place in memory."""
     first, second = one.state_dict(), other.state_dict()
     assert {name for name in first if ".rings." not in name} == {name for name in second if ".rings." not in name}

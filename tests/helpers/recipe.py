@@ -3,34 +3,29 @@
 Processes are forked from a server that has imported everything once, so that each starts in a fraction of a second.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import socket
-from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 WORDS = 125  # with <pad>, <bos>, <eos> the 128 ids of the tiny models
 PATIENCE = 60  # seconds that a tiny run may take on a busy machine
 
 
-def make_text(length: int, seed: int = 0) -> str:
+def make_text(length, seed=0):
     """`length` words, one token each."""
     numbers = torch.randint(0, WORDS, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
     return " ".join(f"w{number}" for number in numbers)
 
 
-def write_documents(path: Path, *lengths: int) -> None:
+def write_documents(path, *lengths):
     lines = [json.dumps({"title": path.stem, "text": make_text(length, length)}) for length in lengths]
     path.write_text("\n".join(lines) + "\n")
 
 
-def arguments(folder: Path, *more: str, output: str = "adapter") -> list[str]:
+def arguments(folder, *more, output="adapter"):
     """A run over the documents and the base of the fixture `folder`."""
     options = {
         "base": folder / "base",
@@ -47,11 +42,11 @@ def arguments(folder: Path, *more: str, output: str = "adapter") -> list[str]:
     return [*(f"--{key}={value}" for key, value in options.items()), *more]
 
 
-def adapter_weights(folder: Path) -> dict[str, Tensor]:
+def adapter_weights(folder):
     return load_file(folder / "adapter_model.safetensors")
 
 
-def largest_difference(one: Path, other: Path) -> float:
+def largest_difference(one, other):
     """Between the weights of two adapter folders."""
     first, second = adapter_weights(one), adapter_weights(other)
     assert first.keys() == second.keys()
@@ -69,19 +64,12 @@ class Recipe:
         recipe: `train_adapt` or `eval_longbench`.
     """
 
-    def __init__(
-        self,
-        arguments: list[str],
-        log: Path,
-        processes: int = 1,
-        before: str = "",
-        recipe: str = "train_adapt",
-    ) -> None:
+    def __init__(self, arguments, log, processes=1, before="", recipe="train_adapt"):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["cacheformers.train_adapt", "torch.distributed.fsdp", "cacheformers.adapters"])
         self.logs = [log.with_suffix(f".{rank}") for rank in range(processes)]
         port = free_port()
-        self.processes: list[ForkServerProcess] = []
+        self.processes = []
         for rank in range(processes):
             environment = {} if processes == 1 else {**launched(rank, processes, port)}
             code = "\n".join(
@@ -105,7 +93,7 @@ class Recipe:
             process.start()
             self.processes.append(process)
 
-    def wait(self) -> list[int | None]:
+    def wait(self):
         """The exit codes; -9 for a process that was killed."""
         for process in self.processes:
             process.join(PATIENCE)
@@ -113,16 +101,16 @@ class Recipe:
         self.kill()
         return codes
 
-    def kill(self) -> None:
+    def kill(self):
         for process in self.processes:
             process.kill()
             process.join()
 
-    def output(self, rank: int = 0) -> str:
+    def output(self, rank=0):
         return self.logs[rank].read_text() if self.logs[rank].exists() else ""
 
 
-def launched(rank: int, processes: int, port: int) -> dict[str, str]:
+def launched(rank, processes, port):
     """The variables that torchrun sets."""
     return {
         "RANK": str(rank),
@@ -135,13 +123,13 @@ def launched(rank: int, processes: int, port: int) -> dict[str, str]:
     }
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return int(free.getsockname()[1])
 
 
-def run(arguments: list[str], log: Path, processes: int = 1, before: str = "", recipe: str = "train_adapt") -> Recipe:
+def run(arguments, log, processes=1, before="", recipe="train_adapt"):
     """A run that must succeed."""
     started = Recipe(arguments, log, processes, before, recipe)
     codes = started.wait()

@@ -1,7 +1,5 @@
 """`tests/README.md` names folders and tests that exist, and a test for every rule."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """What other libraries define, and the private methods of a user's model, are as they were."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The house: no import circle, no import of a floor above, no method named outside `methods/`."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache
@@ -24,7 +22,7 @@ METHOD_NAMES = re.compile(r'"(neurocache|memorizing|infini_attention|gated_atten
 
 
 @cache
-def modules() -> dict[str, Path]:
+def modules():
     """Every module of the package, by its name below `cacheformers`; the root is ''."""
     folders = {name for floor in FLOORS for name in floor if (ROOT / name).is_dir() and name}
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
@@ -36,16 +34,16 @@ def modules() -> dict[str, Path]:
     return {module_name(path): path for path in paths}
 
 
-def module_name(path: Path) -> str:
+def module_name(path):
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 @cache
-def imports() -> dict[str, set[str]]:
+def imports():
     """What each module imports of the package, lazily or for type checking too."""
     known = modules()
-    found: dict[str, set[str]] = {name: set() for name in known}
+    found = {name: set() for name in known}
     for name, path in known.items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
@@ -64,7 +62,7 @@ def imports() -> dict[str, set[str]]:
     return found
 
 
-def floor(name: str) -> int:
+def floor(name):
     """The number of a module's floor."""
     fitting = [
         (len(prefix), number)
@@ -75,7 +73,7 @@ def floor(name: str) -> int:
     return max(fitting)[1]
 
 
-def circles() -> list[list[str]]:
+def circles():
     """Groups of modules that import each other."""
     graph, reach = imports(), {}
     for start in graph:

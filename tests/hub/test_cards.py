@@ -1,9 +1,6 @@
 """The model card that `train_adapt.py` writes, and what stays of the one before it."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 from huggingface_hub.repocard import metadata_load
 from recipe import arguments
@@ -22,7 +19,7 @@ PASSKEY = {  # a passkey result's form
 OWN = "---\nlicense: mit\n---\n# My own card\n"
 
 
-def trained(folder: Path, *more: str) -> Path:
+def trained(folder, *more):
     train_adapt.main(arguments(folder, "--steps=2", "--plots=false", "--device=cpu", *more))
     return folder / "adapter"
 

@@ -1,7 +1,5 @@
 """Bad input gets a clear error before work starts, and nothing is lost."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import get_peft_model
@@ -15,21 +13,16 @@ from cacheformers.modeling.settings import LocalWindowSettings
     ("options", "message"),
     [
         ({"topk": 41}, "topk 41 .* must not exceed cache_size 40"),
-        ({"neighborhood_size": 42}, "must not exceed cache_size"),
         ({"neighborhood_size": 3}, "must be 1 or even, got 3"),
         ({"topk": 0}, "topk must be at least 1"),
         ({"retrieval_map": {7: 7}}, "Layers \\[7\\] do not exist: this base model has layers 0 to 2"),
         ({"retrieval_map": {2: 1}}, "the future leaks"),
         ({"retrieval_map": "1"}, r"retrieval_map must be a map from layers to layers.*\{22: 22\}.*got '1'"),
-        ({"retrieval_map": [1]}, r"retrieval_map must be a map .*got \[1\]"),
-        ({"retrieval_map": {"one": 1}}, r"retrieval_map must be a map .*got \{'one': 1\}"),
         ({"retrieval_map": {1: 1.5}}, r"retrieval_map must be a map .*got \{1: 1.5\}"),
         ({"retrieval_map": {2: 2}, "attention_layers": [1, 2]}, "nothing has been retrieved before layer 2"),
         ({"attention_layers": [1, 1]}, "names a layer twice"),
         ({"attention_layers": []}, "at least one layer"),
         ({"cache_dtype": "int8"}, "cache_dtype must be one of"),
-        ({"similarity": "cosine"}, "similarity must be one of"),
-        ({"gate": "sigmoid"}, "gate must be one of"),
         ({"local_window": "global"}, "local_window must be one of"),
         ({"compression_factor": 5}, "does not divide the hidden size"),
         ({"segment_tokens": 65}, "65 positions, but this base model has 64"),
@@ -49,10 +42,9 @@ def test_options(make_base, config_factory, options, message):
 
 
 @pytest.mark.parametrize("layers", [1, "0:1", [True]])
-@pytest.mark.parametrize("method", ["infini_attention", "gated_attention", "cacheformer_on_base"])
-def test_layers_are_a_list(make_model, method, layers):
+def test_layers_are_a_list(make_model, layers):
     with pytest.raises(ValueError, match=r"layers must be a list of whole numbers such as \[0, 1\]"):
-        make_model("llama_gqa", method=method, layers=layers)
+        make_model("llama_gqa", method="infini_attention", layers=layers)
 
 
 def test_learned_positions_cannot_slide(make_base, config_factory):

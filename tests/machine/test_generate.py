@@ -1,7 +1,5 @@
 """Reading and generating: prompts of any length, batches, beams, chunks, streams, and going on from a memory."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -9,23 +7,16 @@ import torch
 from accelerate import cpu_offload
 from conftest import METHODS, OWN_WINDOW, other_cases
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, pipeline
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
 import cacheformers
 from cacheformers.adapters.export import to_model
 from cacheformers.modeling.architectures import unwrap
 
-BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "qwen3", "stories260k"]
-NEW = 20
+BASES = ["llama_gqa", "mistral", "opt"]
+NEW = 10
 OTHER_CASES = other_cases(("llama_gqa", "opt"))
-
-
-def greedy_by_hand(model, ids, steps):
-    """One pass over everything for every token: no cache, no decoding state."""
-    for _ in range(steps):
-        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
-    return ids
 
 
 def generate(model, ids, **options):
@@ -38,19 +29,23 @@ def generate(model, ids, **options):
 @pytest.mark.parametrize(("base", "method"), [*((base, "neurocache") for base in BASES), *OTHER_CASES])
 @pytest.mark.parametrize("window", [{}, {"local_window": "sliding", "window_tokens": 8, "sink_tokens": 2}])
 def test_greedy_equals_one_pass(make_model, ids, base, method, window):
+    """A new token is the likeliest after all tokens before it, read at once; the last segment closes on the way."""
     if window and (base == "opt" or method in OWN_WINDOW):
         pytest.skip("learned positions cannot slide; these methods have a window of their own")
     model = make_model(base, method=method, **window)
-    expected = greedy_by_hand(model, ids[:, :45], NEW)
-    assert torch.equal(generate(model, ids[:, :45]), expected)
-    assert torch.equal(generate(model, ids[:, :45], prefill_chunk_size=7), expected)
-    assert torch.equal(generate(model, ids[:, :45], use_cache=False), expected)
+    answered = generate(model, ids[:, :45])
+    assert torch.equal(model(answered[:, :-1]).logits[:, 44:].argmax(-1), answered[:, 45:])
+    assert torch.equal(generate(model, ids[:, :45], prefill_chunk_size=7), answered)
+    if base == "llama_gqa":
+        assert torch.equal(generate(model, ids[:, :45], use_cache=False), answered)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("base", BASES)
-def test_left_padded_batches(make_model, ids, base):
-    model = make_model(base)
+@pytest.mark.parametrize(
+    ("base", "method"), [*((base, "neurocache") for base in BASES), ("llama_gqa", "cacheformer_on_base")]
+)
+def test_left_padded_batches(make_model, ids, base, method):
+    model = make_model(base, method=method)
     alone = [generate(model, ids[:1, :45]), generate(model, ids[1:, :33])]
     batch = torch.zeros(2, 45, dtype=torch.long)
     batch[0], batch[1, 12:] = ids[0, :45], ids[1, :33]
@@ -130,18 +125,6 @@ def test_a_memory_expands_by_itself(make_model, ids, options):
     again.expand(3)
     torch.manual_seed(0)
     assert torch.equal(with_expansion, generate(model, ids[:, 40:50], past_key_values=again, **options))
-
-
-@torch.no_grad()
-def test_after_beams_the_memory_goes_on(make_model, ids):
-    model = make_model("llama_gqa")
-    output = generate(model, ids[:, :45], num_beams=3, return_dict_in_generate=True)
-    memory, text = output.past_key_values, output.sequences
-    memory.select([0, 3])
-    assert memory.batch_size == 2
-    logits = model(ids[:, :7], past_key_values=memory).logits
-    assert bool(torch.isfinite(logits).all())
-    assert text.shape[0] == 2
 
 
 @torch.no_grad()
@@ -287,18 +270,6 @@ def test_going_on_with_all_ids(make_model, ids, tmp_path, method):
 
 
 @torch.no_grad()
-def test_a_pipeline_needs_a_clone_for_each_prompt(make_model, tokenizer, ids):
-    model = make_model("llama_gqa", torch.float32)
-    ask = pipeline("text-generation", model=model, tokenizer=tokenizer, max_new_tokens=5)
-    memory = cacheformers.read(model, ids[:1, :40], progress=False)
-    prompts = ["w1 w2 w3", "w4 w5 w6 w7 w8 w9 w10 w11 w12 w13"]
-    with pytest.raises(ValueError, match=DOES_NOT_GO_ON):
-        ask(prompts, past_key_values=memory.clone())
-    for prompt in prompts:
-        assert ask(prompt, past_key_values=memory.clone())[0]["generated_text"].startswith(prompt)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("method", ["neurocache", "memorizing"])
 def test_continuous_batching_is_refused(make_model, ids, method):
     model = make_model("llama_gqa", torch.float32, method=method)
@@ -327,9 +298,7 @@ def test_caches_that_cannot_carry_a_memory(make_model, ids):
         model(ids[:, 20:30], past_key_values=filled)
 
 
-@pytest.mark.parametrize(
-    "method", ["neurocache", "memorizing", "infini_attention", "gated_attention", "cacheformer_on_base"]
-)
+@pytest.mark.parametrize("method", ["neurocache", "memorizing"])  # beside attention, and inside it
 def test_offloaded_weights_say_so(make_model, ids, method):
     model = make_model("llama_gqa", method=method)
     cpu_offload(model, execution_device="cpu")
@@ -339,7 +308,7 @@ def test_offloaded_weights_say_so(make_model, ids, method):
 
 @pytest.mark.parametrize("door", ["PeftModel", "load_adapter", "AutoModel"])
 def test_an_adapter_on_an_offloaded_base_says_so(make_model, make_base, ids, tmp_path, door):
-    """Not that its file were damaged, nor that there were no data in a meta tensor."""
+    """Instead of a damaged file, or of a meta tensor without data."""
     make_base("llama_gqa", torch.float32).save_pretrained(tmp_path / "base")
     model = make_model("llama_gqa", torch.float32)
     model.base_model.model.name_or_path = model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")

@@ -1,7 +1,5 @@
 """Neurocache as model classes: what users of transformers expect of a model works."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import importlib.util
@@ -42,7 +40,7 @@ from cacheformers.modeling.method import METHODS as REGISTERED
 ALL = {**BASES, **MORE_BASES}
 OPTIONS = method_options("neurocache")
 CLASSES = {name: (method.config, method.model, method.causal_lm) for name, method in REGISTERED.items()}
-CASES = [*((name, "neurocache") for name in ALL), *other_cases()]
+CASES = [*((name, "neurocache") for name in ALL), *other_cases(("llama_gqa", "opt"))]
 
 
 @pytest.fixture
@@ -172,17 +170,7 @@ def test_other_methods_from_scratch(make_base, ids, method):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["llama_gqa", "opt"])
-def test_from_scratch(make_base, ids, name):
-    text_config = make_base(name).config
-    model = AutoModelForCausalLM.from_config(NeurocacheConfig(text_config=text_config.to_dict(), **OPTIONS))
-    assert isinstance(model, NeurocacheForCausalLM)
-    check_fresh(model.eval(), ids)
-    check_fresh(AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16).eval(), ids)
-
-
-@torch.no_grad()
-def test_nothing_new_is_left_as_it_lay_in_memory(make_base, ids):
+def test_every_new_parameter_is_initialized(make_base, ids):
     """As when a model is built on the meta device and filled on each device: `to_empty` leaves garbage, here NaN."""
     config = NeurocacheConfig(text_config=make_base("llama_gqa").config, **OPTIONS)
     with torch.device("meta"):
@@ -226,16 +214,15 @@ LOST = ["memory.down.weight", "memory.gate.weight", "2.self_attn.memory.q", "lay
 
 
 @pytest.mark.parametrize("door", [AutoModelForCausalLM, NeurocacheForCausalLM])
-@pytest.mark.parametrize("lost", LOST)
-def test_a_missing_tensor_is_an_error(saved, lost, door):
+def test_a_missing_tensor_is_an_error(saved, door):
     folder, _ = saved()
     file = folder / "model.safetensors"
     tensors = load_file(file)
-    victim = next(key for key in tensors if lost in key)
-    del tensors[victim]
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=f"has no tensors for .*{victim}"):
-        door.from_pretrained(folder)
+    for lost in LOST:
+        victim = next(key for key in tensors if lost in key)
+        save_file({key: tensor for key, tensor in tensors.items() if key != victim}, file, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=f"has no tensors for .*{victim}"):
+            door.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("method", [method for method in OTHERS if method != "windowed"])
@@ -318,20 +305,10 @@ def test_resize_token_embeddings(make, tmp_path, ids, name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("how", [{"device_map": "cpu"}, {"device_map": "auto"}, {"low_cpu_mem_usage": True}], ids=str)
-def test_ways_to_load(saved, ids, how):
-    folder, model = saved()
-    loaded = AutoModelForCausalLM.from_pretrained(folder, **how)
-    assert torch.equal(loaded(ids).logits, model(ids).logits)
-    assert loaded._no_split_modules == {"LlamaDecoderLayer"}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("argument", ["dtype", "torch_dtype"])
-def test_half_precision(saved, ids, argument):
+def test_half_precision(saved, ids):
     """The memory's weights stay in float32, as the adapters'."""
     folder, model = saved()
-    half = AutoModelForCausalLM.from_pretrained(folder, **{argument: torch.bfloat16})
+    half = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     kinds = {name: parameter.dtype for name, parameter in half.named_parameters()}
     assert {kind for name, kind in kinds.items() if ".memory." in name} == {torch.float32}
     assert {kind for name, kind in kinds.items() if ".memory." not in name} == {torch.bfloat16}
@@ -352,13 +329,6 @@ def test_attention_implementation(saved, ids, method):
     assert model.model.language_model.config._attn_implementation == f"{routed}sdpa"
     assert "cacheformers_" not in (folder / "config.json").read_text()
     assert torch.allclose(eager(ids).logits, model(ids).logits, atol=1e-5)
-
-
-def test_sharded_files(make, ids, tmp_path):
-    model = make()
-    model.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -393,16 +363,16 @@ class Segments(Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.parametrize(("method", "checkpointing"), [("neurocache", False), *((method, True) for method in METHODS)])
+@pytest.mark.parametrize(("method", "checkpointing"), [("neurocache", False), ("memorizing", True)])
 def test_trainer(make, tmp_path, method, checkpointing):
     model = make(method=method)
     arguments = TrainingArguments(
         output_dir=str(tmp_path),
-        max_steps=12,
+        max_steps=10,
         per_device_train_batch_size=4,
         learning_rate=1e-2,
         logging_steps=1,
-        save_steps=12,
+        save_steps=10,
         report_to=[],
         use_cpu=True,
         gradient_checkpointing=checkpointing,
@@ -411,7 +381,7 @@ def test_trainer(make, tmp_path, method, checkpointing):
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0] / 2
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-12")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-10")
     ids = Segments()[0]["input_ids"][None]
     assert torch.equal(again(ids).logits, model.eval()(ids).logits)
 
@@ -449,18 +419,6 @@ def test_lora_on_top(saved, ids, tmp_path):
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "lora").eval()
     assert torch.equal(again(ids).logits, changed)
     assert torch.allclose(adapted.merge_and_unload()(ids).logits, changed, atol=1e-4)
-
-
-def test_a_missing_tensor_below_an_adapter_is_an_error(saved, tmp_path):
-    folder, _ = saved()
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(target_modules=["q_proj"]))
-    adapted.save_pretrained(tmp_path / "lora")
-    assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "lora"), NeurocacheForCausalLM)
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.language_model.layers.2.self_attn.memory.q.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="has no tensors for .*memory.q"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "lora")
 
 
 def test_training_the_memory_beside_lora(make, ids):

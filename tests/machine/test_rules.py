@@ -1,7 +1,5 @@
 """DESIGN.md's rules for every method, over every base model."""
 
-from __future__ import annotations
-
 import copy
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +23,7 @@ from cacheformers.modeling.architectures import (
 
 BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "qwen3", "stories260k"]
 MORE = ["qwen2", "gemma", "phi", "gpt_neox"]
+SOME = ["llama_gqa", "mistral", "opt"]
 WINDOWS = {
     "segment": {},
     "sinks": {"sink_tokens": 3, "hit_scores": True},
@@ -37,16 +36,16 @@ SLIDING = {"local_window": "sliding", "window_tokens": 12, "sink_tokens": 3}
 EXACT = 1e-9
 
 
-def rows_of_windows(bases: list[str]) -> list:
-    """Test cases (base, options): Neurocache with every window, the other methods with one a base."""
+def rows_of_windows(bases):
+    """Test cases (base, options): Neurocache with every window, each other method with one window a base."""
     cases = []
     for base in bases:
         for name, options in WINDOWS.items():
-            if base == "opt" and "sliding" in name:
-                continue
-            cases.append(pytest.param(base, options, id=f"{base} {name}"))
-    for base, method in other_cases():
-        window = SLIDING if base == "mistral" else {}
+            if (base != "opt" or "sliding" not in name) and (base in SOME or name in ("segment", "sliding sinks")):
+                cases.append(pytest.param(base, options, id=f"{base} {name}"))
+    inside = [(base, "memorizing") for base in bases if base not in SOME]
+    for base, method in [*inside, *other_cases()]:
+        window = SLIDING if base in ("mistral", "qwen2", "phi") else {}
         cases.append(pytest.param(base, {"method": method, **window}, id=f"{base} {method}"))
     return cases
 
@@ -70,7 +69,7 @@ def difference(left, right):
 def test_every_chunking_gives_the_same(make_model, ids, base, window):
     model = make_model(base, **window)
     whole = model(ids).logits
-    for size in (1, 7, 15, 16, 17):
+    for size in (1, 7, 16, 17):
         logits, memory = chunked(model, ids, size)
         assert difference(logits, whole) < EXACT, size
         assert memory.tokens_read == [75, 75]
@@ -118,7 +117,7 @@ def test_ties_do_not_depend_on_the_chunking(make_model, options, dtype, bound):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", [*SOME, "stories260k"])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, None)])
 def test_every_chunking_in_lower_precision(make_model, ids, base, dtype, bound):
     model = make_model(base, dtype)
@@ -154,7 +153,7 @@ def test_padding_gives_the_same_as_none(make_model, ids, base, window):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("base", "options"), every_method(BASES))
+@pytest.mark.parametrize(("base", "options"), every_method(SOME))
 def test_rows_that_pause_and_go_on(make_model, ids, base, options):
     """Right padding in the middle of a row's stream leaves holes in the columns, and changes nothing."""
     model = make_model(base, **options)
@@ -182,7 +181,7 @@ def test_rows_that_pause_and_go_on(make_model, ids, base, options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("base", "window"), rows_of_windows(BASES))
+@pytest.mark.parametrize(("base", "window"), rows_of_windows(SOME))
 def test_no_token_sees_its_future(make_model, ids, base, window):
     model = make_model(base, **window)
     before = model(ids).logits
@@ -195,7 +194,7 @@ def test_no_token_sees_its_future(make_model, ids, base, window):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", SOME)
 def test_the_memory_matters(make_model, ids, base):
     """The tests above would pass without a memory: it must show from the second segment on, and not before."""
     model = make_model(base)
@@ -222,7 +221,7 @@ def test_off_means_off(make_base, make_model, ids, base, options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("base", "options"), every_method(BASES))
+@pytest.mark.parametrize(("base", "options"), every_method(SOME))
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_neutral_gates_are_the_base(make_base, config_factory, ids, base, options, attention):
     plain = make_base(base, torch.float32, attn_implementation=attention)
@@ -233,7 +232,7 @@ def test_neutral_gates_are_the_base(make_base, config_factory, ids, base, option
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("base", "options"), every_method(BASES))
+@pytest.mark.parametrize(("base", "options"), every_method(SOME))
 def test_eager_and_sdpa_agree_with_padding(make_model, ids, base, options):
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
@@ -243,7 +242,7 @@ def test_eager_and_sdpa_agree_with_padding(make_model, ids, base, options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("base", "options"), every_method(BASES))
+@pytest.mark.parametrize(("base", "options"), every_method(SOME))
 def test_two_memories_on_one_model_in_turn(make_model, ids, base, options):
     model = make_model(base, **options)
     expected = [model(ids[:1]).logits, model(ids[1:]).logits]
@@ -258,7 +257,7 @@ def test_two_memories_on_one_model_in_turn(make_model, ids, base, options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("base", "options"), every_method(BASES))
+@pytest.mark.parametrize(("base", "options"), every_method(SOME))
 def test_clone_select_expand_reset(make_model, ids, base, options):
     model = make_model(base, **options)
     whole = model(ids).logits
@@ -300,7 +299,7 @@ def test_rows_that_share_a_store_part_when_they_write(make_model, ids):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", SOME)
 def test_bounded(make_model, base):
     """Bytes stop growing when the store is full; columns never exceed two segments."""
     model = make_model(base)
@@ -315,7 +314,7 @@ def test_bounded(make_model, base):
 
 @torch.no_grad()
 @pytest.mark.parametrize("method", METHODS)
-def test_a_memory_that_was_written_down_goes_on(make_model, ids, method):
+def test_a_saved_state_goes_on(make_model, ids, method):
     window = {"local_window": "sliding", "window_tokens": 10, "sink_tokens": 3}
     model = make_model("llama_gqa", method=method, **({} if method in OWN_WINDOW else window))
     memory, twin = cacheformers.new_memory(model, 2), cacheformers.new_memory(model, 2)
@@ -349,8 +348,8 @@ def train_two_segments(model, ids, checkpointing):
 @pytest.mark.parametrize(
     ("base", "window"),
     [
-        *rows_of_windows(BASES),
-        *[pytest.param(base, WHOLE_STATES, id=f"{base} d=h") for base in BASES],
+        *rows_of_windows(SOME),
+        *[pytest.param(base, WHOLE_STATES, id=f"{base} d=h") for base in ("llama_gqa", "opt")],
         pytest.param("llama_gqa", {**WHOLE_STATES, "hit_scores": True}, id="llama_gqa d=h, hit scores"),
         pytest.param("llama_gqa", {**WHOLE_STATES, **PUBLISHED}, id="llama_gqa d=h, as published"),
         pytest.param("llama_gqa", PUBLISHED, id="llama_gqa as published"),
@@ -367,7 +366,7 @@ def test_activation_checkpointing_gives_the_same_gradients(make_model, ids, base
         assert float((checkpointed[name] - gradient).norm()) <= 1e-9 * float(gradient.norm() + 1e-12), name
 
 
-@pytest.mark.parametrize(("base", "options"), every_method(BASES))
+@pytest.mark.parametrize(("base", "options"), every_method(SOME))
 def test_every_parameter_is_in_every_graph(make_model, ids, base, options):
     """DDP needs it: also on the first segment, where nothing can be retrieved."""
     model = make_model(base, **options).train()
@@ -390,8 +389,8 @@ def test_padding_never_enters_a_memory(make_model, ids):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("base", "method"), other_cases())
-def test_what_was_read_shows(make_model, ids, base, method):
+@pytest.mark.parametrize(("base", "method"), other_cases(("llama_gqa", "opt")))
+def test_what_was_read_changes_later_logits(make_model, ids, base, method):
     """A token of the first segment changes what is said of the third, but not where there is no memory."""
     model = make_model(base, method=method)
     before, changed = model(ids).logits, ids.clone()
@@ -444,12 +443,11 @@ TURN_OTHERWISE = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", TURN_OTHERWISE)
-def test_a_base_whose_keys_turn_otherwise_cannot_slide(config_factory, opener, ids, monkeypatch, family, dtype):
+def test_a_base_whose_keys_turn_otherwise_cannot_slide(config_factory, opener, ids, monkeypatch, family):
     monkeypatch.setitem(ARCHITECTURES, family, Architecture())
     options = {**COMMON, "model_type": family, "num_key_value_heads": 2, **TURN_OTHERWISE[family]}
-    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**options), dtype=dtype).eval()
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**options)).eval()
     sliding = config_factory(target_modules=[], local_window="sliding", window_tokens=12)
     message = rf"layers \[.*2\] of this {family} base keys do not turn.*local_window='segment'"
     with pytest.raises(ValueError, match=message):
@@ -459,13 +457,6 @@ def test_a_base_whose_keys_turn_otherwise_cannot_slide(config_factory, opener, i
     assert not any("lora_" in name for name, _ in base.named_parameters())
     model = get_peft_model(base, config_factory(target_modules=[]))
     opener(model)
-    assert bool(torch.isfinite(model(ids).logits).all())
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("base", ["llama_gqa", "phi"])
-def test_a_bfloat16_base_can_slide(make_model, ids, base):
-    model = make_model(base, torch.bfloat16, local_window="sliding", window_tokens=12)
     assert bool(torch.isfinite(model(ids).logits).all())
 
 
@@ -500,9 +491,9 @@ def test_two_threads_on_one_model(make_model, ids, method):
 
     @torch.no_grad()
     def score(row):
-        return chunked(model, ids[row : row + 1], 3)[0]
+        return chunked(model, ids[row : row + 1, :40], 5)[0]
 
     expected = [score(row) for row in range(2)]
     with ThreadPoolExecutor(2) as threads:
-        for row, logits in enumerate(threads.map(score, [0, 1] * 3)):
+        for row, logits in enumerate(threads.map(score, [0, 1] * 2)):
             assert torch.equal(logits, expected[row % 2])

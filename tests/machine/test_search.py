@@ -1,17 +1,13 @@
 """Nearest-neighbor search and the ring that it searches."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from cacheformers.modeling.search import ExactSearch, FaissExact, FaissIndex, get_search, recall
 from cacheformers.modeling.search import exact as exact_search
@@ -22,21 +18,21 @@ SEEDS = st.integers(0, 2**20)
 SIMILARITY = st.sampled_from(["l2", "dot"])
 
 
-def gaussian(count: int, width: int, _: float) -> Tensor:
+def gaussian(count, width, _):
     return torch.randn(count, width)
 
 
-def normalized(count: int, width: int, _: float) -> Tensor:
+def normalized(count, width, _):
     return F.layer_norm(torch.randn(count, width), (width,))
 
 
-def clustered(count: int, width: int, noise: float) -> Tensor:
-    """A few centres with a little noise around them."""
-    centres = torch.randn(5, width)
-    return centres[torch.randint(5, (count,))] + noise * torch.randn(count, width)
+def clustered(count, width, noise):
+    """A few centers with a little noise around them."""
+    centers = torch.randn(5, width)
+    return centers[torch.randint(5, (count,))] + noise * torch.randn(count, width)
 
 
-def positional(count: int, width: int, noise: float) -> Tensor:
+def positional(count, width, noise):
     """A large vector shared by all tokens at the same position of a segment, and some content."""
     shared = 3 * torch.randn(32, width)
     return shared[torch.arange(count) % 32] + noise * torch.randn(count, width)
@@ -46,26 +42,26 @@ DATA = st.sampled_from([gaussian, normalized, clustered, positional])
 NOISE = st.sampled_from([1.0, 1e-2, 1e-3, 1e-4])
 
 
-def made(data: Callable[[int, int, float], Tensor], seed: int, *counts: int, width: int, noise: float) -> list[Tensor]:
+def made(data, seed, *counts, width, noise):
     """Tensors `[count, width]` drawn together, in random order where the kind of data has none."""
     torch.manual_seed(seed)
     return list(data(sum(counts), width, noise).split(list(counts)))
 
 
-def fill(ring: Ring, stored: Tensor, piece: int) -> Entries:
+def fill(ring, stored, piece):
     """Append to row 0 piece by piece."""
     for part in stored.split(piece):
         ring.append(0, part)
     return ring.entries(0)
 
 
-def scored(queries: Tensor, stored: Tensor, similarity: str) -> Tensor:
+def scored(queries, stored, similarity):
     """float64 scores `[n, count]` of all entries."""
     products = queries.double() @ stored.double().T
     return products if similarity == "dot" else 2 * products - stored.double().square().sum(1)
 
 
-def told_apart(queries: Tensor, kinds: Tensor, similarity: str) -> Tensor:
+def told_apart(queries, kinds, similarity):
     """The queries to which no two kinds of entries are so equally near that they would count as tied."""
     gaps = scored(queries, kinds, similarity).sort(dim=1).values.diff(dim=1)
     size = queries.double().square().sum(1, keepdim=True) + kinds.double().square().sum(1).max()
@@ -88,19 +84,8 @@ def told_apart(queries: Tensor, kinds: Tensor, similarity: str) -> Tensor:
     topk=st.integers(1, 40),
 )
 def test_exact_search_finds_every_neighbor(
-    data: Callable[[int, int, float], Tensor],
-    noise: float,
-    similarity: str,
-    seed: int,
-    back_end: str,
-    dtype: torch.dtype,
-    width: int,
-    stored: int,
-    capacity: int,
-    piece: int,
-    asked: int,
-    topk: int,
-) -> None:
+    data, noise, similarity, seed, back_end, dtype, width, stored, capacity, piece, asked, topk
+):
     queries, everything = made(data, seed, asked, stored, width=width, noise=noise)
     queries, everything = queries.to(dtype), everything.to(dtype)
     ring = Ring(1, capacity, width, dtype=dtype)
@@ -131,7 +116,7 @@ def test_exact_search_finds_every_neighbor(
 
 @settings(max_examples=20, deadline=None)
 @given(data=DATA, similarity=SIMILARITY, seed=SEEDS, back_end=st.sampled_from(["exact", "faiss"]))
-def test_bfloat16_store(data: Callable[[int, int, float], Tensor], similarity: str, seed: int, back_end: str) -> None:
+def test_bfloat16_store(data, similarity, seed, back_end):
     queries, everything = made(data, seed, 600, 1500, width=128, noise=1.0)
     entries = fill(Ring(1, 1100, 128, dtype=torch.bfloat16), everything, 300)
     scores, hits = get_search(back_end)(queries, entries, 16, similarity)
@@ -145,19 +130,15 @@ def test_bfloat16_store(data: Callable[[int, int, float], Tensor], similarity: s
     [
         (1, torch.float32, True, True),
         (2, torch.float32, True, False),
-        (1023, torch.float32, True, False),
         (1024, torch.float32, True, True),
         (1, torch.bfloat16, True, False),
-        (1024, torch.bfloat16, True, False),
         (1, torch.float32, False, False),
     ],
 )
-def test_auto_uses_faiss_for_one_query_and_for_many(
-    asked: int, dtype: torch.dtype, installed: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_uses_faiss_for_one_query_and_for_many(asked, dtype, installed, expected, monkeypatch):
     calls = []
 
-    def find(self: FaissExact, queries: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    def find(self, queries, *rest):
         calls.append(len(queries))
         return ExactSearch().find(queries, *rest)
 
@@ -180,9 +161,7 @@ def test_auto_uses_faiss_for_one_query_and_for_many(
     asked=st.sampled_from([1, 3, 40]),
     seam=st.integers(0, 1200),
 )
-def test_oldest_of_equal_scores_comes_first(
-    similarity: str, seed: int, back_end: str, dtype: torch.dtype, count: int, topk: int, asked: int, seam: int
-) -> None:
+def test_oldest_of_equal_scores_comes_first(similarity, seed, back_end, dtype, count, topk, asked, seam):
     # Sums of ±1 are exact in float32, and there are at most 17 different scores.
     torch.manual_seed(seed)
     queries, stored = torch.randn(asked, 16).sign(), torch.randn(count, 16).sign()
@@ -199,45 +178,13 @@ def test_oldest_of_equal_scores_comes_first(
 @given(
     similarity=SIMILARITY,
     seed=SEEDS,
-    width=st.sampled_from([16, 33, 100, 256]),
-    copies=st.integers(2, 40),
-    topk=st.integers(1, 30),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-)
-def test_equal_entries_score_equally_wherever_they_lie(
-    similarity: str, seed: int, width: int, copies: int, topk: int, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(seed)
-    kinds = torch.randn(150, width, dtype=dtype)
-    kind = torch.randint(150, (150 * copies,))
-    stored, queries = kinds[kind], told_apart(torch.randn(300, width, dtype=dtype), kinds, similarity)[:48]
-    seam = int(torch.randint(len(stored), ()))
-    ring = torch.cat([stored[seam:], stored[:seam]])
-    entries = Entries((ring[len(stored) - seam :], ring[: len(stored) - seam]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact_search, "MAX_TILE", 2 * exact_search.TILE_UNIT)
-        # The product with one query, and with few, is computed in another way.
-        parts = [get_search("exact")(part, entries, topk, similarity)[1] for part in queries.split([1, 1, 2, 4, 40])]
-    hits = torch.cat(parts)
-    for row, score in zip(hits, scored(queries, kinds, similarity), strict=True):
-        nearest_kinds = score.argsort(descending=True)
-        order = torch.cat([(kind == one).nonzero()[:, 0] for one in nearest_kinds])
-        assert torch.equal(row, order[:topk])
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    similarity=SIMILARITY,
-    seed=SEEDS,
     back_end=st.sampled_from(["exact", "faiss", "auto"]),
     width=st.sampled_from([16, 33, 100, 256]),
     copies=st.integers(2, 40),
     topk=st.integers(1, 30),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_of_entries_that_rounding_alone_tells_apart_the_oldest_are_found(
-    similarity: str, seed: int, back_end: str, width: int, copies: int, topk: int, dtype: torch.dtype
-) -> None:
+def test_rounding_does_not_decide_between_equal_entries(similarity, seed, back_end, width, copies, topk, dtype):
     """Whatever the rounding of states is, and however many queries come at a time."""
     torch.manual_seed(seed)
     kinds = torch.randn(50, width, dtype=dtype)
@@ -256,7 +203,7 @@ def test_of_entries_that_rounding_alone_tells_apart_the_oldest_are_found(
             assert torch.equal(row.sort().values, order[:topk].sort().values)
 
 
-def test_nothing_but_numbers_is_found() -> None:
+def test_nan_is_never_found():
     queries, stored = torch.randn(4, 8), torch.randn(500, 8)
     queries[1], stored[7] = torch.nan, torch.nan
     scores, hits = get_search("exact")(queries, Entries((stored,)), 6, "l2")
@@ -265,7 +212,7 @@ def test_nothing_but_numbers_is_found() -> None:
 
 
 @pytest.mark.parametrize("back_end", ["exact", "faiss", "faiss:Flat"])
-def test_half_precision_around_the_search_does_not_reach_it(back_end: str) -> None:
+def test_half_precision_around_the_search_does_not_reach_it(back_end):
     queries, stored = made(gaussian, 0, 30, 800, width=64, noise=0.0)
     search, entries = get_search(back_end), Entries((stored,))
     scores, hits = search(queries, entries, 8, "l2")
@@ -311,25 +258,10 @@ for asked, count, width, topk, dtype in [
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_memory_is_bounded() -> None:
+def test_memory_is_bounded():
     run = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
     extra = [float(line) for line in run.stdout.split()]
     assert len(extra) == 3 and max(extra) <= 64
-
-
-@given(
-    asked=st.integers(1, 10**6),
-    count=st.integers(1, 10**7),
-    width=st.integers(1, 5000),
-    topk=st.integers(1, 1024),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-)
-def test_tiles_are_bounded(asked: int, count: int, width: int, topk: int, dtype: torch.dtype) -> None:
-    rows, columns = exact_search.tile_shape(asked, count, width, topk, dtype)
-    assert rows * columns * dtype.itemsize <= 17 << 20
-    assert (rows + columns) * width * dtype.itemsize <= 24 << 20
-    assert rows == 1 or rows * topk * 256 <= 17 << 20
-    assert columns % exact_search.TILE_UNIT == 0
 
 
 FACTORIES = ["IVF8,Flat", "HNSW16", "Flat", "PCA16,IVF4,Flat", "PQ8x4", "IVF4,PQ8x4fs", "SQ8"]
@@ -337,7 +269,7 @@ FACTORIES = ["IVF8,Flat", "HNSW16", "Flat", "PCA16,IVF4,Flat", "PQ8x4", "IVF4,PQ
 
 @pytest.mark.parametrize("similarity", ["l2", "dot"])
 @pytest.mark.parametrize("factory", FACTORIES)
-def test_approximate_index_follows_the_store(factory: str, similarity: str) -> None:
+def test_approximate_index_follows_the_store(factory, similarity):
     capacity = 700
     _, everything = made(gaussian, 1, 0, 3000, width=32, noise=0.0)
     ring, search = Ring(1, capacity, 32), get_search(f"faiss:{factory}")
@@ -369,7 +301,7 @@ def test_approximate_index_follows_the_store(factory: str, similarity: str) -> N
 
 
 @pytest.mark.parametrize("factory", ["IVF4,Flat", "HNSW16", "PQ8x4"])
-def test_approximate_index_serves_views_of_the_past(factory: str) -> None:
+def test_approximate_index_serves_views_of_the_past(factory):
     """The recomputation of a forward may search a view after the store has moved on."""
     _, everything = made(gaussian, 2, 0, 4000, width=16, noise=0.0)
     ring, search = Ring(1, 800, 16), get_search(f"faiss:{factory}")
@@ -389,7 +321,7 @@ def test_approximate_index_serves_views_of_the_past(factory: str) -> None:
         assert (older < 300).all()
 
 
-def test_indexes_of_rows_that_share_or_part() -> None:
+def test_indexes_of_rows_that_share_or_part():
     _, everything = made(gaussian, 4, 0, 900, width=16, noise=0.0)
     ring, search = Ring(3, 200, 16), get_search("faiss:Flat")
     for row in range(3):
@@ -405,7 +337,7 @@ def test_indexes_of_rows_that_share_or_part() -> None:
         ring.append(1, everything[700:710])
 
 
-def test_too_few_entries_to_train_are_searched_exactly() -> None:
+def test_too_few_entries_to_train_are_searched_exactly():
     queries, stored = made(gaussian, 3, 20, 500, width=32, noise=0.0)
     entries = Entries((stored,))
     hits = get_search("faiss:IVF64,Flat")(queries, entries, 16, "l2")[1]
@@ -413,7 +345,7 @@ def test_too_few_entries_to_train_are_searched_exactly() -> None:
     assert set(entries.index) == {"lengths"}  # of exact search
 
 
-def test_recall_counts_what_is_near_enough_once() -> None:
+def test_recall_counts_what_is_near_enough_once():
     stored, queries = torch.arange(5.0)[:, None], torch.tensor([[0.0]])
     entries = Entries((stored,))
     assert recall(torch.tensor([[1, 0]]), queries, entries, 2, "l2") == 1.0
@@ -426,7 +358,7 @@ def test_recall_counts_what_is_near_enough_once() -> None:
     assert recall(torch.tensor([[1]]), queries, twins, 1, "l2") == 1.0
 
 
-def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_say_what_to_do(monkeypatch):
     for name in ("nearest", "", "faiss-gpu", "bfloat16"):
         with pytest.raises(ValueError, match="'auto', 'exact', 'faiss' or 'faiss:'"):
             get_search(name)
@@ -445,13 +377,13 @@ def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
         FaissExact()
 
 
-def contents(ring: Ring, row: int) -> list[float]:
+def contents(ring, row):
     return [float(entry[0]) for span in ring.entries(row).spans for entry in span]
 
 
 @settings(max_examples=60, deadline=None)
 @given(capacity=st.integers(1, 12), sizes=st.lists(st.integers(0, 30), max_size=8), keep_values=st.booleans())
-def test_ring_keeps_the_newest_in_order(capacity: int, sizes: list[int], keep_values: bool) -> None:
+def test_ring_keeps_the_newest_in_order(capacity, sizes, keep_values):
     ring = Ring(2, capacity, 3, value_width=2 if keep_values else None)
     written = 0
     for size in sizes:
@@ -475,32 +407,18 @@ def test_ring_keeps_the_newest_in_order(capacity: int, sizes: list[int], keep_va
                 assert torch.equal(torch.cat(oldest.spans), torch.cat(entries.spans)[:part])
 
 
-def test_ring_of_no_capacity_keeps_nothing() -> None:
-    ring = Ring(1, 0, 2)
-    ring.append(0, torch.randn(3, 2))
-    assert ring.count(0) == ring.entries(0).count == ring.nbytes == 0
-
-
-def test_ring_grows_geometrically() -> None:
-    ring, allocations = Ring(1, 1000, 2), set()
-    for _ in range(1200):
-        ring.append(0, torch.randn(1, 2))
-        allocations.add(ring.keys.shape[1])
-    assert len(allocations) <= 12 and max(allocations) == 1000
-
-
-def numbered(*numbers: int) -> Tensor:
+def numbered(*numbers):
     return torch.tensor(numbers, dtype=torch.float32)[:, None].expand(-1, 2)
 
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_ring_rows_never_mix(data: st.DataObject) -> None:
+def test_ring_rows_never_mix(data):
     """Against plain lists, over any sequence of appends, selections, resets and clones."""
     capacity, count = data.draw(st.integers(1, 5)), 0
     ring = Ring(3, capacity, 2)
-    rows: list[list[int]] = [[], [], []]
-    snapshots: list[tuple[Ring, list[list[int]]]] = []
+    rows = [[], [], []]
+    snapshots = []
     for _ in range(data.draw(st.integers(1, 12))):
         action = data.draw(st.sampled_from(["append", "append", "select", "reset", "clone", "view"]))
         row = data.draw(st.integers(0, len(rows) - 1))
@@ -527,20 +445,7 @@ def test_ring_rows_never_mix(data: st.DataObject) -> None:
             assert float(ring.keys.flatten(0, 1)[slot, 0]) == kept[0]
 
 
-def test_ring_rows_share_until_one_writes() -> None:
-    ring = Ring(2, 4, 2)
-    ring.append(0, numbered(1, 2, 3))
-    ring.append(1, numbered(7))
-    bytes_before = ring.nbytes
-    ring.select([0, 0, 1])
-    assert ring.nbytes == bytes_before
-    ring.append(1, numbered(4, 5))
-    assert [contents(ring, row) for row in range(3)] == [[1, 2, 3], [2, 3, 4, 5], [7]]
-    ring.select([2])
-    assert contents(ring, 0) == [7] and len(ring.keys) == 1
-
-
-def test_ring_copies_on_write_only_for_graphs() -> None:
+def test_ring_copies_on_write_only_for_graphs():
     ring = Ring(1, 4, 2)
     ring.append(0, numbered(1, 2, 3, 4))
     with torch.no_grad():
@@ -559,28 +464,11 @@ def test_ring_copies_on_write_only_for_graphs() -> None:
     assert ring.keys.data_ptr() == pointer
 
 
-def test_ring_refuses_half_an_entry() -> None:
-    ring = Ring(1, 2, 2, value_width=3)
-    ring.append(0, numbered(1, 2), torch.randn(2, 3))
-    with pytest.raises(ValueError, match="values"):
-        ring.append(0, numbered(3))
-    assert contents(ring, 0) == [1, 2]
-    with pytest.raises(ValueError, match="values"):
-        Ring(1, 2, 2).append(0, numbered(3), torch.randn(1, 3))
-
-
-def test_ring_without_rows() -> None:
-    ring = Ring(2, 3, 2)
-    ring.append(0, numbered(1))
-    ring.select([])
-    assert ring.rows == 0 and len(ring.keys) == 0
-
-
 def test_lengths_are_kept_beside_the_store():
     """A single query uses them: they follow what comes and goes, and views of the past, other rows and dtypes."""
     ring, query = Ring(2, 20, 8), torch.randn(1, 8)
 
-    def check(entries: Entries, queries: Tensor = query) -> None:
+    def check(entries, queries=query):
         stored = between(entries, 0, entries.count).double()
         distances = (queries.double() - stored).square().sum(1)
         scores, hits = ExactSearch()(queries, entries, 5, "l2")

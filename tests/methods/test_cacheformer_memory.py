@@ -1,7 +1,5 @@
 """CacheFormer on pretrained layers: its specification with gradients, what a layer really sees, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -35,16 +33,16 @@ CHOICES = {
 
 
 @pytest.fixture(params=CHOICES)
-def options(request) -> CacheFormerOnBaseOptions:
+def options(request):
     return options_for(**CHOICES[request.param])
 
 
-def options_for(**changes) -> CacheFormerOnBaseOptions:
+def options_for(**changes):
     shape = {"heads": SHAPE.heads, "kv_heads": SHAPE.kv_heads, "head_dim": SHAPE.head_dim}
     return CacheFormerOnBaseOptions(base=SHAPE, layers=(0,), **shape, **{**SIZES, **changes})
 
 
-def parts_for(options) -> CacheFormerParts:
+def parts_for(options):
     """None of them neutral."""
     torch.manual_seed(3)
     modules = make_parts(options)
@@ -54,7 +52,7 @@ def parts_for(options) -> CacheFormerParts:
     return CacheFormerParts(**modules)
 
 
-def project(q, k, v, positions=None) -> Projected:
+def project(q, k, v, positions=None):
     if positions is None:
         positions = torch.arange(q.shape[2])[None]
     return Projected(rotate(q, positions), rotate(k, positions), v, q, k)
@@ -136,14 +134,6 @@ def test_padding_is_as_if_it_were_not_there(options):
         assert memory.tokens_read == lengths
 
 
-def test_parts_are_in_every_graph(options):
-    """Also of a text of one token: processes that train together need it."""
-    parts = parts_for(options)
-    found, _ = stream(options, parts, some_inputs(2, 1))
-    if trained(parts):
-        assert None not in torch.autograd.grad(found.sum(), trained(parts), allow_unused=True)
-
-
 def test_what_is_read_later_does_not_disturb_a_graph():
     """A backward after the memory went on without gradients, was copied, reset and moved."""
     options = options_for()
@@ -171,23 +161,6 @@ def test_steps_before_this_one_are_read_and_get_no_gradient():
     assert same(found, specified(options, parts, *inputs)[:, 25:], 1e-12)
     for gradient in gradients(found, inputs):
         assert not gradient[:, :, :25].any() and bool(gradient[:, :, 25:].any())
-
-
-@torch.no_grad()
-def test_copies_part_when_they_go_on():
-    options = options_for()
-    parts, first = parts_for(options), some_inputs(2)
-    others = [[-tensor for tensor in first], [tensor.flip(2) for tensor in first]]
-    _, memory = stream(options, parts, first)
-    twins = [memory, memory.clone()]
-    found = [[], []]
-    for start in range(0, TIME, 7):
-        for which in range(2):
-            piece = [tensor[:, :, start : start + 7] for tensor in others[which]]
-            found[which].append(stream(options, parts, piece, memory=twins[which])[0])
-    for which in range(2):
-        whole = [torch.cat(pair, 2) for pair in zip(first, others[which], strict=True)]
-        assert same(torch.cat(found[which], 1), specified(options, parts, *whole)[:, TIME:], 1e-12)
 
 
 # Through a model
@@ -269,53 +242,6 @@ def test_some_layers(make_model, ids, base):
     assert set(memory.state.layers) == {0, 2} and memory.tokens_read == [75, 62]
     names = {name for name, _ in model.named_parameters() if "lora_" in name}
     assert names and not any("layers.1." in name for name in names)
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_how_a_text_is_cut_changes_no_gradient(make_model, ids, checkpointing):
-    found = []
-    for tokens in (16, 75):
-        model = make_model("llama_gqa", method="cacheformer_on_base", segment_tokens=tokens).train()
-        if checkpointing:
-            unwrap(model).gradient_checkpointing_enable({"use_reentrant": False})
-            unwrap(model).enable_input_require_grads()
-        output = model(ids, labels=ids)
-        output.loss.backward()
-        found.append((output.logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
-    assert any("lora_mem_pool" in name and bool(gradient.any()) for name, gradient in found[0][1].items())
-    for logits, grown in found[1:]:
-        assert same(logits, found[0][0], 1e-9) and grown.keys() == found[0][1].keys()
-        assert all(same(gradient, found[0][1][name], 1e-9) for name, gradient in grown.items())
-
-
-@torch.no_grad()
-def test_left_padded_batches_generate_as_rows_alone(make_model, ids):
-    model = make_model("llama_gqa", method="cacheformer_on_base")
-    asked = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    alone = [model.generate(row, attention_mask=torch.ones_like(row), **asked) for row in (ids[:1, :45], ids[1:, :33])]
-    batch = torch.zeros(2, 45, dtype=torch.long)
-    batch[0], batch[1, 12:] = ids[0, :45], ids[1, :33]
-    mask = torch.ones_like(batch)
-    mask[1, :12] = 0
-    for chunk in ({}, {"prefill_chunk_size": 10}):
-        together = model.generate(batch, attention_mask=mask, **asked, **chunk)
-        assert torch.equal(together[0], alone[0][0]) and torch.equal(together[1, 12:], alone[1][0])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("selection", "aggregation"), [("token", "separate"), ("prefix", "gated")])
-def test_other_choices_decode_as_they_read(make_model, ids, selection, aggregation):
-    model = make_model("llama_gqa", method="cacheformer_on_base", selection=selection, aggregation=aggregation)
-    ids, changed = ids[:, :55], ids[:, :55].clone()
-    changed[:, 50] = (changed[:, 50] + 1) % 100 + 3
-    whole = model(ids).logits
-    assert torch.equal(model(changed).logits[:, :50], whole[:, :50])
-    memory, logits = None, []
-    for start in range(55):
-        output = model(ids[:, start : start + 1], past_key_values=memory)
-        memory = output.past_key_values
-        logits.append(output.logits)
-    assert same(torch.cat(logits, 1), whole, 1e-9)
 
 
 # The published rule

@@ -1,7 +1,5 @@
 """Gated attention: recorded data, the specification, and what is read."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -91,7 +89,7 @@ def test_recorded_inference(path, threshold, tile):
     assert close(gates[:, 0], golden[f"{prefix}gate"]) and close(output, golden[f"{prefix}out"])
 
 
-def recorded_parts(golden) -> GatedParts:
+def recorded_parts(golden):
     linear = torch.nn.Linear(32, 1, dtype=torch.float64)
     linear.weight.data, linear.bias.data = golden["gate_weight"].clone(), golden["gate_bias"].clone()
     return GatedParts(linear)

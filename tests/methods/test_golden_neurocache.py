@@ -1,11 +1,8 @@
 """`compatibility` gives what the published package gave: logits, entries, slots, states, losses and gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from golden import Fixture, Seen, adapted, cases, load, trained, watch
-from torch import Tensor
+from golden import adapted, cases, load, trained, watch
 
 import cacheformers
 from cacheformers.modeling.architectures import unwrap
@@ -18,13 +15,13 @@ REAL_SCORE = -5e7  # empty slots score about -1e8
 
 
 @torch.no_grad()
-def assert_close(name: str, ours: Tensor, golden: Tensor, bound: float) -> None:
+def assert_close(name, ours, golden, bound):
     assert ours.shape == golden.shape, name
     difference = float((ours.float() - golden.float()).abs().max())
     assert difference <= bound, f"{name} differs by {difference}"
 
 
-def assert_entries_close(name: str, ours: Tensor, golden: Tensor) -> None:
+def assert_entries_close(name, ours, golden):
     assert_close(name, ours, golden, ENTRIES * max(1.0, float(golden.abs().max())))
 
 
@@ -41,10 +38,7 @@ def test_every_segment(base, name):
             check_entries(fixture, segment, "before", memory.state)
         with watch(model) as seen:
             output = model(
-                fixture.inputs(segment),
-                past_key_values=memory,
-                use_cache=False,
-                output_hidden_states=segment == probe,
+                fixture.inputs(segment), past_key_values=memory, use_cache=False, output_hidden_states=segment == probe
             )
         if f"seg{segment}.logits" in tensors:
             assert_close(f"seg{segment}.logits", output.logits, tensors[f"seg{segment}.logits"], fixture.tolerance)
@@ -57,7 +51,7 @@ def test_every_segment(base, name):
                 assert_close(label, hidden, tensors[label], fixture.tolerance)
 
 
-def check_entries(fixture: Fixture, segment: int, when: str, state) -> None:
+def check_entries(fixture, segment, when, state):
     """The stores and the number of entries ever written."""
     for number, layer in enumerate(fixture.storing_layers):
         label = f"seg{segment}.cache{number}."
@@ -66,7 +60,7 @@ def check_entries(fixture: Fixture, segment: int, when: str, state) -> None:
             assert state.written.tolist() == fixture.tensors[label + "db_index_" + when].tolist()
 
 
-def check_slots(fixture: Fixture, segment: int, seen: Seen) -> None:
+def check_slots(fixture, segment, seen):
     """The retrieved slots as ordered lists; which of several empty slots came is nobody's promise."""
     for number, layer in enumerate(fixture.retrieval_map):
         label = f"seg{segment}.retrieval{number}."
@@ -77,7 +71,7 @@ def check_slots(fixture: Fixture, segment: int, seen: Seen) -> None:
         assert torch.equal(seen.reading.slots[layer][real], fixture.tensors[label + "indices"][real]), label
 
 
-def check_probe(fixture: Fixture, segment: int, seen: Seen) -> None:
+def check_probe(fixture, segment, seen):
     """What happened inside: queries, retrieved states, and both attentions' outputs."""
     tensors, context = fixture.tensors, fixture.config["context_size"]
     for number, layer in enumerate(fixture.retrieval_map):

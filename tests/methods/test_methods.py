@@ -1,7 +1,5 @@
 """What is particular to one method, seen through a whole model."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -52,7 +50,7 @@ def test_gradients_reach_what_infini_attention_stored_in_the_same_step(make_mode
     model = make_model("llama_gqa", method="infini_attention", truncated=truncated).train()
     embeddings = model.get_input_embeddings().weight.requires_grad_()
     text = ids.clamp(min=4)
-    text[:, 5] = 3  # which stands nowhere else
+    text[:, 5] = 3  # occurs nowhere else
 
     def gradient(*parts):
         embeddings.grad, memory = None, cacheformers.new_memory(model, 2)

@@ -1,7 +1,5 @@
 """A memory that starts from the base's states, against the same sums done plainly."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model

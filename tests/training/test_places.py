@@ -1,10 +1,6 @@
 """`--label_field`: documents of which only some places are learned, such as answers."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,13 +15,13 @@ from cacheformers.common.loss import IGNORED, token_losses
 from cacheformers.training.lanes import Lanes
 
 
-def place_of(text: str, first: int, last: int) -> list[int]:
+def place_of(text, first, last):
     """Where words `first` to `last` stand in a text."""
     words = text.split()
     return [len(" ".join([*words[:first], ""])), len(" ".join(words[:last]))]
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
+def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -48,7 +44,7 @@ def test_labels_are_the_tokens_that_lie_in_places(tokenizer):
         assert labels == expected
 
 
-def test_only_places_are_learnt(folder, tokenizer):
+def test_only_places_are_learned(folder, tokenizer):
     """A step is a document's segment with labels; its loss is that of these labels, the segments before were read."""
     text = make_text(60, 7)
     rows = [{"text": text, "answers": [place_of(text, 55, 58)]}]
@@ -112,7 +108,7 @@ def test_identity_knows_places(tokenizer):
         ({"places": [[3, 10_000]]}, r"\[3, 10000\] is no \[start, end\] in"),
         ({"places": [[9, 9]]}, "is no"),
         ({"places": [[1, 2, 3]]}, "is no"),
-        ({"places": [[0, 2]]}, "nothing would ever be learned"),  # nothing stands before the first token
+        ({"places": [[0, 2]]}, "nothing would ever be learned"),  # there is nothing before the first token
     ],
 )
 def test_bad_places(folder, tokenizer, row, message):

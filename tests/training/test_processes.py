@@ -1,7 +1,5 @@
 """Several processes: the same training as one, also when one of them dies."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -24,13 +22,13 @@ SETTINGS = ("--lanes=4", f"--steps={STEPS}", "--checkpoint_every=5", "--memory_r
 
 
 @pytest.fixture
-def alone(documents: Path) -> Path:
+def alone(documents):
     """The same run as one process, which has twice the lanes of each of two."""
     train_adapt.main(arguments(documents, *SETTINGS, output="alone"))
     return documents / "alone"
 
 
-def loss_curve(folder: Path) -> list[float]:
+def loss_curve(folder):
     return json.loads((folder / "train_result.json").read_text())["losses"]
 
 
@@ -116,7 +114,7 @@ def test_when_one_process_dies_the_other_stops_and_says_so(documents, sharding):
 
 @pytest.mark.slow
 # The second process touches a file once for every checkpoint.
-@pytest.mark.parametrize(("rank", "moment"), [(0, 2), (0, 4), (0, 6), (0, 9), (0, 12), (1, 1), (1, 2), (1, 3), (1, 4)])
+@pytest.mark.parametrize(("rank", "moment"), [(0, 2), (0, 6), (0, 12), (1, 1), (1, 3)])
 def test_killed_between_two_processes_files(documents, alone, rank, moment):
     recipe = Recipe(
         arguments(documents, *SETTINGS),

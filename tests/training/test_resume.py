@@ -1,13 +1,10 @@
 """A run that is killed, at whatever moment, and resumed ends with the weights of one that never stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import shutil
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,12 +27,12 @@ WINDOW = ("--local_window=sliding", "--window_tokens=10", "--sink_tokens=3")
 
 
 @pytest.fixture
-def uninterrupted(documents: Path) -> Path:
+def uninterrupted(documents):
     train_adapt.main(arguments(documents, *SETTINGS, output="whole"))
     return documents / "whole"
 
 
-def killed_and_resumed(documents: Path, before: str, processes: int = 1, settings: tuple[str, ...] = SETTINGS) -> None:
+def killed_and_resumed(documents, before, processes=1, settings=SETTINGS):
     """Kill a run as `before` says, look at what it left, and let another go on from it to the end."""
     recipe = Recipe(arguments(documents, *settings), documents / "killed.log", processes, before)
     assert -9 in recipe.wait(), recipe.output()
@@ -51,22 +48,22 @@ def test_killed_while_a_checkpoint_is_written(documents, uninterrupted, moment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [1, 2, 3, 5, 7, 11, 13, 15, 17, 19, 25, 31, 40])
+@pytest.mark.parametrize("moment", [1, 3, 7, 13, 17, 25, 40])
 def test_killed_at_a_file(documents, uninterrupted, moment):
     killed_and_resumed(documents, AT_FILES.format(rank=0, moment=moment, events=TOUCHES))
     assert largest_difference(documents / "adapter", uninterrupted) <= 1e-6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [1, 2, 3, 4])
+@pytest.mark.parametrize("moment", [2, 4])
 def test_killed_at_a_rename(documents, uninterrupted, moment):
-    """The third and the fourth also take an old checkpoint away."""
+    """The fourth also takes an old checkpoint away."""
     killed_and_resumed(documents, AT_FILES.format(rank=0, moment=moment, events=("os.rename",)))
     assert largest_difference(documents / "adapter", uninterrupted) <= 1e-6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [30, 500, 700, 1111])
+@pytest.mark.parametrize("moment", [30, 700])
 def test_killed_in_a_forward(documents, uninterrupted, moment):
     killed_and_resumed(documents, IN_FORWARD.format(rank=0, moment=moment, signal=9))
     assert largest_difference(documents / "adapter", uninterrupted) <= 1e-6
@@ -76,7 +73,7 @@ def test_killed_in_a_forward(documents, uninterrupted, moment):
 def test_killed_at_any_time_again_and_again(documents, uninterrupted):
     """Killed by the clock until it comes through; each run goes on from what the one before has left."""
     delays = random.Random(0)
-    for attempt in range(12):
+    for attempt in range(6):
         recipe = Recipe(arguments(documents, *SETTINGS, "--resume"), documents / f"{attempt}.log")
         started = time.monotonic()
         while recipe.processes[0].is_alive() and "Training:" not in recipe.output():
@@ -175,15 +172,6 @@ def test_an_output_folder_with_checkpoints_is_not_overwritten_by_chance(document
     assert [path.name for path in Checkpoints(documents / "adapter" / "checkpoints").paths()] == ["step-00000001"]
 
 
-def test_a_checkpoint_without_its_contents_is_passed_over(documents):
-    for _ in range(2):
-        train_adapt.main(arguments(documents, *SETTINGS, "--resume", "--stop_after=1e-9"))
-    older, newer = Checkpoints(documents / "adapter" / "checkpoints").paths()
-    (newer / "checkpoint.json").unlink()
-    with pytest.warns(UserWarning, match="step-00000002 is damaged"):
-        assert Checkpoints(documents / "adapter" / "checkpoints").newest() == older
-
-
 def test_everything_is_on_disk_before_a_checkpoint_can_be_seen(tmp_path, monkeypatch):
     events = []
     sync, rename = os.fsync, os.rename
@@ -200,7 +188,7 @@ def test_everything_is_on_disk_before_a_checkpoint_can_be_seen(tmp_path, monkeyp
 def test_a_run_whose_last_checkpoint_fails_says_so(documents, monkeypatch, more):
     """Also where it is asked to stop: its work would be lost without a word."""
 
-    def save(*arguments: object) -> None:
+    def save(*arguments):
         raise CheckpointError("The disk is full.")
 
     monkeypatch.setattr(Checkpoints, "save", save)

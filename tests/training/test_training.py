@@ -1,7 +1,5 @@
 """Lanes, loss, rates, and `train_adapt.py` as a user runs it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -10,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,8 +19,7 @@ from conftest import METHODS
 from huggingface_hub import ModelCard
 from peft import PeftModel, get_peft_model
 from recipe import adapter_weights, arguments, make_text
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import cacheformers
 from cacheformers import train_adapt
@@ -34,7 +30,7 @@ from cacheformers.evaluation.held_out import held_out, token_nats
 from cacheformers.evaluation.readers import Forgetting, Remembering
 from cacheformers.training.adapter import adapter_config
 from cacheformers.training.lanes import Lanes
-from cacheformers.training.methods import layer_map, options_of
+from cacheformers.training.methods import options_of
 from cacheformers.training.optim import OPTIMIZERS, Rates, make_optimizer, make_schedule, parameter_groups
 from cacheformers.training.run import trained_state
 from cacheformers.training.settings import TrainOptions, check_resumable, resumed_settings
@@ -43,8 +39,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def make_documents(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Documents]:
-    def build(*lengths: int, min_tokens: int = 2) -> Documents:
+def make_documents(tokenizer):
+    def build(*lengths, min_tokens=2):
         return Documents([make_text(length, seed) for seed, length in enumerate(lengths)], tokenizer, min_tokens)
 
     return build
@@ -53,7 +49,7 @@ def make_documents(tokenizer: PreTrainedTokenizerFast) -> Callable[..., Document
 # Lanes
 
 
-def read_documents(lanes: Lanes, steps: int) -> list[tuple[int, Tensor, Tensor]]:
+def read_documents(lanes, steps):
     """What lanes put out, cut at resets: (document, inputs, labels), by the order in which documents end."""
     ended, running = [], {}
     for _ in range(steps):
@@ -76,7 +72,7 @@ def read_documents(lanes: Lanes, steps: int) -> list[tuple[int, Tensor, Tensor]]
     return ended
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 9])
+@pytest.mark.parametrize("count", [1, 3, 9])
 def test_lanes_read_every_document_once_an_epoch_and_in_order(make_documents, count):
     """Whatever the number of lanes; labels reach across the cuts between segments."""
     documents = make_documents(2, 17, 33, 1, 40, 16, 18)
@@ -132,8 +128,8 @@ def test_loss_counts_labels_only():
     torch.testing.assert_close(losses[labels != IGNORED], expected)
 
 
-def rates_from(optimizer: torch.optim.Optimizer, done: int) -> list[float]:
-    """The highest rate of each of ten steps, when so many are done."""
+def rates_from(optimizer, done):
+    """The highest rate of each of ten steps, after `done` steps."""
     schedule = make_schedule(optimizer, steps=10, warmup_steps=2, done=done)
     rates = []
     for _ in range(done, 10):
@@ -205,13 +201,11 @@ def test_a_run(folder, method):
     compare = [
         sys.executable,
         str(ROOT / "recipes" / "compare_runs.py"),
-        str(folder / "adapter"),
-        str(folder / "adapter"),
+        *[str(folder / "adapter")] * 2,
         "--against=base",
     ]
     compared = subprocess.run(compare, capture_output=True, text=True, timeout=300)
     assert compared.returncode == 0 and f"{list(readers)[-1]} (adapter)" in compared.stdout, compared.stderr
-    assert "/ base, by last occurrence" in compared.stdout
 
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     by_peft = PeftModel.from_pretrained(base, folder / "adapter")
@@ -228,7 +222,7 @@ def test_a_run(folder, method):
     assert result["scores"]["base"]["nats"] != pytest.approx(result["scores"][name]["nats"], rel=1e-4)
 
 
-def losses_of(folder: Path, *more: str) -> list[float]:
+def losses_of(folder, *more):
     train_adapt.main(arguments(folder, "--overwrite", *more))
     return json.loads((folder / "adapter" / "train_result.json").read_text())["losses"]
 
@@ -240,20 +234,20 @@ def test_activation_checkpointing_changes_nothing(folder):
 
 
 @pytest.fixture
-def exact(folder, make_base, monkeypatch) -> Path:
+def exact(folder, make_base, monkeypatch):
     """A base in float64, and an optimizer whose steps are proportional to the gradients."""
     make_base("llama_gqa").save_pretrained(folder / "base")
     monkeypatch.setitem(OPTIMIZERS, "adamw", functools.partial(torch.optim.SGD, momentum=0.9))
     return folder
 
 
-def weights_of(folder: Path, *more: str) -> dict[str, Tensor]:
+def weights_of(folder, *more):
     options = ("--overwrite", "--lora_rate=0.1", "--memory_rate=0.1", "--lanes=2", "--steps=8", "--clip=1e9", *more)
     train_adapt.main(arguments(folder, *options))
     return adapter_weights(folder / "adapter")
 
 
-def assert_equal(weights: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+def assert_equal(weights, others):
     assert weights.keys() == others.keys()
     for name, tensor in weights.items():
         assert tensor.dtype == torch.float64
@@ -322,14 +316,6 @@ def test_without_lora(folder):
         losses_of(folder, "--lora_targets", "none", "--method", "lora")
 
 
-def test_a_loss_that_is_not_finite_stops_a_run_of_two_segments(folder):
-    base = AutoModelForCausalLM.from_pretrained(folder / "base")
-    base.get_input_embeddings().weight.data[3:] = float("nan")
-    base.save_pretrained(folder / "base")
-    with pytest.raises(SystemExit, match="(?s)The loss of step 1 is .*Read: document .*no checkpoint yet"):
-        train_adapt.main(arguments(folder, "--backprop_segments=2"))
-
-
 def test_accelerates_environment_changes_nothing(folder, monkeypatch):
     plain = losses_of(folder, "--memory_rate=1e-2")
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -339,12 +325,13 @@ def test_accelerates_environment_changes_nothing(folder, monkeypatch):
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(folder):
+@pytest.mark.parametrize("segments", [1, 2])
+def test_a_loss_that_is_not_finite_stops_the_run(folder, segments):
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     base.lm_head.weight.data[5] = float("inf")
     base.save_pretrained(folder / "base")
     with pytest.raises(SystemExit, match="(?s)The loss of step 1 is .*Read: document .*no checkpoint yet"):
-        train_adapt.main(arguments(folder))
+        train_adapt.main(arguments(folder, f"--backprop_segments={segments}"))
     assert not (folder / "adapter" / "adapter_config.json").exists()
 
 
@@ -361,30 +348,21 @@ def test_a_gradient_that_is_not_finite_stops_the_run(folder, monkeypatch):
         (["--stepz", "3"], "unknown option '--stepz': did you mean 'steps'?"),
         (["--method", "nerocache"], "method 'nerocache' is not registered"),
         (["--steps", "0"], "steps must be greater than 0"),
-        (["--retrieval_map", "9"], "Layers [9] do not exist"),
         (["--retrieval_map", "top"], "'top' is neither a layer"),
-        (["--segment_tokens", "65"], "Choose a smaller segment_tokens"),
-        (["--topk", "41"], "must not exceed cache_size"),
         (["--lora_targets", "fc9"], "fc9"),
         (["--train", "{folder}/empty"], "holds no documents"),
         (["--train", "{folder}/short.jsonl"], "is not more than one segment of 16"),
         (["--train", "{folder}/blank.jsonl"], "All 1 documents are empty"),
-        (["--valid", "{folder}/nowhere"], "does not exist"),
         (["--output", "{folder}/taken"], "already holds an adapter"),
         (["--base", "{folder}/nowhere"], "nowhere was not found: there is no folder"),
         (["--output", "{folder}/train.jsonl/adapter"], "train.jsonl"),
-        (["--seed", "-1"], "seed"),
-        (["--lora_rate", "-1"], "lora_rate"),
         (["--clip", "nan"], "clip"),
         (["--lora_targets", "none", "q_proj"], "none"),
         (["--trackers", "tensorboard"], "tensorboard"),  # not installed here
         (["--train", "{folder}/segment.jsonl"], "nothing would ever be remembered"),
         (["--estimate", "--lanes", "1", "--estimate_processes", "8"], "multiple of 8 process(es)"),
-        (["--warmup", "1"], "warmup must be at least 0 and below 1"),
-        (["--checkpoint_every", "-1"], "checkpoint_every must not be negative"),
         (["--accumulation", "3"], "lanes 2 must be a multiple of 1 process(es) x accumulation 3"),
         (["--trackers", "swanlab"], "Run: pip install swanlab"),
-        (["--trackers", "notebook"], "Unsupported logging capability: notebook"),
     ],
 )
 def test_bad_options(folder, capsys, more, message):
@@ -406,9 +384,7 @@ def test_bad_options(folder, capsys, more, message):
     [
         ("a.yaml", "cachesize: 3", "unknown option 'cachesize': did you mean 'cache_size'?"),
         ("a.yaml", "steps: many", "invalid int value: 'many'"),
-        ("a.yaml", "steps: [", "is not valid YAML"),
         ("a.yaml", "controls: []", "controls has no values: give some, or leave the line out."),
-        ("a.yaml", "- steps", "must hold lines"),
         ("a.json", "{}", "is no recipe"),
         ("a.yaml", None, "does not exist"),
     ],
@@ -419,15 +395,6 @@ def test_bad_recipes(folder, capsys, name, recipe, message):
     with pytest.raises(SystemExit):
         train_adapt.main([str(folder / name), *arguments(folder)])
     assert message in capsys.readouterr().err
-
-
-def test_help_teaches(capsys):
-    with pytest.raises(SystemExit) as stop:
-        train_adapt.main(["--help"])
-    assert stop.value.code == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "RECIPE.yaml" in shown and "Entries a document may keep (m)" in shown and "None" not in shown
-    assert "--no_plots Turn --plots off." in shown and "--plots off. (default" not in shown
 
 
 def test_each_option_is_listed_once_and_both_spellings_are_understood(capsys):
@@ -453,25 +420,18 @@ def test_what_a_resumed_run_must_share():
             check_resumable(here, {**here, name: "another"}, "checkpoint")
 
 
-def test_layer_maps():
-    assert layer_map(["6", "12:14"]) == {6: 6, 12: 14}
-
-
 # transformers' Trainer
 
 NOT_TRAINED = "The memory is not being trained"
-NEAR = {
-    "gated_attention": 6,
-    "cacheformer_on_base": 16,
-}  # tokens before the memory is read; for the others a segment of 16
+NEAR = {"gated_attention": 6}  # tokens before the memory is read; for the others a segment of 16
 
 
-def rows_of(tokens: int) -> list[dict[str, Tensor]]:
+def rows_of(tokens):
     rows = torch.randint(3, 128, (8, tokens), generator=torch.Generator().manual_seed(3))
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def trained_by_trainer(model: PeftModel, rows: list[dict[str, Tensor]], folder: Path, steps: int) -> set[str]:
+def trained_by_trainer(model, rows, folder, steps):
     """Train with `Trainer`; the memory's parameters that changed, by their parts' names."""
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     given = TrainingArguments(
@@ -489,12 +449,12 @@ def trained_by_trainer(model: PeftModel, rows: list[dict[str, Tensor]], folder: 
     return {name.partition("lora_mem_")[2].partition(".")[0] for name in changed if "lora_mem_" in name}
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "windowed"])
+@pytest.mark.parametrize("method", ["neurocache", "memorizing", "gated_attention"])
 def test_trainer_with_rows_that_never_reach_the_memory(make_base, config_factory, tmp_path, method):
     """Every weight of the memory stays as it is, and training says so, once."""
     model = get_peft_model(make_base("llama_gqa", torch.float32), config_factory(method))
     with pytest.warns(UserWarning, match=NOT_TRAINED) as caught:
-        changed = trained_by_trainer(model, rows_of(NEAR.get(method, 16) + 1), tmp_path, steps=20)
+        changed = trained_by_trainer(model, rows_of(NEAR.get(method, 16) + 1), tmp_path, steps=10)
     assert changed == set()
     (warning,) = [str(entry.message) for entry in caught if NOT_TRAINED in str(entry.message)]
     assert "in the first 8 training forwards" in warning and "train_adapt.py" in warning
@@ -518,7 +478,7 @@ def test_trainer_with_rows_of_two_segments_trains_the_memory(make_base, config_f
 
 
 @pytest.mark.filterwarnings(f"error:{NOT_TRAINED}")
-def test_who_is_not_told_that_the_memory_is_not_trained(make_model, ids, documents):
+def test_training_that_reaches_the_memory_gives_no_warning(make_model, ids, documents):
     """A loop that carries a memory, lanes, generation while training, and rows of which one is long."""
     model = make_model("llama_gqa", torch.float32).train()
     with torch.no_grad():
