@@ -1,5 +1,7 @@
 """Memorizing Transformer against its naive specification; what holds for every memory is in machine/test_rules.py."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import adapter_config
@@ -47,20 +49,21 @@ def observe(model, ids, layer):
     """Queries, keys and values as the projections give them, local attention and the mixture, each `[2, 75, ...]`."""
     attention = attention_of(model, layer)
     memory, pieces, seen = attention.memory, [], {name: [] for name in "qkv"}
-    attend = memory.attend
+    method = memory.method
 
-    def watched(inputs):
-        mixed = attend(inputs)
+    def watched(*arguments):
+        *_, inputs = arguments
+        mixed = method.attend(*arguments)
         pieces.append((inputs.local[0], mixed))
         return mixed
 
-    memory.attend = watched
+    memory.method = replace(method, attend=watched)
     handles = [
         getattr(attention, f"{name}_proj").register_forward_hook(lambda *call, name=name: seen[name].append(call[-1]))
         for name in "qkv"
     ]
     model(ids)
-    del memory.attend
+    memory.method = method
     for handle in handles:
         handle.remove()
     projected = [torch.cat(seen[name], 1).unflatten(2, (-1, memory.options.base.head_dim)) for name in "qkv"]
