@@ -31,13 +31,14 @@ BLOCK = re.compile(r"```(bash|python)\n(.*?)```", re.DOTALL)
 
 
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-PAGES = [path for name in ("*.md", "docs/**/*.md") for path in sorted(ROOT.glob(name)) if path.name != "model_card.md"]
+PAGES = [path for name in ("*.md", "docs/**/*.md") for path in sorted(ROOT.glob(name))]
+CARDS = sorted(ROOT.glob("model_cards/*.md"))
 
 
 def test_pages_link_to_files_that_exist():
     missing = [
         f"{page.relative_to(ROOT)}: {target}"
-        for page in PAGES
+        for page in [*PAGES, *CARDS]
         for target in LINK.findall(page.read_text(encoding="utf-8"))
         if not (page.parent / target).exists()
     ]
