@@ -31,14 +31,11 @@ import cacheformers
 from cacheformers.common.sources import load_texts
 from cacheformers.methods.infini_attention import InfiniState
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.method import method_named
 
 SETTLED = 50  # segments after which memory must be flat
 SAMPLES = 80  # points of memory use over a phase
-METHODS = {
-    "neurocache": cacheformers.NeurocacheAdapterConfig,
-    "memorizing": cacheformers.MemorizingAdapterConfig,
-    "infini_attention": cacheformers.InfiniAttentionAdapterConfig,
-}
+METHODS = ("neurocache", "memorizing", "infini_attention")
 STORIES_SHAPE: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -70,18 +67,8 @@ def main() -> None:
         else:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 results[dtype] = pool.apply(soak, (options, dtype))
-        draw(save(f"soak_{options.method}", options, {"results": without_samples(results)}, page), results)
-
-
-def without_samples(results: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the samples of process memory, which the plot shows."""
-    return {
-        dtype: {
-            key: {name: value for name, value in part.items() if name != "memory"} if isinstance(part, dict) else part
-            for key, part in found.items()
-        }
-        for dtype, found in results.items()
-    }
+    samples = {dtype: found.pop("samples") for dtype, found in results.items()}  # the plot shows them
+    draw(save(f"soak_{options.method}", options, {"results": results}, page), results, samples)
 
 
 def open_model(options: argparse.Namespace, dtype: str) -> PeftModel:
@@ -95,7 +82,7 @@ def open_model(options: argparse.Namespace, dtype: str) -> PeftModel:
         base = AutoModelForCausalLM.from_pretrained(options.base, dtype=getattr(torch, dtype))
     else:
         base = AutoModelForCausalLM.from_config(LlamaConfig(**STORIES_SHAPE), dtype=getattr(torch, dtype))
-    model = get_peft_model(base, METHODS[options.method](**chosen))
+    model = get_peft_model(base, method_named(options.method).adapter_config(**chosen))
     for name, parameter in model.named_parameters():
         if "lora_mem_gate" in name:
             parameter.data.fill_(0.5)
@@ -172,7 +159,6 @@ class Record:
             "memory_kib_end": self.memory[-1]["memory_kib"],
             "wall_ms_median_by_decile": deciles(self.wall),
             "cpu_ms_median_by_decile": deciles(self.cpu),
-            "memory": self.memory,
         }
 
 
@@ -207,6 +193,7 @@ def soak(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
         "entries": [ring.count(0) for ring in memory.state.rings.values()],
         "reading": reading.report(min(SETTLED, len(segments))),
         "decoding": decoding.report(1),
+        "samples": {"reading": reading.memory, "decoding": decoding.memory},
     }
 
 
@@ -238,14 +225,14 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join([*lines, f"![Memory and time](soak_{chosen['method']}.png)", ""])
 
 
-def draw(path: Path, results: dict[str, Any]) -> None:
+def draw(path: Path, results: dict[str, Any], samples: dict[str, Any]) -> None:
     """Draw process memory and CPU time of both phases."""
     panels = []
     for phase, step in (("reading", "segment"), ("decoding", "token")):
         memory: dict[str, Points] = {}
         times: dict[str, Points] = {}
         for dtype, found in results.items():
-            memory[dtype] = [(sample["tokens"] / 1000, sample["process_mib"]) for sample in found[phase]["memory"]]
+            memory[dtype] = [(sample["tokens"] / 1000, sample["process_mib"]) for sample in samples[dtype][phase]]
             times[dtype] = [(n, ms) for n, ms in enumerate(found[phase]["cpu_ms_median_by_decile"], 1)]
         left = Panel(f"{phase}: process memory", "thousand tokens", "MiB", memory)
         panels.append([left, Panel(f"{phase}: CPU time a {step}", "tenth of the steps", "ms, median", times)])

@@ -2,7 +2,7 @@
 
 cacheformers passkey --base data/smollm2-135m-instruct --lengths 1K 2K 4K
 cacheformers passkey --base BASE --adapter ADAPTER --lengths 4K 16K 64K --cache_size 65536
-torchrun --nproc_per_node 8 -m cacheformers.evaluation.passkey passkey.yaml
+torchrun --nproc_per_node 8 -m cacheformers passkey passkey.yaml
 """
 
 from __future__ import annotations
