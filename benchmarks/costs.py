@@ -1,4 +1,4 @@
-"""What a Neurocache adds to a model: the forward of a segment, a training step, a new token.
+"""Measure what Neurocache adds to the forward of a segment, a training step and a new token.
 
     python benchmarks/costs.py forward                           # 10 minutes on two CPU cores
     python benchmarks/costs.py forward --shapes llama-12x768 --rounds 3

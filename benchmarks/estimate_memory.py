@@ -1,4 +1,4 @@
-"""Estimated against measured memory of a training step: every setting trains in a process of its own.
+"""Compare estimated with measured memory of a training step; every setting trains in a process of its own.
 
     python benchmarks/estimate_memory.py  # half an hour on two cores
     python benchmarks/estimate_memory.py --only 3 4 --output /tmp/estimate
@@ -39,7 +39,7 @@ MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TR
 
 @dataclass(frozen=True)
 class Setting:
-    """One training to estimate and to measure."""
+    """Settings of one training to estimate and to measure."""
 
     method: str = "neurocache"
     base: str = "smollm2-135m"
@@ -142,7 +142,7 @@ def main() -> None:
 
 
 def measure(setting: Setting, device: str = "cpu") -> int:
-    """Peak bytes of a training in a fresh process."""
+    """Return the peak bytes of a training in a new process."""
     command = [sys.executable, __file__, "--device", device, "--child", json.dumps(asdict(setting))]
     done = subprocess.run(command, env={**os.environ, **MALLOC}, stdout=subprocess.PIPE, text=True, check=True)
     return int(done.stdout.splitlines()[-1])
@@ -192,7 +192,7 @@ def train(setting: Setting, device: str) -> int:
 
     step()  # mere reading keeps more of a segment than a step does
     already = trimmed() - before if place.type == "cpu" else torch.cuda.memory_allocated(place)
-    return already + peak_extra(lambda: (step(), step()), place.type)
+    return already + max(peak_extra(step, place.type) for _ in range(2))
 
 
 def page(result: dict[str, Any]) -> str:

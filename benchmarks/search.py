@@ -1,4 +1,4 @@
-"""How fast nearest-neighbor search is: every back end against one matrix product of the same size.
+"""Measure nearest-neighbor search: every back end against one matrix product of the same size.
 
     python benchmarks/search.py --headline --threads 2   # search and ring update, 2,048 queries, 16K and 128K entries
     python benchmarks/search.py                           # every size: hours
@@ -81,7 +81,7 @@ def back_ends(options: argparse.Namespace) -> dict[str, Search]:
 
 
 def made(queries: int, entries: int, width: int, dtype: str, device: str) -> tuple[Tensor, Ring]:
-    """Make random queries `[queries, width]`, and a full ring whose seam lies in the middle."""
+    """Make random queries `[queries, width]`, and a full ring whose seam is in the middle."""
     generator = torch.Generator().manual_seed(0)
     ring = Ring(1, entries, width, dtype=getattr(torch, dtype), device=device)
     for count in (entries, entries // 2):

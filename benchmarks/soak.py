@@ -115,7 +115,7 @@ def stored(memory: MemoryCache) -> list[Tensor]:
 
 
 class Record:
-    """Time of every step, and memory use of some."""
+    """Records the time of every step, and the memory use of some."""
 
     def __init__(self, steps: int, tokens_a_step: int, first_token: int = 0) -> None:
         self.every = max(steps // SAMPLES, 1)

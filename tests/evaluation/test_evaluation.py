@@ -401,7 +401,7 @@ def test_controls_that_are_not_possible(make_model, options, adapter, message):
         ({"valid_rows": 0}, "valid_rows must be greater than 0, got 0"),
         ({"valid_tokens": -1}, "valid_tokens must be greater than 0"),
         ({"cache_sizes": [0, -5]}, "cache_sizes must not be negative"),
-        ({"controls": ["random"]}, "random is none of other_document, shuffled, longer_window"),
+        ({"controls": ["random"]}, "random is not one of other_document, shuffled, longer_window"),
     ],
 )
 def test_options_that_make_no_sense(options, message):
@@ -415,7 +415,7 @@ def test_options_come_from_a_command_line(capsys):
     assert options == EvalOptions(cache_sizes=[0, 64], controls=["shuffled", "longer_window"], plots=False)
     with pytest.raises(SystemExit):
         parser.parse(["--controls", "shuffle"])
-    assert "shuffle is none of other_document, shuffled, longer_window" in capsys.readouterr().err
+    assert "shuffle is not one of other_document, shuffled, longer_window" in capsys.readouterr().err
 
 
 # Several processes

@@ -338,7 +338,7 @@ def test_a_larger_limit_goes_on(data):
         (["--filler={data}/short.txt"], "too few to fill 600"),
         (["--adapter={data}/remembering", "--lengths", "600", "1K"], "but the memory holds 500"),
         (["--adapter={data}/remembering", "--cache_size=300"], "but the memory holds 300"),
-        (["--cache_size=300"], "which this model has not"),
+        (["--cache_size=300"], "which this model does not have"),
         (["--trials=0"], "trials must be at least 1"),
         (["--seed=-1"], "seed must not be negative"),
         (["--depth=1"], "unknown option '--depth': did you mean 'depths'?"),
@@ -393,7 +393,7 @@ def test_training_documents_teach_the_task_in_other_words(data, byte_tokenizer, 
     assert len(result(data)["cases"]) == 3
     with pytest.raises(SystemExit):
         makes.main(given)
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 def test_training_documents_in_the_words_of_the_evaluation(data, byte_tokenizer, capsys):
