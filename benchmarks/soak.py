@@ -29,7 +29,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 
 import cacheformers
 from cacheformers.common.sources import load_texts
-from cacheformers.methods.infini_attention import InfiniState
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.method import method_named
 
@@ -106,14 +105,6 @@ def tokens_of(options: argparse.Namespace, vocab_size: int) -> Tensor:
     return torch.tensor(ids * repeats)[None, : options.tokens]
 
 
-def stored(memory: MemoryCache) -> list[Tensor]:
-    """Return what a memory keeps of closed segments: entries, or M and z."""
-    state = memory.state
-    if isinstance(state, InfiniState):
-        return [tensor for kept in state.held.values() for tensor in (kept.matrix, kept.norm)]
-    return [tensor for ring in state.rings.values() for tensor in (ring.keys, ring.values) if tensor is not None]
-
-
 class Record:
     """Records the time of every step, and the memory use of some."""
 
@@ -135,14 +126,13 @@ class Record:
         self.done += 1
         self.finite = self.finite and bool(torch.isfinite(logits).all())
         if self.done % self.every == 0 or self.done in (1, SETTLED):
-            store = stored(memory)
-            self.finite = self.finite and all(bool(torch.isfinite(tensor).all()) for tensor in store)
+            held_now = memory.state.state_dict().values()
+            self.finite = self.finite and all(bool(torch.isfinite(tensor).all()) for tensor in held_now)
             self.memory.append(
                 {
                     "step": self.done,
                     "tokens": self.first_token + self.done * self.tokens_a_step,
                     "process_mib": round(held("VmRSS") / 2**20, 2),
-                    "store_kib": round(sum(tensor.nbytes for tensor in store) / 2**10, 1),
                     "memory_kib": round(memory.nbytes / 2**10, 1),
                 }
             )
@@ -155,7 +145,6 @@ class Record:
             "steps": self.done,
             "finite": self.finite,
             "process_mib_start_highest_end": [after[0], max(after), after[-1]],
-            "store_kib_end": self.memory[-1]["store_kib"],
             "memory_kib_end": self.memory[-1]["memory_kib"],
             "wall_ms_median_by_decile": deciles(self.wall),
             "cpu_ms_median_by_decile": deciles(self.cpu),
@@ -205,18 +194,17 @@ def page(result: dict[str, Any]) -> str:
     size = "" if chosen["method"] == "infini_attention" else f"{chosen['cache_size']} entries at most, "
     text = (
         f"Base {base}, text {source}, {size}{chosen['segment']} tokens a segment. Process memory counts from segment "
-        f"{SETTLED} while reading, from the first step while decoding; the store is what is kept of closed segments, "
-        "the whole memory has the open one too. Times are medians of the first and the last tenth of the steps; wall "
-        "times depend on what else was running."
+        f"{SETTLED} while reading, from the first step while decoding; the memory contains the open segment. Times are "
+        "medians of the first and the last tenth of the steps; wall times depend on what else was running."
     )
-    titles = ["dtype", "phase", "steps", "finite", "process MiB: start, highest, end", "store KiB", "whole memory KiB"]
+    titles = ["dtype", "phase", "steps", "finite", "process MiB: start, highest, end", "memory KiB"]
     rows = []
     for dtype, found in result["results"].items():
         for phase in ("reading", "decoding"):
             part = found[phase]
             cells = [dtype, phase, f"{part['steps']:,}", "yes" if part["finite"] else "NO"]
             cells.append(", ".join(f"{mib:.1f}" for mib in part["process_mib_start_highest_end"]))
-            cells += [f"{part['store_kib_end']:,.0f}", f"{part['memory_kib_end']:,.0f}"]
+            cells.append(f"{part['memory_kib_end']:,.0f}")
             for times in (part["wall_ms_median_by_decile"], part["cpu_ms_median_by_decile"]):
                 cells.append(f"{times[0]:.2f}, {times[-1]:.2f}")
             rows.append(cells)
