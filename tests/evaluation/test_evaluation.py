@@ -145,7 +145,7 @@ def test_held_out_documents_are_cut(tokenizer):
     assert [document.name for document in chosen] == ["document 0", "document 2"]
     words = texts[0].split()[:34]
     assert chosen[0].characters == len(" ".join(words[1:]))
-    with pytest.raises(ValueError, match="no document to evaluate on"):
+    with pytest.raises(ValueError, match="No document is left to evaluate on"):
         held_out(Documents(texts, tokenizer, min_tokens=60))
 
 

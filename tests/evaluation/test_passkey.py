@@ -328,10 +328,10 @@ def test_a_larger_limit_goes_on(data):
     [
         (["--lengths", "4K"], "take 4,105 positions, but the model has 1,024"),
         (["--lengths", "100"], "too short: introduction, needle and question alone take"),
-        (["--lengths", "4G"], "no number of tokens"),
-        (["--lengths", "0"], "no number of tokens"),
+        (["--lengths", "4G"], "is not a number of tokens"),
+        (["--lengths", "0"], "is not a number of tokens"),
         (["--depths", "50", "101"], "depths are per cent"),
-        (["--needle=haystack"], "none of passkey, number, word"),
+        (["--needle=haystack"], "is not one of passkey, number, word"),
         (["--filler=nothing.txt"], "neither 'repeat' nor a file"),
         (["--filler={data}/base/config.json"], "is none of .jsonl"),
         (["--filler={data}/book.txt", "--text_field=body"], "no field 'body'"),

@@ -311,7 +311,7 @@ def test_a_cacheformer_with_its_state(cacheformer):
 @pytest.mark.filterwarnings("ignore:selection")
 @pytest.mark.parametrize("cacheformer", ["paper_block"], indirect=True)
 def test_the_papers_rule_has_no_state(cacheformer, capsys):
-    assert "Use the mode segment, and with --stepwise" in error_of(arguments(cacheformer, "memory"), capsys)
+    assert "Use the mode segment, with --stepwise" in error_of(arguments(cacheformer, "memory"), capsys)
 
 
 def test_places_in_the_window():
