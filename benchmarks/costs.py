@@ -1,4 +1,4 @@
-"""What a Neurocache adds to a model: the forward of a segment, a training step, a new token.
+"""Measure what Neurocache adds to the forward of a segment, a training step and a new token.
 
     python benchmarks/costs.py forward                           # 10 minutes on two CPU cores
     python benchmarks/costs.py forward --shapes llama-12x768 --rounds 3
@@ -13,8 +13,7 @@ compared with its base, the other models with LoRA alone.
 train: forward and backward of such a segment over LoRA alone. The optimizer's time, the same for every byte trained, is
 left out. Peak memory is measured in a process of its own for each.
 decode: tokens one by one, after 256 tokens of an open segment and texts of several lengths in the memory, over the
-base. Beside the ratios: the bytes of entries that a step's search reads per second if the search were all that the
-memory adds, and the bytes per second of a copy of as many.
+base.
 """
 
 from __future__ import annotations
@@ -149,10 +148,8 @@ def decode(options: argparse.Namespace) -> None:
     rows, step = [], {name: statistics.median(taken) / options.steps for name, taken in times.items()}
     for read in options.read:
         size, own = min(read, options.cache_size) * (shape.config.hidden_size // 4) * dtype.itemsize, step[str(read)]
-        row = {"read": read, **ratio(times, str(read), "base"), "entry_bytes": size, "copy_rate": copy_rate(size)}
-        rows.append(row | {"search_rate": size / max(own - step["base"], 1e-9)})
-        rates = f"{rows[-1]['search_rate'] / 2**30:.1f} GiB/s of entries, {row['copy_rate'] / 2**30:.1f} in a copy"
-        print(f"{read:,} tokens read: {1000 * own:.1f} ms, {shown(row)} of the base's; {rates}")
+        rows.append({"read": read, **ratio(times, str(read), "base"), "entry_bytes": size})
+        print(f"{read:,} tokens read: {1000 * own:.1f} ms, {shown(rows[-1])} of the base's")
     path = save("decode", options, {"rows": rows, "extra_bytes": extra, "times": times})
     lines = {
         "with memory": [(read, 1000 * step[str(read)]) for read in options.read],
@@ -171,13 +168,6 @@ def steps(model: Any, opening: torch.Tensor, cache: Any, count: int) -> Callable
             model(input_ids=opening[:, :1], past_key_values=cache)
 
     return run
-
-
-def copy_rate(size: int) -> float:
-    """Return how many bytes per second a copy reads."""
-    source = torch.randn(size // 4)
-    target = torch.empty_like(source)
-    return size / statistics.median(interleaved({"copy": lambda: target.copy_(source)}, 5)["copy"])
 
 
 if __name__ == "__main__":

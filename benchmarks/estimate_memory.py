@@ -1,31 +1,27 @@
-"""Estimated against measured memory of a training step: every setting trains in a process of its own.
+"""Compare estimated with measured memory of a training step; every setting trains in a process of its own.
 
-    python benchmarks/estimate_memory.py  # half an hour on two cores; writes docs/results/estimate.md
-    python benchmarks/estimate_memory.py --only 3 4 --out /tmp/estimate.md
+    python benchmarks/estimate_memory.py  # half an hour on two cores
+    python benchmarks/estimate_memory.py --only 3 4 --output /tmp/estimate
 
 Weights are random, of SmolLM2-135M's shape; memory does not depend on their values. The child reads until the memory is
 full, then takes three optimizer steps. On the CPU the measure is the peak of resident memory over the last two,
 minus what was resident after the imports, with malloc told to give memory back at once; on CUDA it is
-`torch.cuda.max_memory_allocated`.
+`torch.cuda.max_memory_allocated`. Results: estimate.json and .md.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
-import shlex
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
-import transformers
+from measuring import held, opening, parser, peak_extra, save, table, trimmed
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -43,7 +39,7 @@ MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TR
 
 @dataclass(frozen=True)
 class Setting:
-    """One training to estimate and to measure."""
+    """Settings of one training to estimate and to measure."""
 
     method: str = "neurocache"
     base: str = "smollm2-135m"
@@ -94,6 +90,13 @@ class Setting:
 
 
 SMALL: dict[str, Any] = {"segment_tokens": 512, "cache_size": 2048, "vocab_size": 2048}
+OTHERS: dict[str, dict[str, Any]] = {
+    "memorizing": {},
+    "infini_attention": {"backprop_segments": 2},
+    "gated_attention": {"max_tokens": 4096},
+    "windowed": {},
+    "cacheformer_on_base": {"max_tokens": 4096},
+}
 SETTINGS = [
     Setting(),
     Setting(activation_checkpointing=True),
@@ -111,51 +114,43 @@ SETTINGS = [
     Setting(vocab_size=2048, lanes=2, activation_checkpointing=True),
     Setting(method="lora", vocab_size=2048),
     Setting(base="opt-1.3b", layers=6, **SMALL),
-    Setting(method="memorizing", **SMALL),
-    Setting(method="memorizing", activation_checkpointing=True, **SMALL),
-    Setting(method="infini_attention", backprop_segments=2, **SMALL),
-    Setting(method="infini_attention", backprop_segments=2, activation_checkpointing=True, **SMALL),
-    Setting(method="gated_attention", max_tokens=4096, **SMALL),
-    Setting(method="gated_attention", max_tokens=4096, activation_checkpointing=True, **SMALL),
-    Setting(method="windowed", **SMALL),
-    Setting(method="windowed", activation_checkpointing=True, **SMALL),
-    Setting(method="cacheformer", max_tokens=4096, **SMALL),
-    Setting(method="cacheformer", max_tokens=4096, activation_checkpointing=True, **SMALL),
+    *(
+        Setting(method=method, activation_checkpointing=checkpointing, **more, **SMALL)
+        for method, more in OTHERS.items()
+        for checkpointing in (False, True)
+    ),
 ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--only", type=int, nargs="+", help="numbers of the settings to run, from 0")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "estimate.md")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.child:
-        print(json.dumps({"measured": train(Setting(**json.loads(arguments.child)), arguments.device)}))
+    """Estimate, measure, write."""
+    given = parser(__doc__, "")
+    given.add_argument("--device", default="cpu")
+    given.add_argument("--only", type=int, nargs="+", help="numbers of the settings to run, from 0")
+    given.add_argument("--child", help=argparse.SUPPRESS)
+    options = given.parse_args()
+    if options.child:
+        print(train(Setting(**json.loads(options.child)), options.device))
         return
-    chosen = [SETTINGS[number] for number in arguments.only] if arguments.only else SETTINGS
     rows = []
-    for setting in chosen:
-        rows.append(
-            row(setting, setting.estimate(torch.device(arguments.device).type), measure(setting, arguments.device))
-        )
+    for setting in [SETTINGS[number] for number in options.only] if options.only else SETTINGS:
+        found = setting.estimate(torch.device(options.device).type)
+        moment, measured = max(found.totals, key=found.totals.__getitem__), measure(setting, options.device)
+        rows.append({"setting": asdict(setting), "moment": moment, "estimate": found.peak, "measured": measured})
         print(rows[-1], flush=True)
-    arguments.out.write_text(page(rows), encoding="utf-8")
+    save("estimate", options, {"rows": rows}, page)
 
 
 def measure(setting: Setting, device: str = "cpu") -> int:
-    """Peak bytes of a training in a fresh process."""
+    """Return the peak bytes of a training in a new process."""
     command = [sys.executable, __file__, "--device", device, "--child", json.dumps(asdict(setting))]
     done = subprocess.run(command, env={**os.environ, **MALLOC}, stdout=subprocess.PIPE, text=True, check=True)
-    measured: int = json.loads(done.stdout.splitlines()[-1])["measured"]
-    return measured
+    return int(done.stdout.splitlines()[-1])
 
 
 def train(setting: Setting, device: str) -> int:
     """Fill the memory and take three optimizer steps; return the peak of the last two in bytes."""
-    process = psutil.Process()
-    before = process.memory_info().rss
+    before = held("VmRSS")
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(setting.config(), dtype=getattr(torch, setting.dtype)).to(device)
     adapter = setting.adapter()
@@ -185,9 +180,8 @@ def train(setting: Setting, device: str) -> int:
         for _ in range(segments):
             with torch.no_grad():
                 losses(group, 1)
-    for number in range(3):
-        if number == 1:  # mere reading keeps more of a segment than a step does
-            reset_peak(device)
+
+    def step() -> None:
         for group in groups:
             loss = losses(group, setting.backprop_segments).mean() / setting.accumulation
             (loss + group.own_loss()).backward()
@@ -195,61 +189,28 @@ def train(setting: Setting, device: str) -> int:
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return peak(device) - (before if place.type == "cpu" else 0)
+
+    step()  # mere reading keeps more of a segment than a step does
+    already = trimmed() - before if place.type == "cpu" else torch.cuda.memory_allocated(place)
+    return already + max(peak_extra(step, place.type) for _ in range(2))
 
 
-def reset_peak(device: str) -> None:
-    """Forget the peak of building and filling."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak(device: str) -> int:
-    """Peak bytes: allocated tensors on CUDA, resident memory on the CPU."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]) * 1024
-
-
-def row(setting: Setting, estimated: Estimate, measured: int) -> str:
-    """One line of the table."""
-    plain = Setting()
-    changes = [
-        name.replace("_", " ") if value is True else f"{name.replace('_', ' ')} {value}"
-        for name, value in asdict(setting).items()
-        if value != getattr(plain, name)
-    ]
-    sizes = f"{estimated.peak / 2**20:,.0f} | {measured / 2**20:,.0f} | {estimated.peak / measured:.3f}"
-    moment = max(estimated.totals, key=estimated.totals.__getitem__)
-    return f"| {', '.join(changes) or 'as it is'} | {moment} | {sizes} |"
-
-
-def page(rows: list[str]) -> str:
-    """The results as Markdown."""
-    plain = ", ".join(f"{name} {value}" for name, value in asdict(Setting()).items())
-    lines = [
-        "# Estimated and measured memory of a training step",
-        "",
-        f"`{shlex.join(['python', *sys.argv])}` on {datetime.date.today()}, commit {commit()}, "
-        f"{platform.machine()} with {torch.get_num_threads()} threads, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}.",
-        "",
-        f"Every line trains in a process of its own; it names what differs from: {plain}. `moment` is where the "
-        "estimate has its peak. The docstring of the benchmark says how the peak is measured.",
-        "",
-        "| setting | moment | estimate MiB | measured MiB | ratio |",
-        "|---|---|---:|---:|---:|",
-        *rows,
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def commit() -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+def page(result: dict[str, Any]) -> str:
+    """Format the result as a page."""
+    usual = asdict(Setting())
+    text = (
+        "Every line trains in a process of its own; it names what differs from: "
+        f"{', '.join(f'{name} {value}' for name, value in usual.items())}. `moment` is where the estimate has its peak."
+    )
+    rows = []
+    for row in result["rows"]:
+        changes = [f"{name} {value}" for name, value in row["setting"].items() if value != usual[name]]
+        sizes = f"{row['estimate'] / 2**20:,.0f}", f"{row['measured'] / 2**20:,.0f}"
+        rows.append(
+            [", ".join(changes) or "as it is", row["moment"], *sizes, f"{row['estimate'] / row['measured']:.3f}"]
+        )
+    lines = opening("Estimated and measured memory of a training step", result, text)
+    return "\n".join(lines + table(["setting", "moment", "estimate MiB", "measured MiB", "ratio"], rows))
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def processor() -> str:
 
 
 def about(device: str = "cpu") -> dict[str, Any]:
-    """Return what somebody needs to repeat a run: command, commit, versions, machine."""
+    """Return command, commit, versions and machine of this run."""
     script = f"benchmarks/{Path(sys.argv[0]).name}"
     found = {"command": " ".join(["python", script, *sys.argv[1:]]), "processor": processor()}
     found |= environment(torch.device(device))
@@ -177,7 +177,7 @@ def draw_lines(path: Path, panels: Sequence[Sequence[Panel]], log: bool = True) 
 
 
 def draw_bars(path: Path, panels: dict[str, dict[str, dict[str, float]]], asked: dict[str, float]) -> None:
-    """Draw panels of bars by name into a PNG, in red the most that was asked for.
+    """Draw panels of bars by name into a PNG, with the highest value that was asked for in red.
 
     Args:
         panels: by title, what `ratio` returns; without `low` and `high` a bar has no spread.

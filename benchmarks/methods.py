@@ -1,11 +1,11 @@
-"""One table of methods: perplexity as their runs measured it, and what each holds and takes to read a book.
+"""Put methods into one table: the perplexity of their runs, and the bytes and time with which each reads a book.
 
     python train_adapt.py recipes/methods/windowed.yaml    # LoRA alone; and neurocache.yaml and so on
     python benchmarks/methods.py runs/methods_{windowed,neurocache,infini_attention,gated_attention,cacheformer} \
         --text ../shared/data/books/test.jsonl.gz
 
 Folders are outputs of `train_adapt.py` that read the same documents; the first is what the others are divided by.
-All models read the text in turn, a segment each, so that what else the machine does hits all of them. Results:
+All models read the text in turn, a segment each, so that other load on the machine affects all alike. Results:
 methods.json, .md and .png.
 """
 

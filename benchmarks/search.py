@@ -1,18 +1,15 @@
-"""How fast nearest-neighbor search is: every back end against one matrix product of the same size.
+"""Measure nearest-neighbor search: every back end against one matrix product of the same size.
 
     python benchmarks/search.py --headline --threads 2   # search and ring update, 2,048 queries, 16K and 128K entries
     python benchmarks/search.py                           # every size: hours
     python benchmarks/search.py --quick --output /tmp/search
-    python benchmarks/search.py --ivf states.safetensors  # an index of a million entries against exact search
 
 All calls of a row are timed in one process, in turn; a ratio is the median time of a search over the median time of
 `torch.mm(queries, entries.T, out=scores)` in float32. With --headline each search is followed by writing as many new
-entries as there are queries into the full ring, and both are in its time. The file of --ivf (collect_states.py writes
-one) holds a tensor "entries" `[N, width]`: its last segment asks, and the store is filled and moved on segment by
-segment; adding and removing are in the index's time. Results: search.json and search.png (--headline: search_headline;
---ivf: search_ivf, no plot). Peak memory is what the process holds at most during a search, beyond what it held before.
-Recall is by the rule of cacheformers.modeling.search.recall, against the stored entries; of a bfloat16 store also
-against the float32 entries.
+entries as there are queries into the full ring, and both are in its time. Results: search.json and search.png
+(--headline: search_headline). Peak memory is what the process holds at most during a search, beyond what it held
+before. Recall is by the rule of cacheformers.modeling.search.recall, against the stored entries; of a bfloat16 store
+also against the float32 entries.
 """
 
 from __future__ import annotations
@@ -27,13 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Panel, draw_lines, interleaved, parser, peak_extra, save, seconds_of
-from safetensors import safe_open
+from measuring import Panel, draw_lines, interleaved, parser, peak_extra, save
 from torch import Tensor
 
 from cacheformers.modeling.search import Search, get_search, recall
-from cacheformers.modeling.search.base import between
-from cacheformers.modeling.search.store import Entries, Ring
+from cacheformers.modeling.search.store import Ring
 
 DTYPES = ["float32", "bfloat16"]
 # The product that everything is divided by is left out where its result would be larger.
@@ -52,11 +47,6 @@ def main() -> None:
     given.add_argument("--back_ends", nargs="+", help="default: exact, faiss where it is installed, headline: auto")
     given.add_argument("--headline", action="store_true", help="only 2,048 queries, width 256, k 16, with ring update")
     given.add_argument("--quick", action="store_true", help="small sizes only")
-    given.add_argument("--ivf", type=Path, metavar="STATES", help="entries to build an index of, safetensors")
-    given.add_argument("--factory", default="IVF4096,Flat", help="of the index, for --ivf")
-    given.add_argument("--capacity", type=int, default=1 << 20, help="entries that the ring holds, for --ivf")
-    given.add_argument("--segment", type=int, default=1024, help="for --ivf")
-    given.add_argument("--segments", type=int, default=20, help="how many are timed, for --ivf")
     given.add_argument("--device", default="cpu")
     given.add_argument("--threads", type=int)
     given.add_argument("--repeats", type=int, default=7)
@@ -66,10 +56,6 @@ def main() -> None:
         if find_spec("faiss"):
             __import__("faiss").omp_set_num_threads(options.threads)
 
-    if options.ivf:
-        about = "time of the index over time of exact search; adding, removing and asking included in both"
-        save("search_ivf", options, {"ratio": about, "result": approximate(options)})
-        return
     if options.headline:
         options.queries, options.entries, options.width, options.topk = [2048], [1 << 14, 1 << 17], [256], [16]
     elif options.quick:
@@ -95,7 +81,7 @@ def back_ends(options: argparse.Namespace) -> dict[str, Search]:
 
 
 def made(queries: int, entries: int, width: int, dtype: str, device: str) -> tuple[Tensor, Ring]:
-    """Make random queries `[queries, width]`, and a full ring whose seam lies in the middle."""
+    """Make random queries `[queries, width]`, and a full ring whose seam is in the middle."""
     generator = torch.Generator().manual_seed(0)
     ring = Ring(1, entries, width, dtype=getattr(torch, dtype), device=device)
     for count in (entries, entries // 2):
@@ -140,49 +126,6 @@ def measure(
         print(row, flush=True)
         rows.append(row)
     return rows
-
-
-def approximate(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure an index that follows the ring against exact search of the same ring."""
-    with safe_open(options.ivf, "pt") as file:
-        states = file.get_tensor("entries").float()
-    searches = {"exact": get_search("exact"), "index": get_search(f"faiss:{options.factory}")}
-    # The last segment asks; those before it are written while the clock runs.
-    timed = options.segments * options.segment
-    asked, states = states[-options.segment :], states[: -options.segment]
-    filled = len(states) - timed
-    if filled < options.segment:
-        raise SystemExit(f"{options.ivf} has too few entries for {options.segments} segments of {options.segment}")
-    ring = Ring(1, options.capacity, states.shape[1])
-    ring.append(0, states[:filled])
-    built = seconds_of(partial(searches["index"], asked[:1], ring.entries(0), 16, "l2"))
-    times: dict[str, list[float]] = {name: [] for name in searches}
-    shares = []
-    for segment in states[filled:].split(options.segment):
-        writing = seconds_of(partial(ring.append, 0, segment))
-        for name, search in searches.items():
-            times[name].append(writing + seconds_of(partial(search, asked, ring.entries(0), 16, "l2")))
-        some = asked[:RECALL_QUERIES]
-        shares.append(recall(searches["index"](some, ring.entries(0), 16, "l2")[1], some, ring.entries(0), 16, "l2"))
-    mean = {name: statistics.mean(seconds) for name, seconds in times.items()}
-    # Entries that have left are skipped until they are as many as the living, then removed: here half of all at once.
-    entries, half = ring.entries(0), ring.count(0) // 2
-    newest = Entries((between(entries, half, entries.count),), entries.first + half, entries.index)
-    removing = seconds_of(partial(searches["index"], asked[:1], newest, 16, "l2"))
-    mean["index"] += removing * options.segment / half
-    return {
-        "factory": options.factory,
-        "entries": ring.count(0),
-        "width": states.shape[1],
-        "segment": options.segment,
-        "segments": len(shares),
-        "build_seconds": round(built, 2),
-        "seconds_to_remove_half": round(removing, 2),
-        "milliseconds_a_segment": {name: round(1000 * seconds, 2) for name, seconds in mean.items()},
-        "slowest_milliseconds": {name: round(1000 * max(seconds), 2) for name, seconds in times.items()},
-        "ratio": round(mean["index"] / mean["exact"], 4),
-        "recall": statistics.mean(shares),
-    }
 
 
 def draw(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -29,16 +29,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 
 import cacheformers
 from cacheformers.common.sources import load_texts
-from cacheformers.methods.infini_attention import InfiniState
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.method import method_named
 
 SETTLED = 50  # segments after which memory must be flat
 SAMPLES = 80  # points of memory use over a phase
-METHODS = {
-    "neurocache": cacheformers.NeurocacheAdapterConfig,
-    "memorizing": cacheformers.MemorizingAdapterConfig,
-    "infini_attention": cacheformers.InfiniAttentionAdapterConfig,
-}
+METHODS = ("neurocache", "memorizing", "infini_attention")
 STORIES_SHAPE: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -70,18 +66,8 @@ def main() -> None:
         else:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 results[dtype] = pool.apply(soak, (options, dtype))
-        draw(save(f"soak_{options.method}", options, {"results": without_samples(results)}, page), results)
-
-
-def without_samples(results: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the samples of process memory, which the plot shows."""
-    return {
-        dtype: {
-            key: {name: value for name, value in part.items() if name != "memory"} if isinstance(part, dict) else part
-            for key, part in found.items()
-        }
-        for dtype, found in results.items()
-    }
+    samples = {dtype: found.pop("samples") for dtype, found in results.items()}  # the plot shows them
+    draw(save(f"soak_{options.method}", options, {"results": results}, page), results, samples)
 
 
 def open_model(options: argparse.Namespace, dtype: str) -> PeftModel:
@@ -95,7 +81,7 @@ def open_model(options: argparse.Namespace, dtype: str) -> PeftModel:
         base = AutoModelForCausalLM.from_pretrained(options.base, dtype=getattr(torch, dtype))
     else:
         base = AutoModelForCausalLM.from_config(LlamaConfig(**STORIES_SHAPE), dtype=getattr(torch, dtype))
-    model = get_peft_model(base, METHODS[options.method](**chosen))
+    model = get_peft_model(base, method_named(options.method).adapter_config(**chosen))
     for name, parameter in model.named_parameters():
         if "lora_mem_gate" in name:
             parameter.data.fill_(0.5)
@@ -119,16 +105,8 @@ def tokens_of(options: argparse.Namespace, vocab_size: int) -> Tensor:
     return torch.tensor(ids * repeats)[None, : options.tokens]
 
 
-def stored(memory: MemoryCache) -> list[Tensor]:
-    """Return what a memory keeps of closed segments: entries, or M and z."""
-    state = memory.state
-    if isinstance(state, InfiniState):
-        return [tensor for kept in state.held.values() for tensor in (kept.matrix, kept.norm)]
-    return [tensor for ring in state.rings.values() for tensor in (ring.keys, ring.values) if tensor is not None]
-
-
 class Record:
-    """Time of every step, and memory use of some."""
+    """Records the time of every step, and the memory use of some."""
 
     def __init__(self, steps: int, tokens_a_step: int, first_token: int = 0) -> None:
         self.every = max(steps // SAMPLES, 1)
@@ -148,14 +126,13 @@ class Record:
         self.done += 1
         self.finite = self.finite and bool(torch.isfinite(logits).all())
         if self.done % self.every == 0 or self.done in (1, SETTLED):
-            store = stored(memory)
-            self.finite = self.finite and all(bool(torch.isfinite(tensor).all()) for tensor in store)
+            held_now = memory.state.state_dict().values()
+            self.finite = self.finite and all(bool(torch.isfinite(tensor).all()) for tensor in held_now)
             self.memory.append(
                 {
                     "step": self.done,
                     "tokens": self.first_token + self.done * self.tokens_a_step,
                     "process_mib": round(held("VmRSS") / 2**20, 2),
-                    "store_kib": round(sum(tensor.nbytes for tensor in store) / 2**10, 1),
                     "memory_kib": round(memory.nbytes / 2**10, 1),
                 }
             )
@@ -168,11 +145,9 @@ class Record:
             "steps": self.done,
             "finite": self.finite,
             "process_mib_start_highest_end": [after[0], max(after), after[-1]],
-            "store_kib_end": self.memory[-1]["store_kib"],
             "memory_kib_end": self.memory[-1]["memory_kib"],
             "wall_ms_median_by_decile": deciles(self.wall),
             "cpu_ms_median_by_decile": deciles(self.cpu),
-            "memory": self.memory,
         }
 
 
@@ -207,6 +182,7 @@ def soak(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
         "entries": [ring.count(0) for ring in memory.state.rings.values()],
         "reading": reading.report(min(SETTLED, len(segments))),
         "decoding": decoding.report(1),
+        "samples": {"reading": reading.memory, "decoding": decoding.memory},
     }
 
 
@@ -218,18 +194,17 @@ def page(result: dict[str, Any]) -> str:
     size = "" if chosen["method"] == "infini_attention" else f"{chosen['cache_size']} entries at most, "
     text = (
         f"Base {base}, text {source}, {size}{chosen['segment']} tokens a segment. Process memory counts from segment "
-        f"{SETTLED} while reading, from the first step while decoding; the store is what is kept of closed segments, "
-        "the whole memory has the open one too. Times are medians of the first and the last tenth of the steps; wall "
-        "times depend on what else was running."
+        f"{SETTLED} while reading, from the first step while decoding; the memory contains the open segment. Times are "
+        "medians of the first and the last tenth of the steps; wall times depend on what else was running."
     )
-    titles = ["dtype", "phase", "steps", "finite", "process MiB: start, highest, end", "store KiB", "whole memory KiB"]
+    titles = ["dtype", "phase", "steps", "finite", "process MiB: start, highest, end", "memory KiB"]
     rows = []
     for dtype, found in result["results"].items():
         for phase in ("reading", "decoding"):
             part = found[phase]
             cells = [dtype, phase, f"{part['steps']:,}", "yes" if part["finite"] else "NO"]
             cells.append(", ".join(f"{mib:.1f}" for mib in part["process_mib_start_highest_end"]))
-            cells += [f"{part['store_kib_end']:,.0f}", f"{part['memory_kib_end']:,.0f}"]
+            cells.append(f"{part['memory_kib_end']:,.0f}")
             for times in (part["wall_ms_median_by_decile"], part["cpu_ms_median_by_decile"]):
                 cells.append(f"{times[0]:.2f}, {times[-1]:.2f}")
             rows.append(cells)
@@ -238,14 +213,14 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join([*lines, f"![Memory and time](soak_{chosen['method']}.png)", ""])
 
 
-def draw(path: Path, results: dict[str, Any]) -> None:
+def draw(path: Path, results: dict[str, Any], samples: dict[str, Any]) -> None:
     """Draw process memory and CPU time of both phases."""
     panels = []
     for phase, step in (("reading", "segment"), ("decoding", "token")):
         memory: dict[str, Points] = {}
         times: dict[str, Points] = {}
         for dtype, found in results.items():
-            memory[dtype] = [(sample["tokens"] / 1000, sample["process_mib"]) for sample in found[phase]["memory"]]
+            memory[dtype] = [(sample["tokens"] / 1000, sample["process_mib"]) for sample in samples[dtype][phase]]
             times[dtype] = [(n, ms) for n, ms in enumerate(found[phase]["cpu_ms_median_by_decile"], 1)]
         left = Panel(f"{phase}: process memory", "thousand tokens", "MiB", memory)
         panels.append([left, Panel(f"{phase}: CPU time a {step}", "tenth of the steps", "ms, median", times)])

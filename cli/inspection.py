@@ -1,4 +1,4 @@
-"""Memories in words: what `cacheformers inspect` says of a file, and how much of a text is kept."""
+"""Describe memories: `cacheformers inspect`, and how much of a text a memory keeps."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def documents(memory: MemoryCache) -> dict[str, str]:
 
 
 def kept(memory: MemoryCache) -> str:
-    """Say how much a memory of one document keeps of it."""
+    """Return a sentence on how much of its document a memory keeps."""
     read, held = memory.tokens_read[0], memory.tokens_kept[0]
     if held == read:
         return f"{read:,} tokens read, and the memory keeps all of them."

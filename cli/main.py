@@ -1,7 +1,7 @@
-"""The command line: one function a command, and help that teaches.
+"""The command line: one function for each command.
 
-This file imports nothing heavy before a command runs, so that help appears at once. The console script takes it from a
-package of its own, `cacheformers_cli` (setup.cfg): to import `cacheformers` is to import torch, transformers and PEFT.
+This file imports nothing heavy before a command runs, so that help appears at once. For the same reason the console
+script finds it in a package of its own, `cacheformers_cli` (setup.cfg): `cacheformers` itself imports torch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ is a folder. It belongs to the adapter and the base model that read it, remember
 """
 READ = """Read a text of any length and save what the model remembers of it.
 
-The text goes by in segments: time grows with it, the working memory does not. Every --checkpoint segments what is new
-is saved: if the command is stopped, give it again, and it goes on from there. A memory of entries keeps the newest
---cache-size tokens and forgets those before them; the command says so, and which --cache-size keeps all.
+The text is read in segments: the time grows with its length, the memory in use does not. After every --checkpoint
+segments the memory is saved: if the command is stopped, give it again, and it continues from there. A memory of entries
+keeps the newest --cache-size tokens and forgets older ones; the command says so, and which --cache-size keeps all.
 
   cacheformers read BOOK.txt -o book.memory --adapter ADAPTER                   # the adapter names its base model
   cacheformers read BOOK.txt -o book.memory --model BASE --adapter ADAPTER      # another copy of the base model
@@ -38,8 +38,8 @@ is saved: if the command is stopped, give it again, and it goes on from there. A
 ASK = """Answer questions from a memory file.
 
 The text is not read again. The model that read it is loaded by the name it had then. Every question starts from the
-memory as it was saved. After the answer come the passages that it and the question retrieved most, if the method
-retrieves (Neurocache, Memorizing Transformer).
+memory as it was saved. If the method retrieves (Neurocache, Memorizing Transformer), the passages that the question and
+the answer retrieved most are printed below the answer.
 
   cacheformers ask book.memory "Who tells this story?"
   cacheformers ask book.memory "Who?" "When?" "Where?"                          # the memory is loaded once
@@ -48,14 +48,14 @@ retrieves (Neurocache, Memorizing Transformer).
 
   cacheformers ask book.memory "Who tells this story?" --prompt cut             # the memory adds to a cut text
 
-With --explain every token of the answer is listed with the passages that were retrieved when it was
-chosen, and a picture shows all of it: tokens from top to bottom, the book from left to right, the color how often.
-What the memory has forgotten of the book is gray.
+--explain lists every token of the answer with the passages that were retrieved when it was chosen, and draws a heat
+map: tokens from top to bottom, the book from left to right, colored by how often a place was retrieved. Forgotten parts
+of the book are gray.
 """
 INSPECT = """Say what a memory file holds.
 
-Which text, read by which model, how many entries of which size, and whether every checksum is right. No model is
-loaded.
+It names the text, the model that read it, the number and size of the entries, and checks every checksum. It does not
+load a model.
 
   cacheformers inspect book.memory
 """
@@ -149,7 +149,7 @@ def make_parser() -> argparse.ArgumentParser:
         command.set_defaults(when_stopped=when_stopped)
         return command
 
-    command = add("read", READ, "What was saved stays; give the same command again to go on from there.")
+    command = add("read", READ, "What was saved stays; give the same command again to continue from there.")
     command.add_argument("book", help=".txt or .md file, or JSON lines or parquet")
     command.add_argument("-o", "--output", type=Path, required=True, metavar="MEMORY", help="folder to write")
     add_model(command, "the adapter's own")
@@ -161,7 +161,7 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--cache-size", type=int, metavar="N", help=size)
     checkpoint = "save after every N segments; 0: at the end (default: 32)"
     command.add_argument("--checkpoint", type=int, default=32, metavar="N", help=checkpoint)
-    command.add_argument("--overwrite", action="store_true", help="begin anew where MEMORY is there already")
+    command.add_argument("--overwrite", action="store_true", help="replace an existing MEMORY")
 
     command = add("ask", ASK)
     command.add_argument("memory", type=Path, metavar="MEMORY", help="folder that `cacheformers read` wrote")

@@ -1,4 +1,4 @@
-"""The model that reads and answers, by the names that a user or a memory file gives."""
+"""Load the model that reads and answers, by the names that a user or a memory file gives."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What gates have learned: which heads use Infini-attention's memory, which words of a text look far.
+"""Draw learned gates: which heads use Infini-attention's memory, and which words of a text look far.
 
     cacheformers gates runs/infini_attention --output runs/gates
     cacheformers gates runs/gated_attention --text book.txt --output runs/gates
 
 Infini-attention: sigmoid(beta) of every layer and head (the paper's figure 3), and how they moved where the folder has
 the log of its training. Gated attention: the mean gate of each layer over texts, how many gates are in each tenth from
-0 to 1, and the texts as pages in which every token has the color of its gate; with --fix-heads the means decide for
-good which heads see everything (as in DuoAttention), and --save writes the model that comes of it.
+0 to 1, and the texts as pages in which every token has the color of its gate; with --fix-heads the means decide once
+and for all which heads see everything (as in DuoAttention), and --save writes that model.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
 def run(given: argparse.Namespace) -> None:
     """Load the model, read the texts, write what was found; raise OSError or ValueError if something is wrong."""
     if (given.fix_heads is None) != (given.save is None):
-        raise ValueError("--fix-heads and --save belong together: by which mean gate, and where to.")
+        raise ValueError("--fix-heads and --save go together: give the least mean gate and the folder to write.")
     model = load(given.model)
     options: Any = active_options(find_decoder(unwrap(model)))
     if isinstance(options, InfiniAttentionOptions):
@@ -131,7 +131,7 @@ def draw_shares(given: argparse.Namespace, model: nn.Module, options: InfiniAtte
 def draw_gates(given: argparse.Namespace, model: nn.Module, options: GatedAttentionOptions) -> None:
     """Write gates.json, gates.png and a page for each text, and with --save a model with fixed heads."""
     if all(options.fixed(layer) is not None for layer in options.layers):
-        raise ValueError("All heads of this model are fixed already: no gate is asked any more.")
+        raise ValueError("All heads of this model are fixed already, so its gates are not used.")
     if not given.text:
         raise ValueError("Gates depend on the text: give --text FILE.")
     if given.save is not None and given.save.exists():
@@ -190,8 +190,8 @@ def read_text(
     ids = torch.tensor(encoded.input_ids[:tokens])
     if len(ids) <= options.window_tokens:
         raise ValueError(
-            f"Of {path} {len(ids)} tokens are read, all within the window of {options.window_tokens}: nothing is far "
-            "from them. Give a longer text."
+            f"Of {path} {len(ids)} tokens are read, all within the window of {options.window_tokens}, so "
+            "no gate decides anything. Give a longer text."
         )
     ends = [*(start for start, _ in encoded.offset_mapping[1:]), len(text)][: len(ids)]
     pieces = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]

@@ -1,9 +1,9 @@
-"""The models of this package in lm-eval (lm-evaluation-harness): its own command line, which knows them here.
+"""The models of this package in lm-eval (lm-evaluation-harness): its own command line, to which they are registered.
 
     cacheformers lm-eval --model cacheformers --model_args pretrained=ADAPTER --tasks TASK
 
-Whatever is longer than a segment is read into the memory: contexts, prompts, and the whole documents of rolling
-log-likelihoods. Nothing is cut, unless `max_length` is given in `--model_args`.
+Texts longer than a segment are read into the memory: contexts, prompts, and the whole documents of rolling
+log-likelihoods. They are not cut, unless `--model_args` has `max_length`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class MemoryLM(HFLM):  # type: ignore[misc]  # lm-eval is not typed
         **options: Any,
     ) -> None:
         if not str(batch_size).isdigit():
-            raise ValueError(f"--batch_size {batch_size}: how much fits depends on the texts' lengths. Give a number.")
+            raise ValueError(
+                f"--batch_size {batch_size}: what fits depends on the lengths of the texts. Give a number."
+            )
         if peft is None and find_adapter_config_file(pretrained) is not None:
             pretrained, peft = PeftConfig.from_pretrained(pretrained).base_model_name_or_path or "", pretrained
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -49,7 +49,9 @@ def held_out(documents: Documents, count: int | None = None, tokens: int | None 
             text = documents.tokenizer.decode(ids[1:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
             chosen.append(HeldOut(ids, len(text), f"document {index}"))
     if not chosen:
-        raise ValueError("There is no document to evaluate on.")
+        raise ValueError(
+            "No document is left to evaluate on: give --valid longer ones, or a smaller --valid_min_tokens."
+        )
     return chosen
 
 

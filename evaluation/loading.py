@@ -1,4 +1,4 @@
-"""What the commands of evaluation share: processes, and models that may have a memory."""
+"""Processes and models, for all commands of evaluation."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ CONTROLS = ("other_document", "shuffled", "longer_window")
 
 @dataclass
 class EvalOptions:
-    """What is evaluated, and against what; ValueError for a wrong number or an unknown control."""
+    """Options of the evaluation and its controls; a wrong number or an unknown control raises ValueError."""
 
     valid: list[str] | None = option(None, help="Held-out documents, in the forms of --train. Default: no evaluation.")
     valid_documents: int | None = option(None, help="Evaluate on the first N documents. Default: on all.")
@@ -48,8 +48,8 @@ class EvalOptions:
         None,
         help="What the memory is checked against. 'other_document': every document reads the entries of another one. "
         "'shuffled': entries are in a wrong order, so those beside a hit are wrong (hits are not). 'longer_window': "
-        "memory off, and self-attention sees as many more tokens as take the bytes of a full memory. With --method "
-        "lora only the last applies. Default: none.",
+        "memory off, and self-attention sees more tokens, whose keys and values take the bytes of a full memory. With "
+        "--method lora only the last applies. Default: none.",
     )
     skip_base: bool = option(False, help="Do not evaluate the base model.")
     plots: bool = option(True, help="Draw plots into the output folder (needs matplotlib).")
@@ -63,15 +63,15 @@ class EvalOptions:
             raise ValueError(f"cache_sizes must not be negative, got {self.cache_sizes}.")
         unknown = [name for name in self.controls or [] if name not in CONTROLS]
         if unknown:
-            raise ValueError(f"controls: {', '.join(unknown)} is none of {', '.join(CONTROLS)}.")
+            raise ValueError(f"controls: {', '.join(unknown)} is not one of {', '.join(CONTROLS)}.")
 
 
 EvalOptions._argument_group_name = "evaluation"  # type: ignore[attr-defined]
 
 
 LEAKS = (
-    "teacher-forced, and selection='paper_block' lets a token depend on tokens after it: no decoder obtains this "
-    "(cacheformers perplexity --stepwise says what one does)"
+    "teacher-forced, and selection='paper_block' lets a token depend on later ones: no decoder obtains this "
+    "(cacheformers perplexity --stepwise measures what one does)"
 )
 
 

@@ -1,4 +1,4 @@
-"""Runs and training losses as pictures (PNG). Needs matplotlib; nothing else is lost without it.
+"""Plots of runs and training losses (PNG). Without matplotlib only the plots are missing.
 
 Documents differ more than runs do, so pictures of several runs have two panels: perplexities, and below them the
 differences from one run in percent, with the intervals of the paired comparison.

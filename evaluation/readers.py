@@ -1,7 +1,7 @@
 """Ways to read a group of documents segment by segment: with a memory, with a damaged one, or without.
 
-Documents of a group are rows of a batch, longest first, and each begins at its beginning. Rows are padded on the right,
-where causality keeps it out of what is scored; a document that has ended leaves the batch.
+The documents of a group are the rows of a batch, longest first, and are read from their beginning. Rows are padded on
+the right, where padding cannot change a score; a document that has ended leaves the batch.
 """
 
 from __future__ import annotations

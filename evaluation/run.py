@@ -1,4 +1,4 @@
-"""What was measured of held-out documents: perplexities, their intervals, and tables of them.
+"""Perplexities of held-out documents, their intervals, and tables of them.
 
 Intervals are those of the percentile bootstrap at 95 %: documents are drawn with replacement, as many as there are, and
 perplexity is exp(sum of nats / sum of tokens) of the drawn ones. The tokens of one document depend on each other, so
@@ -162,7 +162,7 @@ class Run:
         by_class: by where the predicted token occurred before (`CLASSES`); empty classes are left out.
         cache_size: entries that the memory could hold; None without a memory.
         control: it is a comparison, not a way to use the model.
-        note: what a reader of the numbers should know.
+        note: a caveat for readers of the numbers.
         losses: nats of each document's tokens from the second on, `[tokens - 1]` each, float32; not in the JSON.
     """
 

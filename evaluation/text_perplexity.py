@@ -43,11 +43,11 @@ from cacheformers.modeling.segments import active_options
 
 @dataclass(frozen=True)
 class Text:
-    """What is read of a document.
+    """The part of a document that is read.
 
     Attributes:
         ids: `[tokens]`, with a BOS token if asked for.
-        tokens, words, characters, bytes: their numbers, without a BOS token. White space separates words; bytes are
+        tokens, words, characters, bytes: how many it has, without a BOS token. White space separates words; bytes are
             those of UTF-8.
     """
 
@@ -110,11 +110,11 @@ def raw_text(file: Path) -> str:
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{file} cannot be read as gzip ({error}): the file is damaged or cut off.") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text: its byte {error.start:,} is not UTF-8.") from error
+        raise ValueError(f"{file} is not text: its byte {error.start:,} is not UTF-8.") from error
 
 
 def tokenized(name: str, text: str, tokenizer: PreTrainedTokenizerBase, bos: bool, tokens: int | None) -> Text:
-    """Tokenize a document's beginning, and count what it stands for."""
+    """Tokenize a document's beginning, and count its words, characters and bytes."""
     cut = tokens is not None
     if cut and not tokenizer.is_fast:
         raise ValueError("--tokens needs a fast tokenizer, which says where in the text a token ends.")
@@ -128,15 +128,15 @@ def tokenized(name: str, text: str, tokenizer: PreTrainedTokenizerBase, bos: boo
 
 
 FIRST_BUCKET, FIRST_IN_WINDOW = 1024, 128  # tokens; later buckets of positions double
-LONGEST_WORD = 100  # nats; what takes more is no word
+LONGEST_WORD = 100  # nats; a text with more per word is not divided into words by white space
 
 
 @dataclass
 class PerplexityOptions:
-    """Which texts are read, and how; ValueError for options that make no sense together."""
+    """Which texts are read, and how; options that contradict each other raise ValueError."""
 
     texts: list[str] = option(
-        help="What is read: files, folders and datasets of the Hub, in the forms of train_adapt.py's --train. A file "
+        help="Files, folders and datasets of the Hub to read, in the forms of train_adapt.py's --train. A file "
         "of any other kind is one document of raw UTF-8 text (.gz: compressed), such as WikiText's and enwik8."
     )
     mode: Literal["sliding", "segment", "memory"] = option(
@@ -152,8 +152,8 @@ class PerplexityOptions:
     stride: int | None = option(None, help="Sliding: tokens from window to window. Default: half a window.")
     stepwise: bool = option(
         False,
-        help="Sliding and segment: give each token a forward of its own that ends just before it. Slow, and the same "
-        "for every model but a CacheFormer with 'paper_block', of which only this is what a decoder would obtain.",
+        help="Sliding and segment: predict each token by a forward that ends just before it. Slow. It changes only a "
+        "CacheFormer with 'paper_block', for which it shows what a decoder would reach.",
     )
     text_field: str = option("text", help="The field of a JSON line, or the column, that holds a document's text.")
     documents: int | None = option(None, help="Read only the first N documents.")
@@ -177,9 +177,7 @@ class PerplexityOptions:
         if self.mode == "memory" and self.window is not None:
             raise ValueError("window is for sliding and segment: a memory's segments are as long as it was made for.")
         if self.mode == "memory" and self.stepwise:
-            raise ValueError(
-                "stepwise is for sliding and segment: what is read with a memory sees nothing after itself."
-            )
+            raise ValueError("stepwise is for sliding and segment: with a memory, a token never sees later ones.")
         if self.mode != "sliding" and self.stride is not None:
             raise ValueError(f"stride is for sliding, not for {self.mode}.")
 
@@ -227,7 +225,7 @@ def check(
         if whole is not None and not whole.causal:
             raise ValueError(
                 "selection='paper_block' chooses with tokens that do not exist while decoding. Use the mode segment, "
-                "and with --stepwise for what a decoder would obtain."
+                "with --stepwise for what a decoder would reach."
             )
         if whole is None and not remembers:
             raise ValueError("The mode memory takes a model with a memory: give an --adapter that has one.")
@@ -297,8 +295,8 @@ def make_result(
 def rates(total: Measure, counts: dict[str, int]) -> dict[str, float | None]:
     """Convert the mean loss to other units than tokens, by the number of each in the texts.
 
-    A token that is not predicted (the first) counts as the mean of the others. There is no perplexity per word
-    for texts that white space does not divide into words, such as Chinese.
+    A token that is not predicted (the first) counts as the mean of the others. A text that white space does
+    not divide into words, such as Chinese, has no perplexity per word.
 
     Args:
         counts: tokens, words, characters and bytes of the texts.

@@ -23,17 +23,17 @@ from cacheformers.modeling.method import MemoryMethod, is_method, method_named
 CARD, ADAPTER, MODEL, TOKENIZER = "README.md", "adapter_config.json", "config.json", "tokenizer_config.json"
 TEMPLATE = Template((files("cacheformers") / "model_cards" / "template.md").read_text(encoding="utf-8"))
 MARK = "<!-- Written by cacheformers, which writes it anew at each push. Delete this line to keep what you change. -->"
-EMPTY = "[More Information Needed]"  # in the cards that PEFT and transformers write for want of a better one
+EMPTY = "[More Information Needed]"  # in the cards that PEFT and transformers write
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-NAME = "THIS_FOLDER_OR_HUB_ID"  # until it is known where the weights will be
+NAME = "THIS_FOLDER_OR_HUB_ID"  # replaced when a card is pushed
 UNRECORDED = (
     "Not recorded: this was saved from memory. `train_adapt.py` writes data, command and commit here, and what it "
     "measured below."
 )
 LOCAL_BASE = "The base was a local folder, which nobody else can load"
-INHERITED = "It inherits what its base gets wrong, and what its data lack."
+INHERITED = "It inherits the errors of its base and the gaps in its data."
 NAME_THE_BASE = (
-    'push the base, then this again with its Hub id: `cacheformers.push_to_hub(..., base_model="owner/name")`, or '
+    'push the base, then push this again and name it: `cacheformers.push_to_hub(..., base_model="owner/name")`, or '
     "`--hub_base_model owner/name` for `train_adapt.py`."
 )
 
@@ -55,7 +55,7 @@ NOT_SETTINGS = ("architectures", "dtype", "transformers_version", "model_type", 
 
 @dataclass(frozen=True)
 class Card:
-    """What a card says.
+    """The contents of a card.
 
     Attributes:
         kind: "adapter" or "model".
@@ -125,7 +125,7 @@ class Card:
     def all_limits(self) -> list[str]:
         known = self.method.limits if self.method else ()
         local = [f"{LOCAL_BASE}: {NAME_THE_BASE}"] if self.base is not None and is_local(self.base) else []
-        own = "It lacks what its data lack." if self.base is None else INHERITED
+        own = "It inherits the gaps in its data." if self.base is None else INHERITED
         return [*known, *local, *self.limits, own]
 
     def license(self) -> str:
@@ -191,12 +191,12 @@ def renewed(card: str, old: ModelCard | None) -> str:
 
 
 def is_generated(card: str) -> bool:
-    """Return whether a program wrote a card, this package or another, so that nothing of a person's is lost with it."""
+    """Return whether this package or another program wrote a card, so that it may be replaced."""
     return MARK in card or EMPTY in card
 
 
 def merged(card: str, old: ModelCard | None, base_model: str | None = None, license: str | None = None) -> str:
-    """Add to a generated card what is known besides.
+    """Complete a generated card.
 
     Args:
         old: the card that it replaces: the license, the tags and the results in its metadata stay.

@@ -1,4 +1,4 @@
-"""Pushing adapters, models and folders to the Hub: a true card, one commit, errors that say what to do."""
+"""Push adapters, models and folders to the Hub, with a model card, in one commit; errors say what to do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WEIGHTS = {
     for kind, stem in {"adapter": "adapter_model", "model": "model"}.items()
 }
 CONFIGS = {"adapter": ADAPTER, "model": MODEL}
-# What a failed connection raises belongs to the HTTP client that huggingface_hub happens to use.
+# The class of errors of the HTTP client that huggingface_hub uses.
 CLIENT_ERROR: type[Exception] = next(kind for kind in HfHubHTTPError.__bases__ if kind is not OSError)
 
 
@@ -52,7 +52,7 @@ def uploading_with_card(folder: Path, repo_id: str) -> Iterator[None]:
 
 
 def complete_card(folder: Path, repo_id: str) -> None:
-    """Put the true card over the empty one that transformers has just written, with its name on the Hub."""
+    """Replace the empty card that transformers has just written, and put the Hub's name into it."""
     if (folder / ADAPTER).exists():
         warn_of_local_base(json.loads((folder / ADAPTER).read_text())["base_model_name_or_path"])
     refresh_card(folder)
@@ -135,7 +135,7 @@ def check_repo(kind: str, repo_id: str, token: str | None = None) -> None:
     if held and kind not in held:
         pushed, other = ("an adapter", "a model") if kind == "adapter" else ("a model", "an adapter")
         raise HubError(
-            f"The repository {repo_id} holds {other}, and you push {pushed}. Of a repository that holds both, "
+            f"The repository {repo_id} holds {other}, and you push {pushed}. Where a repository holds both, "
             "transformers loads the adapter. Push to another repository, or allow both: `allow_mixed=True`, or "
             "`--hub_allow_mixed` for `train_adapt.py`."
         )
@@ -206,7 +206,7 @@ def advice(error: BaseException, repo_id: str) -> str:
     if not isinstance(error, HfHubHTTPError):
         return (
             f"The connection to {constants.ENDPOINT} was lost while pushing to {repo_id} ({error}). The repository "
-            "shows all of a push or nothing of it. Push again: what has arrived is not sent a second time."
+            "shows a whole push or nothing of it. Push again: files that have arrived are not sent a second time."
         )
     known = {
         401: f"{constants.ENDPOINT} does not know your token, or you gave none. Run `hf auth login` with a token that "

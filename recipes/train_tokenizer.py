@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("train", nargs="+", help="documents, in the forms of train_adapt.py's --train")
     parser.add_argument("--output", type=Path, required=True, help="folder for the tokenizer")
     parser.add_argument("--vocab", type=int, default=4096, help="entries of the vocabulary (default: 4096)")
-    parser.add_argument("--megabytes", type=float, default=10, help="learn from the first so many (default: 10)")
+    parser.add_argument("--megabytes", type=float, default=10, help="learn from the first N megabytes (default: 10)")
     parser.add_argument("--text_field", default="text", help="field that holds a document's text (default: text)")
     options = parser.parse_args(arguments)
     try:
@@ -37,10 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def beginning(texts: Sequence[str | None], characters: int) -> Iterator[str]:
-    """Texts, until they have so many characters.
+    """Yield texts until they have this many characters.
 
     Raises:
-        ValueError: they are all empty.
+        ValueError: all texts are empty.
     """
     left = characters
     for index in range(len(texts)):
@@ -51,7 +51,7 @@ def beginning(texts: Sequence[str | None], characters: int) -> Iterator[str]:
         if left <= 0:
             return
     if left == characters:
-        raise ValueError("All documents are empty: there is nothing to learn from.")
+        raise ValueError("All documents are empty: give some with text.")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The passkey task: something hidden in a long text is asked for at its end (arXiv 2305.16300, 2404.07143)."""
+"""The passkey task: find a key that is hidden in a long text (arXiv 2305.16300, 2404.07143)."""

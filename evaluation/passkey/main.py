@@ -2,7 +2,7 @@
 
 cacheformers passkey --base data/smollm2-135m-instruct --lengths 1K 2K 4K
 cacheformers passkey --base BASE --adapter ADAPTER --lengths 4K 16K 64K --cache_size 65536
-torchrun --nproc_per_node 8 -m cacheformers.evaluation.passkey passkey.yaml
+torchrun --nproc_per_node 8 -m cacheformers passkey passkey.yaml
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ UNITS = {"": 1, "K": 1024, "M": 1024 * 1024}
 
 @dataclass
 class PasskeyOptions:
-    """Which prompts are made, and who answers them; ValueError for a wrong number or needle."""
+    """Options of the prompts and of the model that answers; a wrong number or needle raises ValueError."""
 
     adapter: str | None = option(
         None,
@@ -83,14 +83,14 @@ class PasskeyOptions:
     )
     limit: int | None = option(None, help="Only N cases of each length, for a try.")
     seed: int = option(0, help="Fixes the keys, and which parts of the filler are taken.")
-    overwrite: bool = option(False, help="Start anew where there are answers of other settings.")
+    overwrite: bool = option(False, help="Delete answers that were given with other settings, and start again.")
     plots: bool = option(True, help="Draw the heat map (needs matplotlib).")
 
     def __post_init__(self) -> None:
         if not self.tokens:
-            raise ValueError("There are no --lengths.")
+            raise ValueError("lengths is empty: give one or more, such as --lengths 1K 4K.")
         if self.needle not in NEEDLES:
-            raise ValueError(f"needle {self.needle!r} is none of {', '.join(NEEDLES)}.")
+            raise ValueError(f"needle {self.needle!r} is not one of {', '.join(NEEDLES)}.")
         if not self.depths or any(not 0 <= depth <= 100 for depth in self.depths):
             raise ValueError(f"depths are per cent, 0 to 100, got {self.depths}.")
         for name in ("trials", "limit", "cache_size"):
@@ -113,7 +113,7 @@ def parse_length(text: str) -> int:
     """Turn `4096`, `4K` or `1M` into a number; raise ValueError for another form, or 0."""
     match = re.fullmatch(r"(\d+)([KM]?)", text.upper())
     if match is None or int(match[1]) == 0:
-        raise ValueError(f"lengths: {text!r} is no number of tokens such as 5000, 4K or 1M.")
+        raise ValueError(f"lengths: {text!r} is not a number of tokens such as 5000, 4K or 1M.")
     return int(match[1]) * UNITS[match[2]]
 
 
@@ -121,14 +121,14 @@ COMMAND = "cacheformers passkey"
 DESCRIPTION = (
     "The passkey task: a key is hidden in a long text and asked for at its end; greedy answer, exact score. Try the "
     "base model alone first (--base BASE --lengths 1K 2K), then a memory at lengths that the base cannot read "
-    "(--adapter ADAPTER --lengths 16K 64K). Answers are on the disk one by one: a run that was stopped goes on when it "
-    "is started again."
+    "(--adapter ADAPTER --lengths 16K 64K). Each answer is saved at once: a run that was "
+    "stopped continues when it is started again."
 )
 
 
 @dataclass
 class Plan:
-    """A checked run: everything that it needs but the model's weights; `cases` are by length."""
+    """A checked run without the model's weights; `cases` are by length."""
 
     model: ModelOptions
     options: PasskeyOptions
@@ -163,7 +163,7 @@ def make_plan(model: ModelOptions, options: PasskeyOptions) -> Plan:
     """Check everything that can be checked before the model is loaded; raise OSError, ValueError or ImportError."""
     state, config, tokenizer, adapter = prepare(model, options.adapter)
     if not tokenizer.is_fast:
-        raise ValueError(f"The filler's sentences are found with a fast tokenizer, which {model.base} has not.")
+        raise ValueError(f"The filler's sentences are found with a fast tokenizer, which {model.base} does not have.")
     memory = memory_config(config, adapter)
     filler = load_filler(options.filler, options.text_field, tokenizer, options.tokens[-1])
     wording = NEEDLES[options.needle]
@@ -225,7 +225,7 @@ def check_cases(
     """
     size = getattr(memory, "cache_size", None)
     if size is None and (options.cache_size is not None or options.forget):
-        raise ValueError("--cache_size and --forget are for a memory of limited size, which this model has not.")
+        raise ValueError("--cache_size and --forget are for a memory of limited size, which this model does not have.")
     size = options.cache_size or size
     if memory is None:
         positions = base.get_text_config().max_position_embeddings
@@ -243,7 +243,7 @@ def check_cases(
             )
         if size is not None and context > size and not options.forget:
             raise ValueError(
-                f"Before the question of a prompt of {case.length:,} tokens stand {context:,}, but the memory holds "
+                f"A prompt of {case.length:,} tokens has {context:,} before its question, but the memory holds "
                 f"{size:,}. Give a larger --cache_size or shorter --lengths, or let it forget the beginning with "
                 "--forget."
             )

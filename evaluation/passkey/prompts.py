@@ -1,4 +1,4 @@
-"""What the passkey task says: a needle's wording, the filler around it, and prompts of an exact number of tokens."""
+"""The text of the passkey task: the needle, the filler around it, and prompts of an exact number of tokens."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Wording:
 
     Attributes:
         needle: with `{key}` for what is hidden.
-        question: comes last; the answer follows after a space.
-        keys: what is hidden is one of these. Empty: a number of five digits.
+        question: the end of the prompt; the answer follows after a space.
+        keys: words to hide; if empty, a number of five digits is hidden.
     """
 
     needle: str

@@ -98,7 +98,7 @@ def test_control_c(folder, model):
     arguments = ["read", "long.txt", "-o", "long.memory", "--adapter", "adapter", "--checkpoint", "4"]
     status, errors = stopped_while_reading(folder, arguments, signal.SIGINT)
     assert status == 130 and "Traceback" not in errors
-    remedy = "What was saved stays; give the same command again to go on from there."
+    remedy = "What was saved stays; give the same command again to continue from there."
     assert errors.endswith(f"\ncacheformers read: stopped. {remedy}\n")
     assert cacheformers.load_memory(folder / "long.memory").tokens_read[0] % 64 == 0
 

@@ -138,7 +138,7 @@ def test_held_out_documents_are_cut(tokenizer):
     assert [document.name for document in chosen] == ["document 0", "document 2"]
     words = texts[0].split()[:34]
     assert chosen[0].characters == len(" ".join(words[1:]))
-    with pytest.raises(ValueError, match="no document to evaluate on"):
+    with pytest.raises(ValueError, match="No document is left to evaluate on"):
         held_out(Documents(texts, tokenizer, min_tokens=60))
 
 
@@ -366,7 +366,7 @@ def test_controls_that_are_not_possible(make_model, options, adapter, message):
         ({"valid_rows": 0}, "valid_rows must be greater than 0, got 0"),
         ({"valid_tokens": -1}, "valid_tokens must be greater than 0"),
         ({"cache_sizes": [0, -5]}, "cache_sizes must not be negative"),
-        ({"controls": ["random"]}, "random is none of other_document, shuffled, longer_window"),
+        ({"controls": ["random"]}, "random is not one of other_document, shuffled, longer_window"),
     ],
 )
 def test_options_that_make_no_sense(options, message):

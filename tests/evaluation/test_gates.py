@@ -138,7 +138,7 @@ def test_fixed_heads_drop_what_is_far(save, kind):
         ("gated_attention", ["--text={folder}/missing.txt"], "missing.txt"),
         ("gated_attention", ["--text={folder}/text.txt", "--tokens=6"], "all within the window of 6"),
         ("gated_attention", ["--text={folder}/text.txt", "--tokens=65"], "--tokens must be from 1 to 64"),
-        ("gated_attention", ["--text={folder}/text.txt", "--fix-heads=0.5"], "--fix-heads and --save belong together"),
+        ("gated_attention", ["--text={folder}/text.txt", "--fix-heads=0.5"], "--fix-heads and --save go together"),
         ("gated_attention", ["--text={folder}/text.txt", "--fix-heads=1", "--save={folder}/base"], "exists already"),
     ],
 )

@@ -163,7 +163,7 @@ def test_embeddings_of_the_base_stay_as_they_are(folder, make_base, config_facto
     ("changes", "message"),
     [
         ({"pretrained": "base"}, "base has no memory: evaluate it with --model hf"),
-        ({"batch_size": "auto"}, "--batch_size auto: how much fits depends on the texts' lengths"),
+        ({"batch_size": "auto"}, "--batch_size auto: what fits depends on the lengths of the texts"),
         ({"max_length": 19}, "max_length=19 cuts a continuation of 20 tokens"),
     ],
 )

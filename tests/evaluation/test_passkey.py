@@ -283,17 +283,17 @@ def test_lengths_can_be_added_and_settings_must_be_the_same(data, capsys):
     [
         (["--lengths", "4K"], "take 4,105 positions, but the model has 1,024"),
         (["--lengths", "100"], "too short: introduction, needle and question alone take"),
-        (["--lengths", "4G"], "no number of tokens"),
-        (["--lengths", "0"], "no number of tokens"),
+        (["--lengths", "4G"], "is not a number of tokens"),
+        (["--lengths", "0"], "is not a number of tokens"),
         (["--depths", "50", "101"], "depths are per cent"),
-        (["--needle=haystack"], "none of passkey, number, word"),
+        (["--needle=haystack"], "is not one of passkey, number, word"),
         (["--filler=nothing.txt"], "neither 'repeat' nor a file"),
         (["--filler={data}/base/config.json"], "is none of .jsonl"),
         (["--filler={data}/book.txt", "--text_field=body"], "no field 'body'"),
         (["--filler={data}/short.txt"], "too few to fill 600"),
         (["--adapter={data}/remembering", "--lengths", "600", "1K"], "but the memory holds 500"),
         (["--adapter={data}/remembering", "--cache_size=300"], "but the memory holds 300"),
-        (["--cache_size=300"], "which this model has not"),
+        (["--cache_size=300"], "which this model does not have"),
         (["--trials=0"], "trials must be at least 1"),
         (["--seed=-1"], "seed must not be negative"),
         (["--depth=1"], "unknown option '--depth': did you mean 'depths'?"),
@@ -348,4 +348,4 @@ def test_training_documents_teach_the_task_in_other_words(data, byte_tokenizer, 
     assert len(result(data)["cases"]) == 3
     with pytest.raises(SystemExit):
         makes.main(given)
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err

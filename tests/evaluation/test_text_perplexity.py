@@ -187,7 +187,7 @@ def test_a_memory_is_not_read_in_windows(folder, adapter, capsys):
     [
         ("broken.gz", gzip.compress(b"w1 w2 " * 99, mtime=0)[:-9], "broken.gz cannot be read as gzip"),
         ("wrong.gz", gzip.compress(b"w1 w2 ", mtime=0)[:10] + b"w1 w2 w3 w4", "wrong.gz cannot be read as gzip"),
-        ("picture.png", b"\x89PNG\xff\xfe", "picture.png is no text: its byte 0 is not UTF-8"),
+        ("picture.png", b"\x89PNG\xff\xfe", "picture.png is not text: its byte 0 is not UTF-8"),
         ("empty.raw", b" \n \n", "There is no document of two tokens or more"),
     ],
 )
@@ -247,7 +247,7 @@ def test_a_cacheformer_with_its_state(cacheformer):
 @pytest.mark.filterwarnings("ignore:selection")
 @pytest.mark.parametrize("cacheformer", ["paper_block"], indirect=True)
 def test_the_papers_rule_has_no_state(cacheformer, capsys):
-    assert "Use the mode segment, and with --stepwise" in error_of(arguments(cacheformer, "memory"), capsys)
+    assert "Use the mode segment, with --stepwise" in error_of(arguments(cacheformer, "memory"), capsys)
 
 
 def test_places_in_the_window():

@@ -2,6 +2,7 @@
 
 import gzip
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,14 @@ BLOCK = re.compile(r"```(bash|python)\n(.*?)```", re.DOTALL)
 
 
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-PAGES = [path for name in ("*.md", "docs/**/*.md") for path in sorted(ROOT.glob(name)) if path.name != "model_card.md"]
+PAGES = [path for name in ("*.md", "docs/**/*.md") for path in sorted(ROOT.glob(name))]
+CARDS = sorted(ROOT.glob("model_cards/*.md"))
 
 
 def test_pages_link_to_files_that_exist():
     missing = [
         f"{page.relative_to(ROOT)}: {target}"
-        for page in PAGES
+        for page in [*PAGES, *CARDS]
         for target in LINK.findall(page.read_text(encoding="utf-8"))
         if not (page.parent / target).exists()
     ]
@@ -153,8 +155,14 @@ def test_methods_in_the_training_page(capsys):
     with pytest.raises(SystemExit):
         train_adapt.main(next(line for line in lines if "--help" in line))
     assert "InfiniAttentionAdapterConfig" in capsys.readouterr().out
-    for method in METHODS:
-        assert method == "toy" or f"| `{method}` |" in section
+    rows = set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+    assert rows - {"lora"} <= METHODS.keys()
+    assert {path.stem for path in (ROOT / "recipes" / "methods").iterdir()} - {"cacheformer"} < rows
+
+
+def test_the_readme_has_every_method():
+    """`python scripts/methods_table.py --write` leaves it as it is."""
+    assert runpy.run_path(str(ROOT / "scripts" / "methods_table.py"))["table"]() in (ROOT / "README.md").read_text()
 
 
 def test_evaluation_page(folder, config_factory, make_base, tokenizer, monkeypatch):

@@ -130,8 +130,8 @@ def test_what_a_person_wrote_stays(adapter, folder):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"loss": 1}', "is no result of eval_longbench.py"),
-        ("[1, 2]", "is no result of eval_longbench.py"),
+        ('{"loss": 1}', "is not a result of eval_longbench.py"),
+        ("[1, 2]", "is not a result of eval_longbench.py"),
         ('{"tasks": {', "bad.json: Expecting"),
         (None, "No such file"),
     ],

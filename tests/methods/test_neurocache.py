@@ -1,5 +1,7 @@
 """Neurocache against its naive specification, with gradients, for every ablation of the paper."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -39,24 +41,24 @@ def observe(model, ids):
     seen, handles = {}, []
 
     def hook(memory, layer):
-        original = memory.branch
+        method = memory.method
 
-        def branch(hidden, call):
-            added = original(hidden, call)
+        def branch(*arguments):
+            added = method.branch(*arguments)
             inputs, outputs = seen.setdefault(layer, ([], []))
-            inputs.append(hidden)
+            inputs.append(arguments[3])
             outputs.append(added)
             return added
 
-        memory.branch = branch
-        handles.append(memory)
+        memory.method = replace(method, branch=branch)
+        handles.append((memory, method))
 
     for index, layer in enumerate(layers):
         if hasattr(layer.self_attn, "memory"):
             hook(layer.self_attn.memory, index)
     model(ids)
-    for memory in handles:
-        del memory.branch
+    for memory, method in handles:
+        memory.method = method
     return {
         layer: (torch.cat(inputs, 1), None if outputs[0] is None else torch.cat(outputs, 1))
         for layer, (inputs, outputs) in seen.items()
