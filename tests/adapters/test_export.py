@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import cacheformers
 from cacheformers.adapters.export import export, main, to_model
 from cacheformers.methods.neurocache.convert import convert
+
+SMOLLM2 = Path(__file__).resolve().parents[2] / "data" / "smollm2-135m-instruct"
 
 
 @pytest.fixture
@@ -250,3 +253,27 @@ def test_published_checkpoints(base, name, tmp_path):
             if f"seg{segment}.logits" in fixture.tensors:
                 golden = fixture.tensors[f"seg{segment}.logits"]
                 assert float((logits - golden).abs().max()) <= fixture.tolerance, (door, segment)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_smollm2(config_factory, opener, tmp_path):
+    if not SMOLLM2.is_dir():
+        pytest.skip("SmolLM2 is not there: recipes/fetch_smollm2.py")
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32),
+        cacheformers.NeurocacheAdapterConfig(segment_tokens=128, cache_size=512, search="exact"),
+    ).eval()
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_mem_gate" in name or "lora_B" in name:
+            parameter.normal_(0, 0.05)
+    model.save_pretrained(tmp_path / "adapter")
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    ids = AutoTokenizer.from_pretrained(SMOLLM2)(text, return_tensors="pt").input_ids[:, :700]
+    expected = expect(model, ids, tmp_path / "expected")
+    del model
+    export(tmp_path / "adapter", tmp_path / "model", dtype="float32")
+    done = run(COMPARE, "import", tmp_path / "model", expected, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    check_lines(done.stdout, 1)

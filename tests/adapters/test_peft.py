@@ -10,7 +10,7 @@ import transformers
 from conftest import METHODS, OTHERS, every_method, same_after_loading
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, pipeline
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, pipeline
 
 import cacheformers
 
@@ -415,3 +415,13 @@ def test_a_base_without_a_head(make_base, config_factory, opener, ids, base):
             value.copy_(states[key.split("layers.", 1)[1]])
     logits = whole.lm_head(headless(input_ids=ids).last_hidden_state)
     assert torch.allclose(logits, expected(ids).logits, atol=1e-9)
+
+
+def test_quantized_base(make_base, config_factory, ids, tmp_path):
+    # Widths that the 4-bit kernels take.
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
+    make_base("llama_gqa", torch.float32, **sizes).save_pretrained(tmp_path)
+    for quantization in ({"load_in_4bit": True}, {"load_in_8bit": True}):
+        base = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=BitsAndBytesConfig(**quantization))
+        model = get_peft_model(base, config_factory()).eval()
+        assert bool(torch.isfinite(model(ids).logits).all())

@@ -2,18 +2,23 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 from cacheformer_models import tiny_model
+from conftest import SHARED
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 from peft import get_peft_model
 from recipe import make_text
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheformers.adapters.export import export
 from cacheformers.evaluation import harness  # makes our models known to lm-eval
+
+STORIES = SHARED / "data" / "models" / "stories260K-llama"
 
 LENGTHS = (60, 90, 20, 75)  # words of a context: none to five segments of 16
 NAMES = ("local_choice", "local_answer", "local_rolling")
@@ -186,3 +191,29 @@ def test_a_cacheformer_from_scratch_goes_with_hf(folder, tasks, tokenizer):
             ids = tokenizer(f"{sample['doc']['context']} {choice}").input_ids
             expected, _ = in_one_pass(model, ids, len(choice.split()))
             assert float(nats) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_command_on_a_trained_model(tmp_path, config_factory, opener):
+    """lm-eval's own command line, with a real tokenizer and a text far longer than the base's 512 positions."""
+    if not STORIES.is_dir():
+        pytest.skip("stories260K is not there")
+    adapter = make_adapter(STORIES, tmp_path / "adapter", config_factory(segment_tokens=128, cache_size=512), opener)
+    text = "Once upon a time there was a little girl who lived by the sea." * 60
+    rows = [{"context": text, "choices": ["She was happy.", "Zebra zebra zebra."], "answer": 0}]
+    tasks = write_tasks(tmp_path / "tasks", rows)
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "cacheformers.evaluation.harness", "--model", "cacheformers", "--device", "cpu"]
+    command += ["--model_args", f"pretrained={adapter},dtype=float32", "--include_path", str(tasks), "--log_samples"]
+    command += ["--tasks", ",".join(NAMES[:2]), "--output_path", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "|local_choice" in done.stdout
+    found = {name: json.loads(next(out.rglob(f"samples_{name}_*")).read_text()) for name in NAMES[:2]}
+    tokenizer = AutoTokenizer.from_pretrained(STORIES)
+    assert len(tokenizer(text).input_ids) > 1000
+    check(
+        {name: [sample] for name, sample in found.items()},
+        AutoModelForCausalLM.from_pretrained(adapter).eval(),
+        tokenizer,
+    )

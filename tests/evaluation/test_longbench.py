@@ -3,12 +3,14 @@
 import gzip
 import json
 import os
+from pathlib import Path
 
 import datasets
 import evaluate
 import numpy as np
 import pytest
 import torch
+from conftest import SHARED
 from longbench_cases import (  # noqa: F401
     TESTED,
     adapter_fixture,
@@ -20,16 +22,17 @@ from longbench_cases import (  # noqa: F401
     result,
 )
 from recipe import Recipe, make_text, run
-from transformers import AutoModelForCausalLM, BertConfig, BertModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
 
 from cacheformers import eval_longbench
 from cacheformers.evaluation.longbench import longbench_score
 from cacheformers.evaluation.longbench.answers import answer, generation_config
+from cacheformers.evaluation.longbench.methods import LongBenchOptions, PromptMaker, make_method
 from cacheformers.evaluation.longbench.prompts import Encoded
 from cacheformers.evaluation.longbench.records import load_records
 from cacheformers.evaluation.longbench.report import paired_difference
 from cacheformers.evaluation.longbench.retrieval import UNIT, chunks, make_retriever, retrieved
-from cacheformers.evaluation.longbench.tasks import TASKS
+from cacheformers.evaluation.longbench.tasks import TASKS, load_templates
 
 # Results
 
@@ -330,3 +333,24 @@ def test_longbench_e_goes_into_folders_of_its_own(data):
     eval_longbench.main(arguments(data, "--longbench_e=true", "--tasks", "trec"))
     assert (data / "out" / "pred_e" / "base-truncation" / "trec.jsonl").exists()
     assert (data / "out" / "base-truncation_e" / "result.json").exists()
+
+
+@pytest.mark.slow
+def test_real_records_with_a_real_model(tmp_path):
+    """`full` is plain `generate`, token for token, in float32 and in batches."""
+    base, data = Path(__file__).parents[2] / "data" / "smollm2-135m-instruct", SHARED / "data" / "longbench_mini"
+    if not (base.is_dir() and data.is_dir()):
+        pytest.skip("SmolLM2 or longbench_mini is not there")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    options = LongBenchOptions(data=str(data), methods=["full"], chat=True, max_length=250)
+    maker = PromptMaker(
+        make_method("full", options, str(base), model.config, None), options, tokenizer, load_templates(TASKS)
+    )
+    for name, count in (("hotpotqa", 3), ("triviaqa", 3), ("passage_count", 3), ("samsum", 1)):
+        prompts = [maker(record) for record in load_records(str(data), name, limit=count)]
+        found = answer(model, tokenizer, prompts, TASKS[name], remembers=False)
+        for row, prompt in zip(found, prompts, strict=True):
+            config = generation_config(model, tokenizer, TASKS[name])
+            plain = model.generate(torch.tensor([prompt.ids]), generation_config=config)[0, len(prompt.ids) :]
+            assert row == plain.tolist()

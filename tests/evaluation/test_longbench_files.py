@@ -8,7 +8,7 @@ import pytest
 import torch
 from longbench_cases import adapter_fixture, arguments, data_fixture, error_of, predictions, result, row, write_rows  # noqa: F401
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
 
 from cacheformers import eval_longbench
 from cacheformers.common import base_model
@@ -187,3 +187,15 @@ def test_a_smaller_limit_keeps_what_was_answered(data):
 
 
 # What the table and the pictures say
+
+
+def test_chunks_are_those_of_the_encoders_weights(data, capsys):
+    sizes = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    encoder = BertModel(BertConfig(**sizes, intermediate_size=16, max_position_embeddings=2048))
+    encoder.save_pretrained(data / "encoder")
+    AutoTokenizer.from_pretrained(data / "base").save_pretrained(data / "encoder")
+    given = arguments(data, *ONE_TASK, f"--retriever={data / 'encoder'}", "--limit=1", method="retrieval")
+    eval_longbench.main(given)
+    encoder.embeddings.word_embeddings.weight.data[5] += 0.1
+    encoder.save_pretrained(data / "encoder")
+    assert "retriever_weights (" in error_of(given, capsys)

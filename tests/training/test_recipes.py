@@ -1,5 +1,6 @@
 """Every recipe and launch file that ships can be read, and each recipe's estimate fits the GPU it is written for."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -125,3 +126,19 @@ def test_the_launch_file_loads():
     assert isinstance(config, ClusterConfig)
     assert (config.distributed_type, config.num_processes, config.num_machines) == (DistributedType.MULTI_GPU, 8, 1)
     assert config.mixed_precision == "no" and not config.fsdp_config
+
+
+@pytest.mark.parametrize("recipe", METHODS, ids=lambda path: path.stem)
+def test_a_recipe_of_a_method_runs(folder, recipe):
+    """A step on a tiny base, with options that fit it."""
+    small = {
+        "neurocache": ["--retrieval_map=1", "--cache_size=40", "--topk=4", "--start_segments=2"],
+        "infini_attention": ["--layers", "1", "2"],
+        "gated_attention": ["--layers", "1", "2", "--window_tokens=6"],
+        "cacheformer": ["--layers", "1", "2", "--window_tokens=16", "--topk=2"],
+        "windowed": ["--lora_targets", "down_proj"],
+    }[recipe.stem]
+    small += [f"--{name}={folder / name}" for name in ("base", "output")]
+    small += [f"--{name}={folder / name}.jsonl" for name in ("train", "valid")]
+    train_adapt.main([str(recipe), *small, "--segment_tokens=16", "--max_tokens=64", "--steps=1", "--plots=False"])
+    assert len(json.loads((folder / "output" / "train_result.json").read_text())["losses"]) == 1
