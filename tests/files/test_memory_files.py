@@ -420,7 +420,12 @@ def check_refused_or_equal(folder, memory, model, ignored=""):
         return
     finally:
         shutil.rmtree(folder)
-    if ignored == "capacity":  # a smaller one makes a smaller memory, of the newest entries
+    if ignored == "capacity":  # another one makes a memory of another size, of the newest entries
+        for layer, ring in loaded.state.rings.items():
+            for row in range(loaded.batch_size):
+                kept, whole = (torch.cat(each.entries(row).spans) for each in (ring, memory.state.rings[layer]))
+                assert len(kept) <= len(whole) and torch.equal(kept, whole[len(whole) - len(kept) :])
+        assert loaded.tokens_read == memory.tokens_read
         return
     if ignored == "fingerprint":
         loaded.fingerprint = memory.fingerprint
