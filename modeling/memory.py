@@ -186,7 +186,7 @@ class MemoryState(ABC):
 
     @abstractmethod
     def reset(self, rows: Sequence[int]) -> None:
-        """Forget what the given rows have read."""
+        """Forget what the given rows, possibly none, have read."""
 
     @abstractmethod
     def select(self, rows: Sequence[int]) -> None:

@@ -103,7 +103,8 @@ class Pool:
 
     def filled(self, texts: Sequence[str], tokens: float) -> list[int]:
         """The places of the texts that fit into so many tokens, the first one always."""
-        spent, chosen = 0, []
+        spent = 0
+        chosen: list[int] = []
         for place, text in enumerate(texts):
             need = self.count(text) + 8
             if chosen and spent + need > tokens:

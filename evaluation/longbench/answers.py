@@ -273,7 +273,8 @@ def answered(
     for batch in work:
         start = time.perf_counter()
         prompts = [maker(record) for record in batch]
-        task, hits = batch[0].form, [{} for _ in batch]
+        task = batch[0].form
+        hits: list[dict[str, dict[str, float]]] = [{} for _ in batch]
         if maker.method.remembers and not is_whole(unwrap(model)):
             memory = remembered(model, prompts, task, maker.method.content)
             watch = (
