@@ -76,7 +76,7 @@ StartOptions._argument_group_name = "the model that a run starts from"  # type: 
 def load_base(
     options: ModelOptions, device: str | torch.device, **changes: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The base model, on a device, and its tokenizer.
+    """Load the base model onto a device, and its tokenizer.
 
     A quantized one is left as it is loaded, without `prepare_model_for_kbit_training`: that would turn its norms,
     embeddings and with them every activation into float32, and switch on reentrant checkpointing. The adapter's
@@ -108,12 +108,12 @@ def load_base(
 
 
 def load_tokenizer(base: str) -> PreTrainedTokenizerBase:
-    """The base model's tokenizer."""
+    """Load the base model's tokenizer."""
     return AutoTokenizer.from_pretrained(base_folder(base))
 
 
 def base_config(base: str) -> PretrainedConfig:
-    """The base model's configuration alone; nothing is converted for it.
+    """Load the base model's configuration alone, without converting anything.
 
     Raises:
         FileNotFoundError: there is no such base.
@@ -130,7 +130,7 @@ def base_config(base: str) -> PretrainedConfig:
 
 
 def base_identity(config: PretrainedConfig) -> str:
-    """A short hash of a base's configuration, the same wherever the model lies."""
+    """Hash a base's configuration; the hash does not depend on where the model is stored."""
     facts = {
         name: value
         for name, value in config.to_diff_dict().items()
@@ -190,7 +190,7 @@ def sampled(file: BinaryIO, start: int, end: int, blocks: int) -> str:
 
 
 def base_folder(base: str) -> str:
-    """What `from_pretrained` takes for the base: a GGUF file's converted folder; anything else as it is."""
+    """Return what `from_pretrained` takes for the base: a GGUF file's converted folder; anything else unchanged."""
     return str(converted(Path(base))) if is_gguf(base) else base
 
 

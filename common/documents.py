@@ -47,15 +47,17 @@ class DataOptions:
     min_tokens: int = option(2, help="Leave out documents with fewer tokens (the paper: 20000).")
     max_tokens: int | None = option(
         None,
-        help="Read the first so many tokens of each document. Default: all. Methods that show self-attention whole "
-        "documents (gated_attention, cacheformer) need it: at most the base's positions.",
+        help="Read only this many tokens of each document, from its beginning. Default: all. Methods that show "
+        "self-attention whole documents (gated_attention, cacheformer) need it: at most the base's positions.",
     )
     stream: bool = option(
         False,
         help="Read the documents in order, as training goes on, instead of loading all of them before it starts: for "
         "data larger than the disk.",
     )
-    shuffle_block: int = option(1000, help="With stream: shuffle so many documents at a time. They are held in memory.")
+    shuffle_block: int = option(
+        1000, help="With stream: number of documents that are shuffled together. They are held in memory."
+    )
 
 
 DataOptions._argument_group_name = "documents"  # type: ignore[attr-defined]
@@ -64,7 +66,7 @@ DataOptions._argument_group_name = "documents"  # type: ignore[attr-defined]
 def open_documents(
     paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: DataOptions, split: str = "train"
 ) -> Documents | StreamedDocuments:
-    """The documents of files, folders and Hub datasets (not those of `options.train` but of `paths`).
+    """Open the documents of files, folders and Hub datasets, of `paths` instead of `options.train`.
 
     Args:
         split: which files of a folder are read whose names say that they belong to several splits.
@@ -98,7 +100,7 @@ def check_lengths(options: DataOptions, memory: Any) -> None:
     if memory.window.positions > most and not (options.max_tokens and options.max_tokens <= most):
         raise ValueError(
             f"Self-attention sees whole documents here, and the base model has {most} positions: give --max_tokens "
-            f"{most} or less, to read so many tokens of each document."
+            f"{most} or less, to read only the beginning of each document."
         )
 
 
@@ -159,19 +161,19 @@ class DocumentRow(ABC):
 
     @abstractmethod
     def at(self, position: int, seed: int) -> int:
-        """Index of the document that stands at a position of the endless row; nothing but the seed decides it."""
+        """Return the index of the document at a position of the endless row; only the seed decides it."""
 
     @abstractmethod
     def text(self, index: int) -> str | None:
-        """The text of one document."""
+        """Return the text of one document."""
 
     @abstractmethod
     def release(self, position: int) -> None:
-        """Say that no document before this position of the endless row will be asked for again."""
+        """Let go of the documents before this position of the endless row."""
 
     @abstractmethod
     def check(self, segment_tokens: int) -> None:
-        """See to it that some document goes beyond a segment (reads on until it finds one).
+        """Check that at least one document is longer than a segment (reads until it finds one).
 
         Raises:
             ValueError: all documents are empty or left out, or none is longer than a segment.
@@ -179,29 +181,29 @@ class DocumentRow(ABC):
 
     @abstractmethod
     def _first_texts(self) -> Iterable[str | None]:
-        """Texts that tell these documents from others."""
+        """Return texts that distinguish these documents from others."""
 
     def tokens(self, index: int) -> Tensor:
-        """Ids of one document, `[tokens]`; empty where the document is left out."""
+        """Return the ids of one document, `[tokens]`; empty if it is left out."""
         return self._tokens(self.text(index))
 
     def learned(self, index: int) -> Tensor | None:
-        """Which tokens of one document may be labels, bool `[tokens]`; None: all of them."""
+        """Mark the tokens of one document that may be labels, bool `[tokens]`; None for all of them."""
         return None
 
     def pieces(self, index: int) -> list[Piece]:
-        """The pieces of one document, in the order in which they are read; none where it is left out."""
+        """Return the pieces of one document in the order in which they are read; none if it is left out."""
         tokens = self.tokens(index)
         return [Piece(tokens, self.learned(index))] if len(tokens) else []
 
     def name(self, index: int) -> str:
-        """What errors and logs call a document: its index and how it begins."""
+        """Name a document for errors and logs: its index and its first words."""
         words = (self.text(index) or "").split(maxsplit=8)
         start = " ".join(words[:8])[:60]
         return f'document {index} ("{start} ...")' if start else f"document {index} (empty)"
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same to go on with these documents; holds nothing that differs between machines."""
+        """Describe these documents for a comparison when a run is resumed; the same on every machine."""
         return dict(self._identity)
 
     @cached_property
@@ -281,19 +283,19 @@ class Documents(DocumentRow):
         return f"{len(self):,} documents"
 
     def at(self, position: int, seed: int) -> int:
-        """Index of the document that stands at a position of the endless row: one permutation an epoch."""
+        """Return the index of the document at a position of the endless row: one permutation per epoch."""
         epoch, place = divmod(position, len(self))
         return int(permutation(seed, epoch, len(self))[place])
 
     def text(self, index: int) -> str | None:
-        """The text of one document."""
+        """Return the text of one document."""
         return self.texts[index]
 
     def release(self, position: int) -> None:
-        """Nothing to do: all documents stay at hand."""
+        """Do nothing: all documents stay in memory."""
 
     def check(self, segment_tokens: int) -> None:
-        """See to it that some document goes beyond a segment (reads on until it finds one).
+        """Check that at least one document is longer than a segment (reads until it finds one).
 
         Raises:
             ValueError: all documents are empty or left out, none is longer than a segment, or nothing is to be learned.
@@ -303,7 +305,7 @@ class Documents(DocumentRow):
             self._check_places()
 
     def learned(self, index: int) -> Tensor | None:
-        """Which tokens of one document may be labels: those that share a character with its places."""
+        """Mark the tokens of one document that may be labels: those that share a character with its places."""
         if self.places is None:
             return None
         encoded = self.tokenizer(self.texts[index] or "", return_offsets_mapping=True, verbose=False)
@@ -326,7 +328,7 @@ class Documents(DocumentRow):
         raise ValueError("No document that is long enough has a place to learn: nothing would ever be learned.")
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same to go on with these documents; holds nothing that differs between machines."""
+        """Describe these documents for a comparison when a run is resumed; the same on every machine."""
         places = {} if self.places is None else {"places": fingerprint([self.places[i] for i in self._sampled()])}
         return {"documents": len(self), **super().identity(), **places}
 
@@ -373,12 +375,12 @@ class StreamedDocuments(DocumentRow):
         return f"documents streamed from {', '.join(self.sources) or 'a dataset'}"
 
     def at(self, position: int, seed: int) -> int:
-        """Index, in the endless stream, of the document at a position of the endless row: one permutation a block."""
+        """Return the index in the endless stream of the document at a position: one permutation per block."""
         block, place = divmod(position, self.shuffle_block)
         return block * self.shuffle_block + int(permutation(seed, block, self.shuffle_block)[place])
 
     def text(self, index: int) -> str | None:
-        """The text of one document, by its index in the endless stream. Reads on, or goes back, as far as that."""
+        """Return the text of one document by its index in the endless stream, reading on or starting over as needed."""
         block, place = divmod(index, self.shuffle_block)
         if block not in self._blocks and (self._reader is None or block < self._next):
             self._next = min(self._first, block)
@@ -403,7 +405,7 @@ class StreamedDocuments(DocumentRow):
         self._check(self._from(0), segment_tokens, CHECKED)
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same to go on with these documents; holds nothing that differs between machines."""
+        """Describe these documents for a comparison when a run is resumed; the same on every machine."""
         return {"shuffle_block": self.shuffle_block, **super().identity()}
 
     def _first_texts(self) -> Iterable[str | None]:
@@ -440,10 +442,10 @@ class StreamedDocuments(DocumentRow):
 
 @lru_cache(maxsize=2)  # lanes stand in the same epoch or block, or in neighboring ones
 def permutation(seed: int, number: int, length: int) -> np.ndarray:
-    """The order of an epoch's or a block's documents, `[length]`."""
+    """Return the order of an epoch's or a block's documents, `[length]`."""
     return np.random.default_rng((seed, number)).permutation(length)
 
 
 def fingerprint(value: Any) -> str:
-    """A short hash of something that JSON can hold."""
+    """Hash a value that JSON can hold."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

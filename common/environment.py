@@ -37,7 +37,7 @@ def origin_lines(results: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def git_commit(folder: Path) -> str | None:
-    """The commit of a working tree, marked if files differ from it; None for an installed package."""
+    """Return the commit of a working tree, marked if files differ from it; None for an installed package."""
     if not (folder / ".git").exists():
         return None
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]

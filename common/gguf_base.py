@@ -33,7 +33,7 @@ def check_file(gguf: Path) -> None:
 
 
 def converted(gguf: Path) -> Path:
-    """The safetensors folder of a GGUF file, written now if it is not there yet.
+    """Return the safetensors folder of a GGUF file, converting it first if needed.
 
     It lies beside the file, or in the Hugging Face cache where that is read-only. Its name holds a hash of the file, so
     another file of the same name gets a folder of its own.
@@ -134,7 +134,7 @@ def base_origin(base: str) -> str | None:
 
 
 def file_hash(file: Path) -> str:
-    """A short hash of a file's size, beginning and end: files of many gigabytes are not read through."""
+    """Hash a file's size, beginning and end, because files of many gigabytes take too long to read."""
     size = file.stat().st_size
     with file.open("rb") as content:
         beginning = content.read(EDGE)

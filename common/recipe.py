@@ -17,12 +17,12 @@ from transformers import HfArgumentParser
 
 
 def option(default: Any = dataclasses.MISSING, *, help: str) -> Any:
-    """A dataclass field with its help text; required without a default."""
+    """Make a dataclass field with a help text; it is required if it has no default."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
 def read_recipe(path: Path) -> dict[Any, Any]:
-    """The lines of a recipe file.
+    """Read the lines of a recipe file.
 
     Raises:
         FileNotFoundError, ValueError: no such file; not a YAML mapping.
@@ -63,7 +63,7 @@ class Formatter(ArgumentDefaultsHelpFormatter):
     """
 
     def _format_action_invocation(self, action: Action) -> str:
-        """An option and its values as the help lists them."""
+        """Format an option and its values for the help."""
         shown = copy(action)
         shown.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
         return super()._format_action_invocation(shown if shown.option_strings else action)
@@ -76,7 +76,7 @@ class Formatter(ArgumentDefaultsHelpFormatter):
 
 
 class RecipeParser(HfArgumentParser):
-    """Parses `[RECIPE.yaml] [--key value ...]`; what the command line says goes before what the file says.
+    """Parses `[RECIPE.yaml] [--key value ...]`; the command line overrides the file.
 
     Args:
         elsewhere: what to say of options that exist, but not here, by their names.
@@ -98,7 +98,7 @@ class RecipeParser(HfArgumentParser):
         )
 
     def parse(self, arguments: Sequence[str]) -> tuple[Any, ...]:
-        """One instance of each dataclass. Exits with a message on bad input."""
+        """Return one instance of each dataclass; exit with a message on bad input."""
         given = list(arguments)
         try:
             if given and not given[0].startswith("-"):
@@ -114,7 +114,7 @@ class RecipeParser(HfArgumentParser):
         return tuple(options)
 
     def recipe_arguments(self, path: Path) -> list[str]:
-        """A recipe file as command-line arguments, so that both are checked alike.
+        """Turn a recipe file into command-line arguments, so that both are checked alike.
 
         Raises:
             FileNotFoundError, ValueError: no such file; not a YAML mapping; a key that is no option; an empty list.
@@ -135,7 +135,7 @@ class RecipeParser(HfArgumentParser):
         return [action.dest for action in self._actions if action.dest != "help"]
 
     def unknown(self, name: str) -> str:
-        """What to say of an option that does not exist."""
+        """Return the error for an option that does not exist."""
         plain = name.lstrip("-").replace("-", "_")
         if plain in self.elsewhere:
             return self.elsewhere[plain]

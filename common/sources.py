@@ -31,7 +31,7 @@ UNREADABLE = (DatasetGenerationError, StopIteration, EOFError, OSError, ValueErr
 
 @dataclass(frozen=True)
 class Source:
-    """What one call of `load_dataset` reads: files of one format, or a dataset.
+    """Arguments of one call of `load_dataset`: files of one format, or a dataset.
 
     Attributes:
         name: a format, a Hub id or a dataset folder.
@@ -46,11 +46,11 @@ class Source:
 
     @property
     def title(self) -> str:
-        """What errors call it."""
+        """Its name in errors."""
         return shortened(self.files) if self.files else self.name
 
     def load(self, text_field: str, streaming: bool = False) -> Any:
-        """A dataset, or an iterable one, with the text field as its only column.
+        """Load a dataset, or an iterable one, with the text field as its only column.
 
         Raises:
             ValueError: it cannot be read or reached, or has no such field of text.
@@ -73,7 +73,7 @@ class Source:
         return loaded.select_columns([text_field])
 
     def load_places(self, field: str) -> Any:
-        """A dataset with one column, lists of pairs of integers.
+        """Load a dataset with one column, lists of pairs of integers.
 
         Raises:
             ValueError: it cannot be read or reached, or has no such field.
@@ -94,7 +94,7 @@ class Source:
         return load_dataset(self.name, self.config, split=self.split, streaming=streaming, **options)
 
     def _unreadable(self, error: Exception) -> str:
-        """What to say when `load_dataset` fails; of several files, which one it is."""
+        """Return the error for a failed `load_dataset`, naming the file among several."""
         if not self.files:
             return (
                 f"The dataset {self.title} cannot be read: {error}\nDatasets of the Hub are named owner/name, "
@@ -110,7 +110,7 @@ class Source:
 
 
 def load_texts(paths: Sequence[str], text_field: str = "text", split: str | None = None) -> Sequence[str | None]:
-    """The texts of all documents, in the order of the paths; a text is read when it is asked for.
+    """Load the texts of all documents in the order of the paths; each is read when it is asked for.
 
     Args:
         paths, split: see `find_sources`.
@@ -122,7 +122,7 @@ def load_texts(paths: Sequence[str], text_field: str = "text", split: str | None
 
 
 def load_places(paths: Sequence[str], field: str, split: str | None = None) -> Sequence[list[list[int]] | None]:
-    """The places `[start, end]` that a field names in each document's text, in the order of the paths.
+    """Load the places `[start, end]` that a field names in each document's text, in the order of the paths.
 
     Args:
         paths, split: see `find_sources`.
@@ -134,7 +134,7 @@ def load_places(paths: Sequence[str], field: str, split: str | None = None) -> S
 
 
 def stream_texts(paths: Sequence[str], text_field: str = "text", split: str | None = None) -> IterableDataset:
-    """The texts of all documents, in the order of the paths, as rows with one column.
+    """Stream the texts of all documents in the order of the paths, as rows with one column.
 
     Args:
         paths, split: see `find_sources`.
@@ -161,7 +161,7 @@ def joined(parts: list[Any], text_field: str) -> Any:
 
 
 def find_sources(paths: Sequence[str], split: str | None = None) -> list[Source]:
-    """What there is to read, in the order of the paths; neighboring files of one format are read together.
+    """Find what there is to read, in the order of the paths; neighboring files of one format go together.
 
     Args:
         paths: files, and folders that are searched for files of the formats above. What is no existing path names a
@@ -194,7 +194,7 @@ def find_sources(paths: Sequence[str], split: str | None = None) -> list[Source]
 
 
 def dataset_source(text: str) -> Source:
-    """A dataset by its name, config and split."""
+    """Make the source of a dataset from its name, config and split."""
     match = DATASET.fullmatch(text)
     is_id = match and HUB_ID.fullmatch(match["name"]) and not text.endswith(tuple(FORMATS))
     if not match or not (is_id or Path(match["name"]).is_dir()):
@@ -203,7 +203,7 @@ def dataset_source(text: str) -> Source:
 
 
 def find_files(path: Path, split: str | None = None) -> list[Path]:
-    """The path itself, or a folder's files of a known format, sorted by name."""
+    """Return the path itself, or a folder's files of a known format, sorted by name."""
     if path.is_file():
         return [path]
     files = sorted(file for file in path.rglob("*") if file.is_file() and file.name.endswith(tuple(FORMATS)))
@@ -213,7 +213,7 @@ def find_files(path: Path, split: str | None = None) -> list[Path]:
 
 
 def files_of_split(folder: Path, files: list[Path], split: str | None) -> list[Path]:
-    """The files of one split, where names of files or sub-folders tell several splits apart; otherwise all.
+    """Return the files of one split if names of files or sub-folders name several splits; otherwise all.
 
     Raises:
         ValueError: it is not clear which files are wanted.
@@ -237,7 +237,7 @@ def files_of_split(folder: Path, files: list[Path], split: str | None) -> list[P
 
 
 def split_of(path: Path) -> str | None:
-    """The split that a relative path names, its outermost folder first."""
+    """Return the split that a relative path names, looking at its outermost folder first."""
     matches = map(SPLIT.search, path.parts)
     return next((SPLITS[match[1]] for match in matches if match), None)
 

@@ -44,7 +44,7 @@ def distilled(model: Trained, losses: Tensor, logits: Tensor, batch: Step, share
 
 @torch.no_grad()
 def taught(model: Trained, ids: Tensor, count: int) -> Tensor:
-    """The base's logits for the last `count` tokens of `ids`, with full attention, `[count, vocabulary]`."""
+    """Return the base's logits for the last `count` tokens of `ids`, with full attention, `[count, vocabulary]`."""
     assert isinstance(model, PeftModel)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with model.disable_adapter():

@@ -80,7 +80,7 @@ class Pool:
 
     @cached_property
     def asked(self) -> list[dict[str, Any]]:
-        """The documents with questions."""
+        """Return the documents with questions."""
         return [document for document in self.documents if document["questions"]]
 
     @cached_property
@@ -92,7 +92,7 @@ class Pool:
         return index
 
     def nearest(self, query: str) -> list[dict[str, Any]]:
-        """The documents most like a query, by BM25, nearest first."""
+        """Return the documents most like a query by BM25, nearest first."""
         scores = self.index.get_scores(UNIT.findall(query.lower()))
         return [self.documents[place] for place in (-scores).argsort(kind="stable")[: 2 * HARD]]
 
@@ -102,7 +102,7 @@ class Pool:
         return chosen
 
     def filled(self, texts: Sequence[str], tokens: float) -> list[int]:
-        """The places of the texts that fit into so many tokens, the first one always."""
+        """Choose texts that fit into a number of tokens, always the first one; return their places."""
         spent = 0
         chosen: list[int] = []
         for place, text in enumerate(texts):
@@ -129,7 +129,7 @@ def joined(parts: Sequence[str], separator: str) -> tuple[str, list[Span]]:
 
 
 def documents_among_others(template: str, heading: str = "", ask: str = "{input}", most: int | None = None) -> Layout:
-    """Whole documents under headings; with more than one, questions say which is meant.
+    """Lay out whole documents under headings; with several, questions name the one that is meant.
 
     Args:
         heading: with the field `{title}`.
@@ -163,7 +163,7 @@ def documents_among_others(template: str, heading: str = "", ask: str = "{input}
 
 
 def passages(template: str, label: str, to_number: bool = False) -> Layout:
-    """Numbered passages, among them those that are most like the first question.
+    """Lay out numbered passages, among them those most like the first question.
 
     Args:
         label: with the field `{}` for the number.
@@ -204,7 +204,7 @@ def passages(template: str, label: str, to_number: bool = False) -> Layout:
 
 
 def multihop(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
-    """Questions over several passages (`passages` of a question says which), whose contexts are mixed."""
+    """Lay out questions over several passages (`passages` of a question says which), whose contexts are mixed."""
     order = pool.shuffled(rng, pool.asked)
     parts: list[tuple[str, int, int]] = []  # text, the document's place in the order, its place in the document
     spent = 0
@@ -228,7 +228,7 @@ def multihop(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
 
 
 def answered(document: dict[str, Any]) -> str:
-    """The answer of a document with one question."""
+    """Return the answer of a document with one question."""
     answer: str = document["questions"][0]["answers"][0]
     return answer
 
@@ -236,7 +236,7 @@ def answered(document: dict[str, Any]) -> str:
 def examples(
     template: str, shot: str, asked: str, separator: str = "\n", longest: int = 60, same: bool = False
 ) -> Layout:
-    """Many solved examples, then some to solve.
+    """Lay out many solved examples, then some to solve.
 
     Args:
         shot, asked: with the fields `{context}`, `{input}` and, in `shot`, `{answer}`.
@@ -286,7 +286,7 @@ def examples(
 
 
 def completion(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
-    """Source files of a package, then the beginning of one whose next line is asked for."""
+    """Lay out source files of a package, then the beginning of one whose next line is asked for."""
     document = rng.choice(pool.documents)
     package = document["title"].rpartition("/")[0]
     others = [
@@ -303,7 +303,7 @@ def completion(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
 
 
 def facts(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
-    """bAbI's facts, in order, between the lines of a book (the construction of BABILong, arXiv 2406.10149)."""
+    """Lay out bAbI's facts, in order, between the lines of a book (the construction of BABILong, arXiv 2406.10149)."""
     document = rng.choice(pool.asked)
     questions = rng.sample(document["questions"], min(wanted.questions, len(document["questions"])))
     lines = document["context"].split("\n")
@@ -408,7 +408,7 @@ def load_pools(paths: Sequence[str], count: Callable[[str], int], books: Sequenc
 
 
 def pool_files(path: Path) -> list[Path]:
-    """The files of a pool: one, or all of a folder."""
+    """Return the files of a pool: one, or all of a folder."""
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist.")
     if path.is_file():
@@ -433,6 +433,6 @@ def check_document(row: Any, where: str) -> None:
 
 
 def is_question(question: Any) -> bool:
-    """Whether this is a question with an answer."""
+    """Return whether this is a question with an answer."""
     answers = question.get("answers") if isinstance(question, dict) else None
     return isinstance(answers, list) and bool(answers) and all(isinstance(text, str) and text for text in answers)

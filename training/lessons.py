@@ -152,7 +152,7 @@ class Lessons(DocumentRow):
         return f"exercises of {len(self.exercises.pools)} tasks, with {self.books}"
 
     def at(self, position: int, seed: int) -> int:
-        """An exercise's number is its position."""
+        """Return the position: it is the exercise's number."""
         return position
 
     def text(self, index: int) -> str | None:
@@ -174,12 +174,12 @@ class Lessons(DocumentRow):
         self.pieces(next(index for index in range(MIXTURE) if self.book(index) is None))
 
     def book(self, index: int) -> int | None:
-        """Which of the books a place of the row holds; None for an exercise."""
+        """Return which of the books a place of the row holds; None for an exercise."""
         rng = random.Random(f"{self.exercises.seed}/kind/{index}")
         return self.books.at(index, self.exercises.seed) if rng.random() < self.options.books_share else None
 
     def pieces(self, index: int) -> list[Piece]:
-        """The context, then each question with its answer; or a book."""
+        """Return the context and each question with its answer; or a book."""
         book = self.book(index)
         if book is not None:
             tokens = self.books.tokens(book)[: self.options.longest_context]
@@ -191,7 +191,7 @@ class Lessons(DocumentRow):
         ]
 
     def asked(self, exercise: Exercise, number: int) -> tuple[Encoded, Piece]:
-        """A question of an exercise as the evaluation asks it, followed by its answer."""
+        """Encode a question as the evaluation asks it, followed by its answer."""
         question = exercise.questions[number]
         record = Record(
             exercise.template,
@@ -221,7 +221,7 @@ class Lessons(DocumentRow):
         return prompt, piece
 
     def answer_ids(self, answer: str, record: Record, prompt: Encoded) -> list[int]:
-        """The answer as the model is to write it, with what ends it."""
+        """Encode the answer as the model is to write it, with the token that ends it."""
         in_chat = self.options.chat and record.form.chat
         text = answer if in_chat or record.form.category == "Code completion" else f" {answer}"
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -235,7 +235,7 @@ class Lessons(DocumentRow):
         return f"exercise {index}" if book is None else self.books.name(book)
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same to go on with these lessons."""
+        """Describe these lessons, to compare them when a run is resumed."""
         pools = {task: fingerprint([each["context"] for each in pool.documents[:16]]) for task, pool in self._pools()}
         return {**self.books.identity(), "pools": {task: pools[task] for task in sorted(pools)}}
 

@@ -231,7 +231,7 @@ def with_prompt(method: Method, options: LongBenchOptions, config: PretrainedCon
 
 
 def official_limit(positions: int) -> int:
-    """Return the official limit of prompts for a model of so many positions.
+    """Return the official limit of prompts for a model with this number of positions.
 
     Raises:
         ValueError: there is none.
