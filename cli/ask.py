@@ -17,8 +17,6 @@ import cacheformers
 from cacheformers.cli.inspection import kept
 from cacheformers.cli.model import load_model
 from cacheformers.common.plots import heat_map, save_figures
-from cacheformers.evaluation.longbench.prompts import Prompt, cut_beginning, cut_middle
-from cacheformers.evaluation.longbench.retrieval import BM25, retrieved
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import read_index
 from cacheformers.modeling.reading import Trace
@@ -103,6 +101,10 @@ def shown_text(
     """
     if options.prompt == "question":
         return ""
+    # They import datasets, which takes a second.
+    from cacheformers.evaluation.longbench.prompts import Prompt, cut_beginning, cut_middle
+    from cacheformers.evaluation.longbench.retrieval import BM25, retrieved
+
     source = memory.origin.sources[0]
     if source is None:
         raise ValueError("The memory was saved without its text, so none of it can be shown: leave out --prompt.")

@@ -144,7 +144,8 @@ def make_plan(options: Options) -> Plan:
     resumed = checkpoints.newest() if run.resume else None
     if resumed is not None:
         defaults = default_settings(options.lessons, options.memory)
-        check_resumable({**defaults, **checkpoints.load(resumed)["settings"]}, settings, str(resumed))
+        newer = {name: value for name, value in defaults.items() if name in settings}
+        check_resumable({**newer, **checkpoints.load(resumed)["settings"]}, settings, str(resumed))
     elif run.resume and checkpoints.paths():
         raise ValueError(
             f"All checkpoints in {checkpoints.folder} are damaged: look why, or start anew with --overwrite."

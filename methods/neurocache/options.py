@@ -86,9 +86,10 @@ class NeurocacheOptions(StoreOptions, NeurocacheSettings, LocalWindowOptions):
             raise ValueError(f"attention_layers {list(self.attention_layers)} names a layer twice.")
         self.attention_layers = tuple(sorted(self.attention_layers))
         size = self.base.hidden_size
+        if self.layers:
+            check_layers(self.layers, self.base)
         if not self.retrieval_map or not self.attention_layers:
             raise ValueError("retrieval_map and attention_layers need at least one layer each.")
-        check_layers(self.layers, self.base)
         for retrieval, storing in self.retrieval_map:
             if storing < retrieval:
                 raise ValueError(

@@ -155,8 +155,8 @@ def test_refusals(folder, model, make_model, monkeypatch):
         "read nothing.txt -o new.memory --adapter adapter": "nothing.txt does not exist",
         "read train.jsonl -o new.memory --adapter adapter --document 3": "3 documents",
         "ask book.memory why --adapter other_adapter": "another adapter",
-        "ask base why": "no memory",
-        "inspect nowhere": "no memory",
+        "ask base why": "not a memory",
+        "inspect nowhere": "not a memory",
         "ask windowed.memory why --explain": "this memory's method retrieves nothing",
     }.items():
         with pytest.raises(SystemExit, match=message) as stopped:

@@ -267,7 +267,7 @@ def test_columns_of_the_papers_examples(time, vectors, topk, neighbors, overlap,
         overlap=overlap,
         select_rows=32,
     )
-    shown = cacheformer_tiles.Run(options, (0,), time, 1.0).columns(
+    shown = cacheformer_tiles.Run(options, (0,), time, 1.0).views(
         torch.tensor([[time - 1]]), torch.zeros(1, 1, topk * neighbors).long()
     )
     visible = sum(int(branch.limit) for branch in shown.values())

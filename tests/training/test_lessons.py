@@ -17,13 +17,13 @@ from cacheformers.common.documents import DataOptions, open_documents
 from cacheformers.common.loss import IGNORED, token_losses
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.methods.neurocache.neurocache import TEMPERATURE, retrieval_loss
-from cacheformers.modeling.architectures import find_decoder
+from cacheformers.modeling.architectures import base_shape, find_decoder
 from cacheformers.modeling.memory import Gold
 from cacheformers.modeling.search.store import Ring
 from cacheformers.training.distillation import distilled, taught
 from cacheformers.training.exercises import LAYOUTS, Exercises, load_pools
 from cacheformers.training.lanes import Lanes, Step
-from cacheformers.training.lessons import LessonOptions, Lessons
+from cacheformers.training.lessons import LessonOptions, Lessons, check_lessons
 
 POSITIONS, SEGMENT = 1024, 256
 
@@ -257,11 +257,13 @@ def test_what_cannot_be_learned_is_refused(pool, capsys):
         ({"prompt": "all"}, "prompt must be one of"),
         ({"distill": 2.0}, "distill must be between"),
         ({"chat": True}, "no chat template"),
-        ({"method": "gated_attention", "max_tokens": 512}, "sees all of a context"),
     ):
         with pytest.raises(SystemExit):
             train(pool, "bad", **more)
         assert message in capsys.readouterr().err
+    gated = cacheformers.GatedAttentionAdapterConfig().resolve(base_shape(train_base(pool).config))
+    with pytest.raises(ValueError, match="sees all of a context"):
+        check_lessons(LessonOptions(questions=["pool"], prompt="question"), gated)
     (pool / "pool" / "wiki_qa.jsonl").write_text('{"task": "other", "context": "a", "questions": []}\n')
     with pytest.raises(SystemExit):
         train(pool, "bad")
