@@ -207,4 +207,5 @@ def test_the_peak_is_near_the_measured_one(method, checkpointing):
         vocab_size=8192,
         activation_checkpointing=checkpointing,
     )
-    assert setting.estimate("cpu").peak == pytest.approx(measurement.measure(setting), rel=0.12)  # of LoRA 10.1 % without AVX-512
+    # LoRA with checkpointing is 10.1 % above the measured peak on a CPU without AVX-512.
+    assert setting.estimate("cpu").peak == pytest.approx(measurement.measure(setting), rel=0.12)
