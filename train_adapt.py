@@ -180,10 +180,7 @@ def step(run: TrainingRun, clip: float, distill: float, stopping: Stopping) -> t
     for group, batch, tokens in zip(run.groups, batches, own, strict=True):
         last = group is run.groups[-1]
         with contextlib.nullcontext() if last else accelerator.no_sync(run.model):
-            logits = read_segment(run.model, group, batch, accelerator.device)
-            losses = token_losses(logits, batch.labels[:, : logits.shape[1]].to(logits.device))
-            if distill:
-                losses = distilled(run.trained, losses, logits, batch, distill)
+            losses = read_segment(run.model, group, batch, accelerator.device, run.trained, distill)
             # Gradients are averaged over processes; the loss is a mean over the tokens of all.
             objective = losses.sum() * (processes / targets)
             accelerator.backward(objective + group.own_loss() * (tokens * processes / max(all_own, 1)))
@@ -224,19 +221,30 @@ def next_batches(run: TrainingRun) -> tuple[list[Step], float]:
                 read_segment(run.model, group, batch, run.accelerator.device)
 
 
-def read_segment(model: nn.Module, group: Group, batch: Step, device: torch.device) -> torch.Tensor:
-    """Return the logits `[rows, tokens, vocabulary]` of a batch of segments, which the group's memory then has read."""
+def read_segment(
+    model: nn.Module,
+    group: Group,
+    batch: Step,
+    device: torch.device,
+    teacher: Trained | None = None,
+    distill: float = 0.0,
+) -> torch.Tensor:
+    """Return the losses `[rows, tokens]` of a batch of segments; the group's memory has read them afterwards.
+
+    Args:
+        teacher: the model, whose base without the adapter teaches a share `distill` of the loss.
+    """
     memory = group.memory
     longest = int(batch.attention_mask.sum(1).max())  # where all documents end, nothing but padding would follow
-    ids, mask = batch.input_ids[:, :longest], batch.attention_mask[:, :longest]
+    ids, labels, mask = (part[:, :longest] for part in (batch.input_ids, batch.labels, batch.attention_mask))
     output = model(
         input_ids=ids.to(device),
         attention_mask=None if bool(mask.all()) else mask.to(device),
         past_key_values=memory,
         use_cache=memory is not None,
     )
-    logits: torch.Tensor = output.logits
-    return logits
+    losses = token_losses(output.logits, labels.to(device))
+    return losses if teacher is None or not distill else distilled(teacher, losses, output.logits, batch, distill)
 
 
 def log(run: TrainingRun, entry: dict[str, Any]) -> None:

@@ -26,7 +26,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import cacheformers
-from cacheformers.common.loss import token_losses
 from cacheformers.modeling.architectures import architecture, base_shape
 from cacheformers.modeling.method import method_named
 from cacheformers.train_adapt import read_segment
@@ -175,7 +174,7 @@ def train(setting: Setting, device: str) -> int:
     def losses(group: Group, segments: int) -> torch.Tensor:
         ids = torch.randint(3, setting.vocab_size, (rows, segments * setting.segment_tokens))
         step = Step(ids, ids, torch.ones_like(ids), torch.zeros(rows, dtype=torch.bool), [0] * rows)
-        return token_losses(read_segment(model, group, step, place), ids.to(place))
+        return read_segment(model, group, step, place)
 
     for group in groups:
         for _ in range(segments):

@@ -195,7 +195,7 @@ def benchmark():
     ("method", "checkpointing"),
     [*((name, False) for name in METHODS if name != "toy"), ("neurocache", True), ("lora", True)],
 )
-def test_the_peak_is_near_the_measured_one(method, checkpointing):
+def test_the_peak_is_within_10_percent_of_the_measured_one(method, checkpointing):
     measurement = benchmark()
     setting = measurement.Setting(
         method=method,
@@ -207,5 +207,4 @@ def test_the_peak_is_near_the_measured_one(method, checkpointing):
         vocab_size=8192,
         activation_checkpointing=checkpointing,
     )
-    # LoRA with checkpointing is 10.1 % above the measured peak on a CPU without AVX-512.
-    assert setting.estimate("cpu").peak == pytest.approx(measurement.measure(setting), rel=0.12)
+    assert setting.estimate("cpu").peak == pytest.approx(measurement.measure(setting), rel=0.1)
