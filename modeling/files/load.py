@@ -86,6 +86,9 @@ def fill(memory: MemoryCache, index: Index, shards: Shards, device: torch.device
     """Put the contents of a folder into an empty memory."""
     tensors = shards.all(index.tail)
     for layer, store in index.stores.items():
+        capacity = tensors.pop(f"capacity.{layer}", None)  # earlier releases wrote it into the index alone
+        if capacity is not None and int(capacity) != store.capacity:
+            raise ValueError(f"the store of layer {layer} has {int(capacity)} places, not {store.capacity}")
         for name, tensor in ring_tensors(shards, index.rows, layer, store).items():
             tensors[f"state.rings.{layer}.{name}"] = tensor
     memory.load_state_dict(tensors, device)
