@@ -2,7 +2,8 @@
 
 The real model with the real adapter fills its memory and makes a real step, on tensors that hold no numbers
 (`training/tracker.py`). What several processes divide is arithmetic. Not counted: what the process takes before it
-builds a model, a GPU's own context, and fragmentation. docs/results/estimate.md compares with measurements.
+builds a model, pages and scratch of libraries (20 to 46 MiB on a CPU), a GPU's own context, and fragmentation.
+docs/results/estimate.md compares with measurements.
 """
 
 from __future__ import annotations
@@ -25,16 +26,13 @@ from cacheformers.training.lanes import Group
 from cacheformers.training.optim import Rates, freeze_idle_gates, make_optimizer, trained_parameters
 from cacheformers.training.tracker import FakeTracker, Tracker
 
-# What resident memory grows by when a CPU trains for the first time: pages of libraries and their scratch, measured as
-# 42 to 46 MiB with a model of one MiB.
-LIBRARY_BYTES = 44 * 2**20
 # nf4 with double quantization: half a byte, a byte for the scale of 64 weights, a float32 for 256 scales.
 NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 
 # What memory holds, in the order of the table.
 PARTS = (
     *("weights", "adapter", "gathered layers", "optimizer", "memory", "gradients"),
-    *("activations", "working copies", "libraries"),
+    *("activations", "working copies"),
 )
 DIVIDED = ("gradients", "optimizer", "working copies", "weights", "adapter")  # by FSDP2
 
@@ -304,12 +302,12 @@ class Product(torch.autograd.Function):
 
 
 def beside(model: PeftModel, work: Work) -> dict[str, int]:
-    """Count what the step itself does not show: libraries on a CPU, and what work in several processes adds.
+    """Count what the step itself does not show: what work in several processes adds.
 
     DDP has a buffer for all gradients. FSDP2 gathers the layer at work and, meanwhile, the next one; parameters outside
     of the layers stay gathered.
     """
-    extra = {"libraries": LIBRARY_BYTES} if work.device_type == "cpu" else {}
+    extra = {}
     if work.processes > 1 and work.sharding is None:
         extra["gradients"] = sum(p.nbytes for p in trained_parameters(model))
     if work.sharding == "fsdp2":

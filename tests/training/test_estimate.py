@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import cacheformers
 from cacheformers.modeling.architectures import architecture, base_shape
 from cacheformers.modeling.method import method_named
-from cacheformers.training.estimate import LIBRARY_BYTES, Work, estimate, on_device, rehearse
+from cacheformers.training.estimate import Work, estimate, on_device, rehearse
 from cacheformers.training.tracker import Tracker
 
 # torch lists the factories that a device context redirects at its first use; conftest then replaces one of them.
@@ -129,7 +129,7 @@ def check_against_real(config, method, dtype, **more):
     assert found.tokens == tokens > 0 or method == "lora"
     for moment, parts in moments.items():
         # Retrieved entries that are the same are encoded once, and searches look where numbers tell them to.
-        assert found.totals[moment] - LIBRARY_BYTES == pytest.approx(sum(parts.values()), rel=0.03), moment
+        assert found.totals[moment] == pytest.approx(sum(parts.values()), rel=0.03), moment
         for part in ("weights", "adapter", "optimizer", "memory"):
             assert found.moments[moment].get(part, 0) == pytest.approx(parts.get(part, 0), rel=0.01, abs=4096)
 
@@ -190,12 +190,17 @@ def benchmark():
 
 
 # A process of its own does not know the toy method.
+# Both kinds of numbers take part: without instructions for bfloat16 a processor needs four times as long for it.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "checkpointing"),
-    [*((name, False) for name in METHODS if name != "toy"), ("neurocache", True), ("lora", True)],
+    ("method", "checkpointing", "dtype"),
+    [
+        *((name, False, "float32") for name in METHODS if name != "toy"),
+        ("neurocache", True, "bfloat16"),
+        ("lora", True, "bfloat16"),
+    ],
 )
-def test_the_peak_is_within_10_percent_of_the_measured_one(method, checkpointing):
+def test_the_peak_is_within_10_percent_of_the_measured_one(method, checkpointing, dtype):
     measurement = benchmark()
     setting = measurement.Setting(
         method=method,
@@ -205,6 +210,7 @@ def test_the_peak_is_within_10_percent_of_the_measured_one(method, checkpointing
         backprop_segments=1,
         layers=12,
         vocab_size=8192,
+        dtype=dtype,
         activation_checkpointing=checkpointing,
     )
     assert setting.estimate("cpu").peak == pytest.approx(measurement.measure(setting), rel=0.1)
