@@ -507,6 +507,7 @@ register(
             "Self-attention sees the open segment and what the local window keeps; the memory holds everything else.",
             "The memory does not grow: the more it has read, the less of each token is left in it.",
         ),
+        choose_when="the state must never grow (at this size it has not beaten LoRA alone)",
         grows="nothing",
         starts_as="the base model, until a segment is stored",
         stores="matrix",

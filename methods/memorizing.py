@@ -338,6 +338,7 @@ register(
             "Self-attention sees the open segment and what the local window keeps; the memory holds everything else.",
             "Text beyond the memory's capacity is forgotten.",
         ),
+        choose_when="you want exact keys and values retrieved by each head, and can pay for their bytes",
         grows="a ring of at most `cache_size` pairs a layer",
         starts_as="the base model, until a segment is stored",
         stores="entries",

@@ -114,6 +114,7 @@ register(
             "local window ({local_window}) keeps of earlier text. It has no memory; memories are compared with it."
         ),
         limits=("What the local window does not keep is forgotten.",),
+        choose_when="you need the baseline: the same window without a memory",
         grows="nothing",
         starts_as="the base model within its window",
         stores="nothing",

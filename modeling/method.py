@@ -38,7 +38,8 @@ class MemoryMethod:
         title, paper, citation: its name, the address of its paper, and the paper's BibTeX entry.
         summary: one sentence; may contain settings in braces.
         limits: what its users must know, one sentence each.
-        grows, starts_as: for the table of methods: what grows with the text, and what an untrained adapter computes.
+        choose_when, grows, starts_as: for the table of methods: whom it suits, what grows with the text, and what an
+            untrained adapter computes.
         stores: what it keeps of closed segments: up to `cache_size` "entries", a "matrix" of constant size,
             "everything" (all keys and values), or "nothing".
         rates: the learning rate of a part, by name: "gate" or "beta"; other parts have the memory's rate.
@@ -63,6 +64,7 @@ class MemoryMethod:
     paper: str = ""
     citation: str = ""
     limits: tuple[str, ...] = ()
+    choose_when: str = ""
     grows: str = ""
     starts_as: str = ""
     rates: Mapping[str, str] = field(default_factory=dict)

@@ -14,7 +14,7 @@ import cacheformers  # noqa: F401  # registers the methods
 from cacheformers.modeling.method import METHODS
 
 README = Path(__file__).resolve().parents[1] / "README.md"
-HEAD = "| method | paper | code | grows with what was read | starts as |\n|---|---|---|---|---|\n"
+HEAD = "| method | choose it when | grows with what was read | starts as |\n|---|---|---|---|\n"
 TABLE = re.compile(re.escape(HEAD) + r"(\|.*\n)*")
 
 
@@ -26,7 +26,8 @@ def table() -> str:
         if module[:2] == ["cacheformers", "methods"]:
             place = "/".join(module[1:])
             code = f"{place}.py" if (README.parent / f"{place}.py").exists() else f"{place}/"
-            rows.append(f"| {method.title} | {method.paper} | `{code}` | {method.grows} | {method.starts_as} |\n")
+            name = f"[{method.title}]({code}), {method.paper}"
+            rows.append(f"| {name} | {method.choose_when} | {method.grows} | {method.starts_as} |\n")
     return HEAD + "".join(rows)
 
 

@@ -76,6 +76,7 @@ register(
             "The keys of every token are kept, and each step reads compressed vectors that grow with the text.",
             "The paper's rule for choosing segments looks into the future; its results with the cache are unverified.",
         ),
+        choose_when="you train from scratch; on a base, where the text fits its positions and reading should cost less",
         grows="keys of all tokens; read at each step: `pool_vectors` for every `pool_tokens` of them",
         starts_as="the base model on texts of two windows",
         stores="everything",

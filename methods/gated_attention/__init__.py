@@ -64,6 +64,7 @@ register(
             "the default threshold of 0 they save nothing.",
             "A text can be no longer than the base model's positions.",
         ),
+        choose_when="the text fits the base's positions, and you want fewer reads of far tokens",
         grows="all keys and values; reads of closed tokens do not",
         starts_as="nearly the base model (gates of 0.98)",
         stores="everything",

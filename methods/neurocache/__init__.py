@@ -95,6 +95,7 @@ register(
             "Text beyond the memory's capacity is forgotten.",
             "The paper reports text retrieval ahead of this method on questions about several documents.",
         ),
+        choose_when="a pretrained model is to read far beyond its positions in bounded memory: start here",
         grows="a ring of at most `cache_size` entries a layer",
         starts_as="the base model (zero gates)",
         stores="entries",

@@ -18,6 +18,7 @@ from cacheformers.adapters.export import main
 from cacheformers.common.base_model import ModelOptions
 from cacheformers.common.recipe import RecipeParser
 from cacheformers.evaluation import gates, harness, segments, text_perplexity
+from cacheformers.evaluation.longbench.methods import LongBenchOptions
 from cacheformers.evaluation.passkey.main import PasskeyOptions
 from cacheformers.evaluation.passkey.prompts import INTRO, NEEDLES, REPEATED
 from cacheformers.hub import results
@@ -56,8 +57,31 @@ def test_results_are_pages_plots_and_small_json():
 
 def test_pages_with_numbers_of_smollm2_say_where_its_weights_come_from():
     texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
-    named = {name for name, text in texts.items() if "SmolLM2" in text} - {"CHANGELOG.md", "train.md", "estimate.md"}
+    named = {name for name, text in texts.items() if "SmolLM2" in text} - {
+        "CHANGELOG.md",
+        "train.md",
+        "estimate.md",
+        "share.md",
+    }
     assert named == {name for name, text in texts.items() if re.search(r"4-bit (\(Q4_1\) )?GGUF", text)}
+
+
+def test_the_readme(make_base, tokenizer, tmp_path, monkeypatch, capsys):
+    """Its Quickstart runs as printed, in Python before line 40; 150 lines at most."""
+    monkeypatch.chdir(tmp_path)
+    make_base("llama_gqa", torch.float32, max_position_embeddings=2048).save_pretrained("data/smollm2-135m-instruct")
+    monkeypatch.setattr(tokenizer, "chat_template", "{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    tokenizer.save_pretrained("data/smollm2-135m-instruct")
+    page = (ROOT / "README.md").read_text()
+    assert len(page.splitlines()) <= 150 and page[: page.index("```python")].count("\n") < 39
+    names = {}
+    for language, text in BLOCK.findall(page):
+        if language == "python":
+            exec(text, names)
+        elif "train_adapt.py" in text:
+            understood(text)
+    assert names["memory"].tokens_read == [names["book"].input_ids.shape[1]]
+    assert names["answer"].shape[1] > names["question"].shape[1] and "tokens_read=" in capsys.readouterr().out
 
 
 def test_models_page(make_base, config_factory, tokenizer, tmp_path, monkeypatch, capsys):
@@ -73,8 +97,9 @@ def test_models_page(make_base, config_factory, tokenizer, tmp_path, monkeypatch
     for language, text in BLOCK.findall((ROOT / "docs" / "models.md").read_text()):
         if language == "bash":
             command = text.split()
-            assert command[:2] == ["cacheformers", "export"]
-            main(command[2:])
+            if command[:2] != ["cacheformers", "convert"]:  # tests/adapters/test_convert.py runs it
+                assert command[:2] == ["cacheformers", "export"]
+                main(command[2:])
         else:
             exec(text, names)
     assert names["answer"].shape[1] > names["question"].input_ids.shape[1]
@@ -121,7 +146,9 @@ def understood(text):
         command = [word.replace("recipes/", f"{ROOT}/recipes/") for word in line.partition("#")[0].split()]
         if "train_adapt.py" in command:
             options = train_adapt.Options(*train_adapt.make_parser(command[2:]).parse(command[2:]))
-            assert (ROOT / str(options.scratch.model_config)).is_file()
+            assert options.scratch.model_config is None or (ROOT / options.scratch.model_config).is_file()
+        elif "eval_longbench.py" in command:
+            RecipeParser([ModelOptions, LongBenchOptions], "").parse(command[2:])
         else:
             assert command[:2] == ["cacheformers", "perplexity"]
             RecipeParser([ModelOptions, text_perplexity.PerplexityOptions], "").parse(command[2:])
