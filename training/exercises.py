@@ -303,7 +303,10 @@ def completion(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
 
 
 def facts(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
-    """Lay out bAbI's facts, in order, between the lines of a book (the construction of BABILong, arXiv 2406.10149)."""
+    """Lay out facts, in order, between the lines of a book (the construction of BABILong, arXiv 2406.10149).
+
+    A question's `lines` says after how many facts it is asked, its `supports` which of them answer it (default: all may).
+    """
     document = rng.choice(pool.asked)
     questions = rng.sample(document["questions"], min(wanted.questions, len(document["questions"])))
     lines = document["context"].split("\n")
@@ -315,17 +318,16 @@ def facts(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
     noise = [line.strip() for line in book[start : start + wanted.tokens] if line.strip()]
     kept = pool.filled(noise, ROOM * wanted.tokens) if noise else []
     borders = sorted(rng.randrange(len(kept) + 1) for _ in parts)
-    mixed: list[tuple[str, bool]] = []
-    before = 0
-    for border, fact in zip(borders, parts, strict=True):
-        mixed += [(noise[place], False) for place in kept[before:border]] + [(fact, True)]
-        before = border
-    mixed += [(noise[place], False) for place in kept[before:]]
-    context, spans = joined([text for text, _ in mixed], " ")
-    gold = tuple(span for span, (_, is_fact) in zip(spans, mixed, strict=True) if is_fact)
-    return Exercise(
-        "multifieldqa_en", context, [Question(each["input"], each["answers"][0], gold) for each in questions]
-    )
+    mixed = [noise[place] for place in kept]
+    places = [border + number for number, border in enumerate(borders)]
+    for place, fact in zip(places, parts, strict=True):
+        mixed.insert(place, fact)
+    context, spans = joined(mixed, " ")
+    asked = []
+    for each in questions:
+        gold = tuple(spans[places[number]] for number in each.get("supports", range(len(parts))))
+        asked.append(Question(each["input"], each["answers"][0], gold))
+    return Exercise("multifieldqa_en", context, asked)
 
 
 QA_SHOT = "Passage:\n{context}\nQuestion:\n{input}\nAnswer:\n"
@@ -348,6 +350,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "code": completion,
     "babi": facts,
+    "facts": facts,
 }
 # Tasks made of another task's documents.
 ALSO = {"wiki_qa": ("fewshot_qa",)}
