@@ -14,14 +14,12 @@ import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from accelerate import PartialState
-from numpy.typing import NDArray
 from peft import PeftConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -35,8 +33,8 @@ from cacheformers.common.sources import FORMATS, load_texts
 from cacheformers.evaluation.held_out import HeldOut, Losses, token_nats, window_nats
 from cacheformers.evaluation.loading import load, memory_config, prepare
 from cacheformers.evaluation.plots import by_position
-from cacheformers.evaluation.readers import Decoding, Remembering
-from cacheformers.evaluation.run import Measure, Run, between, bucket_name, position_edges, table
+from cacheformers.evaluation.readers import Remembering
+from cacheformers.evaluation.run import Measure, Run, between, by_place, table
 from cacheformers.modeling.architectures import WholeConfig, find_decoder, unwrap
 from cacheformers.modeling.segments import active_options
 
@@ -254,12 +252,10 @@ def read(model: nn.Module, texts: Sequence[Text], windows: Windows | None, optio
     if windows is not None:
         return window_nats(model, ids, windows.tokens, windows.stride, rows, title, options.stepwise)
     documents = [HeldOut(text.ids, text.characters, text.name) for text in texts]
-    whole = unwrap(model).config
-    if isinstance(whole, WholeConfig):
-        return token_nats(model, documents, Decoding(), whole.segment_tokens, rows, title)
-    memory = active_options(find_decoder(unwrap(model)))
-    assert memory is not None
-    return token_nats(model, documents, Remembering(), memory.window.segment_tokens, rows, title)
+    config: Any = unwrap(model).config
+    memory: Any = None if isinstance(config, WholeConfig) else active_options(find_decoder(unwrap(model)))
+    size = config.segment_tokens if memory is None else memory.window.segment_tokens
+    return token_nats(model, documents, Remembering(), size, rows, title)
 
 
 def make_result(
@@ -276,6 +272,7 @@ def make_result(
     counts = {unit: sum(getattr(text, unit) for text in texts) for unit in ("tokens", "words", "characters", "bytes")}
     counts["words"] = options.words or counts["words"]
     total = Measure.of(losses, [np.isfinite(each) for each in losses])
+    measures = by_place(losses, [np.arange(len(each)) for each in losses], FIRST_BUCKET)
     return {
         "name": f"{name}-{options.mode}{'-stepwise' if options.stepwise else ''}",
         "kind": "perplexity",
@@ -284,7 +281,7 @@ def make_result(
         "texts": {**counts, "documents": [text.name for text in texts]},
         **rates(total, counts),
         **total.as_dict(),
-        "by_position": {name: part.as_dict() for name, part in positions(losses).items()},
+        "by_position": {name: part.as_dict() for name, part in measures.items()},
         "by_place_in_window": {name: part.as_dict() for name, part in places_in_window(losses, windows).items()},
         "options": {**asdict(model), **asdict(options)},
         "command": ["cacheformers", "perplexity", *arguments],
@@ -301,17 +298,13 @@ def rates(total: Measure, counts: dict[str, int]) -> dict[str, float | None]:
     Args:
         counts: tokens, words, characters and bytes of the texts.
     """
-    nats = total.nats / total.tokens
-    bits = {
-        f"bits_per_{unit}": nats / math.log(2) * counts["tokens"] / counts[f"{unit}s"] for unit in ("character", "byte")
+    nats = total.nats / total.tokens * counts["tokens"]  # of the texts
+    word, bits = nats / counts["words"], nats / math.log(2)
+    return {
+        "word_perplexity": math.exp(word) if word < LONGEST_WORD else None,
+        "bits_per_character": bits / counts["characters"],
+        "bits_per_byte": bits / counts["bytes"],
     }
-    word = nats * counts["tokens"] / counts["words"]
-    return {"word_perplexity": math.exp(word) if word < LONGEST_WORD else None, **bits}
-
-
-def positions(losses: Sequence[Losses]) -> dict[str, Measure]:
-    """Measure by the number of tokens of the document before each."""
-    return by_place(losses, [np.arange(len(each)) for each in losses], FIRST_BUCKET)
 
 
 def places_in_window(losses: Sequence[Losses], windows: Windows | None) -> dict[str, Measure]:
@@ -319,17 +312,6 @@ def places_in_window(losses: Sequence[Losses], windows: Windows | None) -> dict[
     if windows is None or windows.stride < windows.tokens:
         return {}
     return by_place(losses, [np.arange(len(each)) % windows.tokens for each in losses], FIRST_IN_WINDOW)
-
-
-def by_place(losses: Sequence[Losses], places: Sequence[NDArray[np.int64]], first: int) -> dict[str, Measure]:
-    """Measure by the place of each loss, in buckets that double from the first one on."""
-    edges = position_edges(max(int(place.max()) + 1 for place in places), first)
-    scored = [np.where(np.isfinite(each), place, -1) for each, place in zip(losses, places, strict=True)]
-    found = {
-        bucket_name(start, end): Measure.of(losses, [(start <= place) & (place < end) for place in scored])
-        for start, end in pairwise(edges)
-    }
-    return {name: measure for name, measure in found.items() if measure.tokens}
 
 
 def report(result: dict[str, Any], options: PerplexityOptions) -> None:
