@@ -105,7 +105,10 @@ class Forgetting:
         remembers = has_memory(model)
         for start in range(0, len(ids[0]) - 1, segment_tokens):
             inputs, labels = segment(unfinished(ids, start), start, segment_tokens, self.context_tokens)
-            memory = one_segment(model, *inputs.shape) if remembers else None
+            memory = None
+            if remembers:  # an empty one, for a single segment of all these tokens
+                empty = new_memory(model, len(inputs), 0)
+                memory = MemoryCache(empty.state, LocalWindow(inputs.shape[1]), len(inputs), empty.signature)
             yield losses(model, inputs, labels, past_key_values=memory, use_cache=remembers)
 
 
@@ -113,12 +116,6 @@ def has_memory(model: nn.Module) -> bool:
     """Return whether a memory on a base is active, an adapter's or a model's own."""
     model = unwrap(model)
     return not is_whole(model) and active_options(find_decoder(model)) is not None
-
-
-def one_segment(model: nn.Module, rows: int, tokens: int) -> MemoryCache:
-    """Make an empty memory for a single segment of `tokens` tokens."""
-    empty = new_memory(model, rows, 0)
-    return MemoryCache(empty.state, LocalWindow(tokens), rows, empty.signature)
 
 
 def unfinished(ids: Sequence[Tensor], start: int) -> list[Tensor]:

@@ -124,11 +124,7 @@ class Measure:
 
 
 def by_place(losses: Sequence[Losses], places: Sequence[NDArray[np.int64]], first: int) -> dict[str, Measure]:
-    """Measure by the place of each loss, in buckets 0-n, n-2n, 2n-4n, ... of places; NaN is left out, empty ones too.
-
-    Args:
-        first: n.
-    """
+    """Measure by the place of each loss, in buckets that double from `first` on; NaN and empty ones are left out."""
     scored = [np.where(np.isfinite(each), place, -1) for each, place in zip(losses, places, strict=True)]
     longest, start, end, found = max(int(place.max()) for place in places), 0, first, {}
     while start <= longest:
@@ -213,16 +209,10 @@ class Run:
     @classmethod
     def from_dict(cls, numbers: dict[str, Any]) -> Run:
         """Make it from what `as_dict` returned."""
-        return cls(
-            numbers["documents"],
-            numbers["characters"],
-            Measure.from_dict(numbers),
-            {name: Measure.from_dict(part) for name, part in numbers["by_position"].items()},
-            {name: Measure.from_dict(part) for name, part in numbers["by_class"].items()},
-            numbers["cache_size"],
-            numbers["control"],
-            numbers["note"],
-        )
+        parts = ("by_position", "by_class")
+        measures = ({name: Measure.from_dict(part) for name, part in numbers[by].items()} for by in parts)
+        rest = (numbers[name] for name in ("cache_size", "control", "note"))
+        return cls(numbers["documents"], numbers["characters"], Measure.from_dict(numbers), *measures, *rest)
 
 
 def measure(
