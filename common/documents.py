@@ -33,6 +33,7 @@ CHECKED = 10_000  # documents of a stream among which one must be long enough
 class DataOptions:
     """Which documents to train on."""
 
+    _argument_group_name = "documents"
     train: list[str] = option(
         help="Documents to train on: files, folders and datasets of the Hub. JSON lines (.jsonl, .jsonl.gz) and "
         ".parquet hold one document a row; .txt and .md are one document each. Datasets are named owner/name, "
@@ -58,9 +59,6 @@ class DataOptions:
     shuffle_block: int = option(
         1000, help="With stream: number of documents that are shuffled together. They are held in memory."
     )
-
-
-DataOptions._argument_group_name = "documents"  # type: ignore[attr-defined]
 
 
 def open_documents(
@@ -89,11 +87,7 @@ def open_documents(
 
 
 def check_lengths(options: DataOptions, memory: Any) -> None:
-    """Raise ValueError where documents may be longer than self-attention can see them.
-
-    Args:
-        memory: the options of a memory, or another way to read, on its base.
-    """
+    """Raise ValueError where documents may be longer than self-attention sees with these options of a memory."""
     most = memory.base.max_positions
     if memory.window.positions > most and not (options.max_tokens and options.max_tokens <= most):
         raise ValueError(
@@ -165,9 +159,8 @@ class DocumentRow(ABC):
     def text(self, index: int) -> str | None:
         """Return the text of one document."""
 
-    @abstractmethod
-    def release(self, position: int) -> None:
-        """Let go of the documents before this position of the endless row."""
+    def release(self, position: int) -> None:  # noqa: B027
+        """Let go of the documents before this position of the endless row, unless all stay in memory anyway."""
 
     @abstractmethod
     def check(self, segment_tokens: int) -> None:
@@ -280,9 +273,6 @@ class Documents(DocumentRow):
 
     def text(self, index: int) -> str | None:
         return self.texts[index]
-
-    def release(self, position: int) -> None:
-        """Do nothing: all documents stay in memory."""
 
     def check(self, segment_tokens: int) -> None:
         self._check(self.texts, segment_tokens)

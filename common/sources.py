@@ -67,11 +67,7 @@ class Source:
         return loaded.select_columns([text_field])
 
     def load_places(self, field: str) -> Any:
-        """Load a dataset with one column, lists of pairs of integers.
-
-        Raises:
-            ValueError: it cannot be read or reached, or has no such field.
-        """
+        """Load a dataset with one column, lists of pairs of integers; raise ValueError if there is none to read."""
         loaded, fields = self._opened(streaming=False)
         found = fields.get(field, "nothing")
         if found != PLACES:
@@ -190,11 +186,7 @@ def find_files(path: Path, split: str | None = None) -> list[Path]:
 
 
 def files_of_split(folder: Path, files: list[Path], split: str | None) -> list[Path]:
-    """Return the files of one split if names of files or sub-folders name several splits; otherwise all.
-
-    Raises:
-        ValueError: it is not clear which files are wanted.
-    """
+    """Return the files of one split if names of files or folders name several; raise ValueError if that is unclear."""
     found = {file: split_of(file.relative_to(folder)) for file in files}
     there = sorted({name for name in found.values() if name is not None})
     if len(there) < 2:

@@ -29,6 +29,7 @@ MIXTURE = 1000  # exercises and books repeat their order of kinds after this man
 class LessonOptions:
     """Questions to learn from, and a teacher; without --questions only the teacher matters."""
 
+    _argument_group_name = "questions (recipes that teach to answer)"
     questions: list[str] | None = option(
         None,
         help="Pools of short documents with questions: files of JSON lines, or folders of them. Long contexts are put "
@@ -63,15 +64,8 @@ class LessonOptions:
     )
 
 
-LessonOptions._argument_group_name = "questions (recipes that teach to answer)"  # type: ignore[attr-defined]
-
-
 def check_lessons(options: LessonOptions, memory: Any) -> None:
-    """Raise ValueError for numbers out of range, prompts that leave no room for answers, or too long contexts.
-
-    Args:
-        memory: its options on its base.
-    """
+    """Raise ValueError for numbers out of range, and contexts or prompts too long for the options of a memory."""
     if not 0 <= options.distill <= 1:
         raise ValueError(f"distill must be between 0 and 1, got {options.distill}.")
     if options.questions is None:
@@ -129,14 +123,8 @@ class Lessons(DocumentRow):
         super().__init__(tokenizer, 2, [*books.sources, *options.questions])
         self.options, self.books, self.segment_tokens = options, books, segment_tokens
         texts = [text for text in books._first_texts() if text]
-        self.exercises = Exercises(
-            load_pools(options.questions, self._count, texts),
-            seed,
-            options.shortest_context,
-            options.longest_context,
-            options.questions_per_context,
-            options.unanswerable,
-        )
+        how = options.shortest_context, options.longest_context, options.questions_per_context, options.unanswerable
+        self.exercises = Exercises(load_pools(options.questions, self._count, texts), seed, *how)
         templates = load_templates(TASKS)
         form = LongBenchOptions(data="", methods=["memory"], chat=options.chat, memory_prompt=options.prompt)
         name = MEMORY_PROMPTS[options.prompt]
@@ -163,11 +151,7 @@ class Lessons(DocumentRow):
         self.books.release(position)
 
     def check(self, segment_tokens: int) -> None:
-        """Make the first exercise.
-
-        Raises:
-            ValueError: the books are not long enough, or nothing is to be learned.
-        """
+        """Make the first exercise; raise ValueError if books are not long enough, or nothing is to be learned."""
         if self.options.books_share:
             self.books.check(segment_tokens)
         self.pieces(next(index for index in range(MIXTURE) if self.book(index) is None))
