@@ -209,10 +209,12 @@ class Run:
     @classmethod
     def from_dict(cls, numbers: dict[str, Any]) -> Run:
         """Make it from what `as_dict` returned."""
-        parts = ("by_position", "by_class")
-        measures = ({name: Measure.from_dict(part) for name, part in numbers[by].items()} for by in parts)
-        rest = (numbers[name] for name in ("cache_size", "control", "note"))
-        return cls(numbers["documents"], numbers["characters"], Measure.from_dict(numbers), *measures, *rest)
+        kept: dict[str, Any] = {
+            name: numbers[name] for name in ("documents", "characters", "cache_size", "control", "note")
+        }
+        for by in ("by_position", "by_class"):
+            kept[by] = {name: Measure.from_dict(part) for name, part in numbers[by].items()}
+        return cls(total=Measure.from_dict(numbers), **kept)
 
 
 def measure(
