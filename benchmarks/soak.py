@@ -5,7 +5,7 @@
     python benchmarks/soak.py --tokens 60000 --decode 1000 --dtype float32 --output /tmp/soak
 
 The adapter is untrained, but its gates are open and its LoRA is not zero, so that every part of the method runs. Each
-dtype runs in a process of its own. Results: soak_METHOD.json, .md and .png in the folder `--output`.
+of several dtypes runs in a process of its own. Results: soak_METHOD.json, .md and .png in the folder `--output`.
 """
 
 from __future__ import annotations
@@ -62,8 +62,11 @@ def main() -> None:
     options = given.parse_args()
     results = {}
     for dtype in options.dtype:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            results[dtype] = pool.apply(soak, (options, dtype))
+        if len(options.dtype) == 1:
+            results[dtype] = soak(options, dtype)
+        else:
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                results[dtype] = pool.apply(soak, (options, dtype))
     samples = {dtype: found.pop("samples") for dtype, found in results.items()}  # the plot shows them
     draw(save(f"soak_{options.method}", options, {"results": results}, page), results, samples)
 
@@ -81,7 +84,8 @@ def open_model(options: argparse.Namespace, dtype: str) -> PeftModel:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(0, 0.02)
-    return open_gates(model, 0.5)
+    open_gates(model, 0.5)
+    return model
 
 
 def tokens_of(options: argparse.Namespace, vocab_size: int) -> Tensor:
