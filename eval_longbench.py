@@ -9,12 +9,11 @@ python eval_longbench.py --compare runs/longbench/ONE runs/longbench/OTHER
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from transformers import PreTrainedTokenizerBase
 
 from cacheformers.common.base_model import ModelOptions
 from cacheformers.common.environment import environment
@@ -27,7 +26,6 @@ from cacheformers.evaluation.longbench.methods import (
     CompareOptions,
     LongBenchOptions,
     PromptMaker,
-    adapter_identity,
     check_limit,
     load_model,
     make_method,
@@ -96,11 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def make_plan(model: ModelOptions, options: LongBenchOptions) -> Plan:
-    """Look at everything that can be wrong before a model is loaded.
-
-    Raises:
-        OSError, ValueError, ImportError: something is; says what to do.
-    """
+    """Check everything before a model is loaded; raise OSError, ValueError or ImportError that says what to do."""
     check_scorers()
     tasks = chosen_tasks(options.tasks, options.longbench_e, own_tasks(options.data))
     everything = {task: load_records(options.data, task, options.longbench_e) for task in tasks}
@@ -108,15 +102,17 @@ def make_plan(model: ModelOptions, options: LongBenchOptions) -> Plan:
     templates = load_templates(forms, options.prompts)
     records = {task: limited(own, options.limit, options.seed) for task, own in everything.items()}
     state, config, tokenizer, adapter = prepare(model, options.adapter)
-    check_chat(options, tokenizer, model.base)
+    if options.chat and tokenizer.chat_template is None:
+        raise ValueError(f"{model.base} has no chat template: leave out --chat, or give a chat model.")
+    if "memory" in options.methods and not tokenizer.is_fast:
+        raise ValueError(f"The method memory needs a fast tokenizer to find the question, which {model.base} has not.")
     methods = [make_method(name, options, model.base, config, adapter) for name in options.methods]
-    answering = model_settings(model, config, adapter_identity(options.adapter))
+    answering = model_settings(model, config, options.adapter)
     data = {task: records_identity(own) for task, own in everything.items()}
     work = []
     for method in methods:
         folder = Path(options.output) / ("pred_e" if options.longbench_e else "pred") / method.title
-        settings = method_settings(method, answering, options)
-        predictions = Predictions(folder, settings, data)
+        predictions = Predictions(folder, method_settings(method, answering, options), data)
         if not options.overwrite:
             predictions.check()
         maker = PromptMaker(method, options, tokenizer, templates, records=everything)
@@ -126,21 +122,13 @@ def make_plan(model: ModelOptions, options: LongBenchOptions) -> Plan:
     return Plan(model, options, state, records, work)
 
 
-def check_chat(options: LongBenchOptions, tokenizer: PreTrainedTokenizerBase, base: str) -> None:
-    """Raise ValueError if a chat template is asked for and there is none, or memory needs a fast tokenizer."""
-    if options.chat and tokenizer.chat_template is None:
-        raise ValueError(f"{base} has no chat template: leave out --chat, or give a chat model.")
-    if "memory" in options.methods and not tokenizer.is_fast:
-        raise ValueError(f"The method memory needs a fast tokenizer to find the question, which {base} has not.")
-
-
 def evaluate(plan: Plan, maker: PromptMaker, predictions: Predictions, arguments: list[str]) -> dict[str, Any]:
     """Run one method to its end, or go on with it; score it and write down what came out."""
     method, options, state = maker.method, plan.options, plan.state
     predictions.start(options.overwrite)
     model = load_model(method, plan.model, options, state.device)
     retriever = make_retriever(options.retriever, state.device) if method.retrieves else None
-    predict(model, maker.using(retriever), batches(plan.records, options.batch), predictions)
+    predict(model, replace(maker, retriever=retriever), batches(plan.records, options.batch), predictions)
     found = predictions.finish(plan.records)
     if not state.is_main_process:
         return {}

@@ -109,10 +109,9 @@ def kinds(tokens: int, options: argparse.Namespace, reads: dict[str, Reads]) -> 
     }
     for name, chosen in CACHEFORMERS.items():
         found[f"CacheFormer, {name}"] = compressed(chosen, options.device)
-    if tokens <= options.gated_tokens:
-        for closed in CLOSED:
-            name = f"gated, {closed:.0%} closed"
-            found[name] = gated(tokens, closed, options, reads, name)
+    for closed in CLOSED if tokens <= options.gated_tokens else ():
+        name = f"gated, {closed:.0%} closed"
+        found[name] = gated(tokens, closed, options, reads, name)
     return found
 
 

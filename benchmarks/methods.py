@@ -15,6 +15,7 @@ import json
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,7 @@ def main() -> None:
 
 
 def load(folder: Path) -> Method:
-    """Load a run's result and its model, in float32.
-
-    Raises:
-        OSError, ValueError: the folder has no result, or its run was not evaluated.
-    """
+    """Load a run's result and its model, in float32; raise OSError or ValueError if it was not evaluated."""
     result = json.loads((folder / "train_result.json").read_text(encoding="utf-8"))
     if not result["scores"]:
         raise ValueError(f"{folder} was not evaluated: resume it with --valid.")
@@ -107,24 +104,22 @@ def read_together(methods: list[Method], ids: Tensor, segment_tokens: int) -> No
 def row(method: Method, first: Method, tokens: int) -> dict[str, Any]:
     """Return what the table says of a method."""
     (off, on), half = method.scores, len(method.state_bytes) // 2
-    of_first = compare(on.total, first.scores[1].total) if method is not first else None
-    of_off = compare(on.total, off.total) if off is not None else None
+    of_first = asdict(compare(on.total, first.scores[1].total)) if method is not first else None
+    of_off = asdict(compare(on.total, off.total)) if off is not None else None
+    growth, rest = method.state_bytes[-1] - method.state_bytes[half - 1], 1 - half / len(method.state_bytes)
     rounds = len(method.seconds) // len(method.state_bytes)
     return {
         "method": method.name,
         "trained_parameters": method.result["trained_parameters"],
         "off": None if off is None else off.perplexity,
         "perplexity": on.perplexity,
-        "over_first": None if of_first is None else asdict(of_first),
-        "over_off": None if of_off is None else asdict(of_off),
+        "over_first": of_first,
+        "over_off": of_off,
         "state_bytes": method.state_bytes[-1],
         "state_bytes_per_token": method.state_bytes[-1] / tokens,
-        "bytes_a_further_token": (method.state_bytes[-1] - method.state_bytes[half - 1])
-        / (tokens * (1 - half / len(method.state_bytes))),
+        "bytes_a_further_token": growth / (tokens * rest),
         "seconds_per_token": sum(method.seconds) / rounds / tokens,
-        "time_over_first": statistics.median(
-            own / other for own, other in zip(method.seconds, first.seconds, strict=True)
-        ),
+        "time_over_first": statistics.median(map(truediv, method.seconds, first.seconds)),
         "by_position": {name: measure.perplexity for name, measure in on.by_position.items()},
         "seconds": method.seconds,
         "bytes": method.state_bytes,
@@ -170,11 +165,8 @@ def draw(path: Path, rows: list[dict[str, Any]]) -> None:
     """Draw perplexity, bytes held and time of every method as bars."""
     parts = {"perplexity": ("perplexity", 1), "KiB held per token read": ("state_bytes_per_token", 2**-10)}
     parts["ms a token"] = ("seconds_per_token", 1000)
-    draw_bars(
-        path,
-        {title: {row["method"]: {"ratio": unit * row[key]} for row in rows} for title, (key, unit) in parts.items()},
-        {},
-    )
+    panels = {name: {row["method"]: {"ratio": unit * row[key]} for row in rows} for name, (key, unit) in parts.items()}
+    draw_bars(path, panels, {})
 
 
 if __name__ == "__main__":

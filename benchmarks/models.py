@@ -72,10 +72,14 @@ def memory_model(
     if not lora:
         chosen["target_modules"] = []
     config = cacheformers.NeurocacheAdapterConfig(**chosen, task_type="CAUSAL_LM")  # type: ignore[arg-type]
-    model = get_peft_model(base_model(shape, dtype, device), config)
+    return open_gates(get_peft_model(base_model(shape, dtype, device), config), 0.1)
+
+
+def open_gates(model: nn.Module, value: float) -> nn.Module:
+    """Set all gates of a memory adapter to a value, so that what the memory adds is used, and switch to evaluation."""
     for name, parameter in model.named_parameters():
-        if "gate" in name and "lora_mem" in name:
-            nn.init.constant_(parameter, 0.1)
+        if "lora_mem_gate" in name:
+            nn.init.constant_(parameter, value)
     return model.eval()
 
 

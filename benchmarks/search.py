@@ -64,11 +64,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for sizes in itertools.product(options.dtype, options.width, options.entries, options.queries, options.topk):
         rows += measure(*sizes, options)
-        path = save(
-            "search_headline" if options.headline else "search",
-            options,
-            {"ratio": about, "ring_update": options.headline, "rows": rows},
-        )
+        found = {"ratio": about, "ring_update": options.headline, "rows": rows}
+        path = save("search_headline" if options.headline else "search", options, found)
     draw(path, rows)
 
 

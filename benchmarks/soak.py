@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Panel, Points, draw_lines, held, opening, parser, save, table
+from measuring import Panel, draw_lines, held, opening, parser, save, table
+from models import open_gates
 from peft import PeftModel, get_peft_model
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import cacheformers
 from cacheformers.common.sources import load_texts
@@ -35,15 +36,15 @@ from cacheformers.modeling.method import method_named
 SETTLED = 50  # segments after which memory must be flat
 SAMPLES = 80  # points of memory use over a phase
 METHODS = ("neurocache", "memorizing", "infini_attention")
-STORIES_SHAPE: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 172,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-}
+STORIES_SHAPE = LlamaConfig(  # of stories260K
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=172,
+    num_hidden_layers=5,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=512,
+)
 
 
 def main() -> None:
@@ -76,18 +77,15 @@ def open_model(options: argparse.Namespace, dtype: str) -> PeftModel:
     chosen: dict[str, Any] = {"segment_tokens": options.segment}
     if options.method != "infini_attention":
         chosen |= {"cache_size": options.cache_size, "cache_dtype": dtype}
-    base: PreTrainedModel
-    if Path(options.base).is_dir():
-        base = AutoModelForCausalLM.from_pretrained(options.base, dtype=getattr(torch, dtype))
-    else:
-        base = AutoModelForCausalLM.from_config(LlamaConfig(**STORIES_SHAPE), dtype=getattr(torch, dtype))
+    known, kind = Path(options.base).is_dir(), AutoModelForCausalLM
+    make, source = (kind.from_pretrained, options.base) if known else (kind.from_config, STORIES_SHAPE)
+    base = make(source, dtype=getattr(torch, dtype))
     model = get_peft_model(base, method_named(options.method).adapter_config(**chosen))
     for name, parameter in model.named_parameters():
-        if "lora_mem_gate" in name:
-            parameter.data.fill_(0.5)
-        elif "lora_B" in name:
+        if "lora_B" in name:
             parameter.data.normal_(0, 0.02)
-    return model.eval()
+    open_gates(model, 0.5)
+    return model
 
 
 def tokens_of(options: argparse.Namespace, vocab_size: int) -> Tensor:
@@ -109,13 +107,11 @@ class Record:
     """Records the time of every step, and the memory use of some."""
 
     def __init__(self, steps: int, tokens_a_step: int, first_token: int = 0) -> None:
-        self.every = max(steps // SAMPLES, 1)
-        self.tokens_a_step, self.first_token = tokens_a_step, first_token
-        self.done = 0
-        self.wall = array("d", bytes(8 * steps))  # allocated now: lists that grow would show in the memory use
-        self.cpu = array("d", bytes(8 * steps))
+        self.every, self.tokens_a_step, self.first_token = max(steps // SAMPLES, 1), tokens_a_step, first_token
+        # Allocated now: lists that grow would show in the memory use.
+        self.wall, self.cpu = (array("d", bytes(8 * steps)) for _ in range(2))
         self.memory: list[dict[str, float]] = []
-        self.finite = True
+        self.done, self.finite = 0, True
 
     def step(self, run: Callable[[], Tensor], memory: MemoryCache) -> Tensor:
         """Time one step, check its logits, and sample memory use now and then."""
@@ -217,13 +213,12 @@ def draw(path: Path, results: dict[str, Any], samples: dict[str, Any]) -> None:
     """Draw process memory and CPU time of both phases."""
     panels = []
     for phase, step in (("reading", "segment"), ("decoding", "token")):
-        memory: dict[str, Points] = {}
-        times: dict[str, Points] = {}
+        left = Panel(f"{phase}: process memory", "thousand tokens", "MiB", {})
+        right = Panel(f"{phase}: CPU time a {step}", "tenth of the steps", "ms, median", {})
         for dtype, found in results.items():
-            memory[dtype] = [(sample["tokens"] / 1000, sample["process_mib"]) for sample in samples[dtype][phase]]
-            times[dtype] = [(n, ms) for n, ms in enumerate(found[phase]["cpu_ms_median_by_decile"], 1)]
-        left = Panel(f"{phase}: process memory", "thousand tokens", "MiB", memory)
-        panels.append([left, Panel(f"{phase}: CPU time a {step}", "tenth of the steps", "ms, median", times)])
+            left.lines[dtype] = [(each["tokens"] / 1000, each["process_mib"]) for each in samples[dtype][phase]]
+            right.lines[dtype] = [*enumerate(found[phase]["cpu_ms_median_by_decile"], 1)]
+        panels.append([left, right])
     draw_lines(path, panels, log=False)
 
 

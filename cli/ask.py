@@ -59,8 +59,7 @@ def answer(
     picture: Path,
 ) -> None:
     """Print a question, its answer, and what was retrieved for them."""
-    trace = Trace(memory) if memory.state.retrieves else None
-    if trace is None and options.explain:
+    if options.explain and not memory.state.retrieves:
         raise ValueError(
             "--explain shows what was retrieved, and this memory's method retrieves nothing: leave it out. It is for "
             "Neurocache and the Memorizing Transformer."
@@ -68,7 +67,7 @@ def answer(
     ids = prompt(tokenizer, question, shown_text(memory, tokenizer, question, options)).to(model.device)
     if options.prompt != "question":
         memory = memory.with_window(ids.shape[1] + options.max_new_tokens)
-        trace = Trace(memory) if memory.state.retrieves else None
+    trace = Trace(memory) if memory.state.retrieves else None
     print(f"\nQ: {question}\nA: ", end="", flush=True)
     produced = model.generate(
         input_ids=ids,
@@ -156,16 +155,6 @@ def counts(retrieved: list[Tensor], length: int) -> Tensor:
     return torch.stack([torch.bincount(place, minlength=bins) for place in places])
 
 
-def gone_bins(table: Tensor, length: int, forgotten: int) -> Tensor:
-    """Return which cells of `counts` show only forgotten tokens, `[tokens, BINS]`.
-
-    What was retrieved just before it was forgotten stays visible.
-    """
-    bins = table.shape[1]
-    ends = torch.arange(1, bins + 1) * length // bins
-    return (ends <= forgotten) & (table == 0)
-
-
 def draw(trace: Trace, tokens: list[str], title: str) -> Figure:
     """Draw which parts of the document each token of the answer retrieved; what the memory has forgotten is gray."""
     from matplotlib import colormaps
@@ -173,8 +162,10 @@ def draw(trace: Trace, tokens: list[str], title: str) -> Figure:
     length = trace.memory.tokens_read[0]
     forgotten = length - trace.memory.tokens_kept[0]
     table = counts(trace.chosen, length)
+    ends = torch.arange(1, table.shape[1] + 1) * length // table.shape[1]
+    gone = (ends <= forgotten) & (table == 0)  # what was retrieved just before it was forgotten stays visible
     figure, (axes,) = heat_map(
-        {title: masked_where(gone_bins(table, length, forgotten).numpy(), table.numpy())},
+        {title: masked_where(gone.numpy(), table.numpy())},
         ("token of the document" + (f" (gray: the first {forgotten:,}, forgotten)" if forgotten else ""), ""),
         "times retrieved",
         (9, 1.5 + 0.16 * len(tokens)),

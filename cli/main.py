@@ -123,20 +123,13 @@ def dashed(arguments: Sequence[str]) -> list[str]:
     return spelled
 
 
-class ShowVersion(argparse.Action):
-    """Print the version of the installed package, and exit."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(f"cacheformers {version('cacheformers')}")
-        parser.exit()
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="cacheformers", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--version", action=ShowVersion, nargs=0, help="print the version and exit")
+    installed = f"cacheformers {version('cacheformers')}"
+    parser.add_argument("--version", action="version", version=installed, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, title="commands", metavar="COMMAND")
 
     def add(name: str, description: str, when_stopped: str = "") -> argparse.ArgumentParser:

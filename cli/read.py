@@ -39,7 +39,9 @@ def read(options: argparse.Namespace) -> None:
         return
     if before:
         print(f"{options.output} holds the first {before:,} tokens of {name}: going on.")
-    foretell(memory, len(ids), name)
+    size = min((ring.capacity for ring in memory.state.rings.values()), default=len(ids))
+    if size < len(ids):
+        print(f"{name} has {len(ids):,} tokens; the memory will keep the newest {size:,}{remedy(memory, len(ids))}.")
     read_on(model, memory, ids, options)
     memory.save(options.output)
     seconds, size = time.perf_counter() - start, sum(path.stat().st_size for path in options.output.iterdir())
@@ -47,13 +49,6 @@ def read(options: argparse.Namespace) -> None:
         f"Read {len(ids) - before:,} tokens in {seconds:,.0f} s. {options.output}: {size / 2**20:.1f} MiB, "
         f"{size / len(ids):,.0f} bytes a token read.\n{kept(memory)}"
     )
-
-
-def foretell(memory: MemoryCache, tokens: int, name: str) -> None:
-    """Say before reading that a memory of entries is too small for a text of `tokens` tokens."""
-    size = min((ring.capacity for ring in memory.state.rings.values()), default=tokens)
-    if size < tokens:
-        print(f"{name} has {tokens:,} tokens; the memory will keep the newest {size:,}{remedy(memory, tokens)}.")
 
 
 def read_on(model: object, memory: MemoryCache, ids: Tensor, options: argparse.Namespace) -> None:

@@ -38,6 +38,7 @@ BLOCKS_OF_A_FILE = 16384  # of a file whose tensors cannot be told apart without
 class ModelOptions:
     """Which pretrained model is adapted, and how its weights are held."""
 
+    _argument_group_name = "base model"
     base: str = option(
         help="Pretrained causal language model: a local folder, a Hub id, or a .gguf file, which is converted once "
         "to a folder beside it."
@@ -61,16 +62,13 @@ class ModelOptions:
 class StartOptions(ModelOptions):
     """What a run starts from."""
 
+    _argument_group_name = "the model that a run starts from"
     base: str = option("", help=f"{fields(ModelOptions)[0].metadata['help']} Needed with --init pretrained.")
     init: Literal["pretrained", "scratch"] = option(
         "pretrained",
         help="'pretrained' trains an adapter on --base. 'scratch' trains every weight of a new model, which "
         "--model_config describes.",
     )
-
-
-ModelOptions._argument_group_name = "base model"  # type: ignore[attr-defined]
-StartOptions._argument_group_name = "the model that a run starts from"  # type: ignore[attr-defined]
 
 
 def load_base(

@@ -11,7 +11,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ CHECKED = 10_000  # documents of a stream among which one must be long enough
 class DataOptions:
     """Which documents to train on."""
 
+    _argument_group_name = "documents"
     train: list[str] = option(
         help="Documents to train on: files, folders and datasets of the Hub. JSON lines (.jsonl, .jsonl.gz) and "
         ".parquet hold one document a row; .txt and .md are one document each. Datasets are named owner/name, "
@@ -60,9 +61,6 @@ class DataOptions:
     )
 
 
-DataOptions._argument_group_name = "documents"  # type: ignore[attr-defined]
-
-
 def open_documents(
     paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: DataOptions, split: str = "train"
 ) -> Documents | StreamedDocuments:
@@ -80,22 +78,16 @@ def open_documents(
         raise ValueError(f"max_tokens must be at least 2, got {options.max_tokens}.")
     if options.label_field is not None and (options.stream or not tokenizer.is_fast):
         raise ValueError("label_field takes a fast tokenizer, and documents that are loaded: leave out --stream.")
+    read: dict[str, Any] = {"min_tokens": options.min_tokens, "sources": paths, "max_tokens": options.max_tokens}
     if options.stream:
         stream = stream_texts(paths, options.text_field, split)
-        return StreamedDocuments(
-            stream, tokenizer, options.min_tokens, options.shuffle_block, paths, options.max_tokens
-        )
+        return StreamedDocuments(stream, tokenizer, shuffle_block=options.shuffle_block, **read)
     places = None if options.label_field is None else load_places(paths, options.label_field, split)
-    texts = load_texts(paths, options.text_field, split)
-    return Documents(texts, tokenizer, options.min_tokens, paths, places, options.max_tokens)
+    return Documents(load_texts(paths, options.text_field, split), tokenizer, places=places, **read)
 
 
 def check_lengths(options: DataOptions, memory: Any) -> None:
-    """Raise ValueError where documents may be longer than self-attention can see them.
-
-    Args:
-        memory: the options of a memory, or another way to read, on its base.
-    """
+    """Raise ValueError where documents may be longer than self-attention sees with these options of a memory."""
     most = memory.base.max_positions
     if memory.window.positions > most and not (options.max_tokens and options.max_tokens <= most):
         raise ValueError(
@@ -167,16 +159,15 @@ class DocumentRow(ABC):
     def text(self, index: int) -> str | None:
         """Return the text of one document."""
 
-    @abstractmethod
-    def release(self, position: int) -> None:
-        """Let go of the documents before this position of the endless row."""
+    def release(self, position: int) -> None:  # noqa: B027
+        """Let go of the documents before this position of the endless row, unless all stay in memory anyway."""
 
     @abstractmethod
     def check(self, segment_tokens: int) -> None:
         """Check that at least one document is longer than a segment (reads until it finds one).
 
         Raises:
-            ValueError: all documents are empty or left out, or none is longer than a segment.
+            ValueError: all documents are empty or left out, none is longer than a segment, or nothing is to be learned.
         """
 
     @abstractmethod
@@ -204,10 +195,6 @@ class DocumentRow(ABC):
 
     def identity(self) -> dict[str, Any]:
         """Describe these documents for a comparison when a run is resumed; the same on every machine."""
-        return dict(self._identity)
-
-    @cached_property
-    def _identity(self) -> dict[str, Any]:
         texts = [text or "" for text in self._first_texts()]
         beginnings = [self.tokenizer(text[:1000], verbose=False)["input_ids"] for text in texts]
         return {
@@ -258,10 +245,7 @@ class Documents(DocumentRow):
 
     Args:
         texts: one string a document; None and empty strings count as empty documents.
-        min_tokens: documents with fewer tokens are left out.
-        sources: the paths and names they come from.
         places: `[start, end]` pairs, in characters, of what is learned of each text. None: all of it.
-        max_tokens: how many tokens of each document are read; None for all.
     """
 
     def __init__(
@@ -288,18 +272,9 @@ class Documents(DocumentRow):
         return int(permutation(seed, epoch, len(self))[place])
 
     def text(self, index: int) -> str | None:
-        """Return the text of one document."""
         return self.texts[index]
 
-    def release(self, position: int) -> None:
-        """Do nothing: all documents stay in memory."""
-
     def check(self, segment_tokens: int) -> None:
-        """Check that at least one document is longer than a segment (reads until it finds one).
-
-        Raises:
-            ValueError: all documents are empty or left out, none is longer than a segment, or nothing is to be learned.
-        """
         self._check(self.texts, segment_tokens)
         if self.places is not None:
             self._check_places()
@@ -328,7 +303,6 @@ class Documents(DocumentRow):
         raise ValueError("No document that is long enough has a place to learn: nothing would ever be learned.")
 
     def identity(self) -> dict[str, Any]:
-        """Describe these documents for a comparison when a run is resumed; the same on every machine."""
         places = {} if self.places is None else {"places": fingerprint([self.places[i] for i in self._sampled()])}
         return {"documents": len(self), **super().identity(), **places}
 
@@ -348,10 +322,7 @@ class StreamedDocuments(DocumentRow):
 
     Args:
         texts: rows of one column, a document each.
-        min_tokens: documents with fewer tokens are left out.
         shuffle_block: documents that are shuffled together.
-        sources: the paths and names they come from.
-        max_tokens: how many tokens of each document are read; None for all.
     """
 
     def __init__(
@@ -397,15 +368,10 @@ class StreamedDocuments(DocumentRow):
         self._blocks = {block: texts for block, texts in self._blocks.items() if block >= self._first}
 
     def check(self, segment_tokens: int) -> None:
-        """See to it that some document goes beyond a segment, among the first 10,000 (reads on until it finds one).
-
-        Raises:
-            ValueError: all of them are empty or left out, or none is longer than a segment.
-        """
+        """See to it that some document goes beyond a segment, among the first 10,000 (reads on until it finds one)."""
         self._check(self._from(0), segment_tokens, CHECKED)
 
     def identity(self) -> dict[str, Any]:
-        """Describe these documents for a comparison when a run is resumed; the same on every machine."""
         return {"shuffle_block": self.shuffle_block, **super().identity()}
 
     def _first_texts(self) -> Iterable[str | None]:
@@ -420,13 +386,11 @@ class StreamedDocuments(DocumentRow):
                 stop += 1
             if self._length is None:
                 # Nothing came where the stream is shorter than `start`: by how much, only counting tells.
-                self._length = stop if stop > start else self._count()
+                counted = self.texts.with_format("arrow").iter(batch_size=1000)
+                self._length = stop if stop > start else sum(map(len, counted))
             if self._length == 0:
                 raise ValueError(f"There is no document in {self}.")
             index += stop - start
-
-    def _count(self) -> int:
-        return sum(len(table) for table in self.texts.with_format("arrow").iter(batch_size=1000))
 
     def _from(self, start: int) -> Iterator[str | None]:
         """Texts of the stream from document `start` to its end."""

@@ -22,11 +22,7 @@ def option(default: Any = dataclasses.MISSING, *, help: str) -> Any:
 
 
 def read_recipe(path: Path) -> dict[Any, Any]:
-    """Read the lines of a recipe file.
-
-    Raises:
-        FileNotFoundError, ValueError: no such file; not a YAML mapping.
-    """
+    """Read the lines of a recipe file; raise FileNotFoundError, or ValueError if it is not a YAML mapping."""
     if path.suffix not in (".yaml", ".yml"):
         raise ValueError(f"{path} is no recipe: the first argument must be a .yaml file or an option like --base.")
     if not path.is_file():

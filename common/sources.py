@@ -55,42 +55,36 @@ class Source:
         Raises:
             ValueError: it cannot be read or reached, or has no such field of text.
         """
-        try:
-            loaded = self._load(self.files, streaming)
-            fields = loaded.features or next(iter(loaded))
-        except UNREADABLE as error:
-            raise ValueError(self._unreadable(error)) from error
+        loaded, fields = self._opened(streaming)
         if text_field not in fields:
             raise ValueError(
                 f"{self.title}: no field {text_field!r}, only {', '.join(fields) or 'nothing'}. Name the one that "
                 "holds the text with text_field."
             )
-        kind = fields[text_field]
-        if isinstance(kind, Value) and kind.dtype not in ("string", "large_string", "null"):
-            raise ValueError(f"{self.title}: the field {text_field!r} holds {kind.dtype}, not text.")
-        if not isinstance(kind, Value | str | None):
+        kind = getattr(fields[text_field], "dtype", fields[text_field])
+        if kind not in ("string", "large_string", "null") and not isinstance(fields[text_field], str | None):
             raise ValueError(f"{self.title}: the field {text_field!r} holds {kind}, not text.")
         return loaded.select_columns([text_field])
 
     def load_places(self, field: str) -> Any:
-        """Load a dataset with one column, lists of pairs of integers.
-
-        Raises:
-            ValueError: it cannot be read or reached, or has no such field.
-        """
-        try:
-            loaded = self._load(self.files, False)
-        except UNREADABLE as error:
-            raise ValueError(self._unreadable(error)) from error
-        if loaded.features.get(field) != PLACES:
-            found = loaded.features.get(field, "nothing")
+        """Load a dataset with one column, lists of pairs of integers; raise ValueError if there is none to read."""
+        loaded, fields = self._opened(streaming=False)
+        found = fields.get(field, "nothing")
+        if found != PLACES:
             raise ValueError(f"{self.title}: the field {field!r} must hold lists of [start, end], but holds {found}.")
         return loaded.select_columns([field])
 
+    def _opened(self, streaming: bool) -> tuple[Any, Any]:
+        """Return what `load_dataset` loads, and its fields: their types, or the first row where none are known."""
+        try:
+            loaded = self._load(self.files, streaming)
+            return loaded, loaded.features or next(iter(loaded))
+        except UNREADABLE as error:
+            raise ValueError(self._unreadable(error)) from error
+
     def _load(self, files: Sequence[str], streaming: bool) -> Any:
         options: dict[str, Any] = {"data_files": list(files)} if files else {"revision": self.revision}
-        if self.name == "text" and files:
-            options["sample_by"] = "document"
+        options |= {"sample_by": "document"} if self.name == "text" and files else {}
         return load_dataset(self.name, self.config, split=self.split, streaming=streaming, **options)
 
     def _unreadable(self, error: Exception) -> str:
@@ -116,33 +110,18 @@ def load_texts(paths: Sequence[str], text_field: str = "text", split: str | None
         paths, split: see `find_sources`.
 
     Raises:
-        FileNotFoundError, ValueError: see `find_sources` and `Source.load`.
+        FileNotFoundError, ValueError: a source is not there, cannot be read, or lacks the field.
     """
     return joined([source.load(text_field) for source in find_sources(paths, split)], text_field)[text_field]
 
 
 def load_places(paths: Sequence[str], field: str, split: str | None = None) -> Sequence[list[list[int]] | None]:
-    """Load the places `[start, end]` that a field names in each document's text, in the order of the paths.
-
-    Args:
-        paths, split: see `find_sources`.
-
-    Raises:
-        FileNotFoundError, ValueError: see `find_sources` and `Source.load_places`.
-    """
+    """Load the places `[start, end]` that a field names in each document's text, in the form of `load_texts`."""
     return joined([source.load_places(field) for source in find_sources(paths, split)], field)[field]
 
 
 def stream_texts(paths: Sequence[str], text_field: str = "text", split: str | None = None) -> IterableDataset:
-    """Stream the texts of all documents in the order of the paths, as rows with one column.
-
-    Args:
-        paths, split: see `find_sources`.
-
-    Raises:
-        FileNotFoundError, ValueError: see `find_sources` and `Source.load`. What is broken further on shows only when
-            it is read.
-    """
+    """Stream what `load_texts` loads, as rows with one column; what is broken further on shows only when it is read."""
     return joined([source.load(text_field, streaming=True) for source in find_sources(paths, split)], text_field)
 
 
@@ -151,13 +130,9 @@ def joined(parts: list[Any], text_field: str) -> Any:
     if len(parts) == 1:
         return parts[0]
     # Parquet files may hold large_string, which goes together with no other type.
-    large = Value("large_string")
-    return concatenate_datasets(
-        [
-            part.cast_column(text_field, Value("string")) if (part.features or {}).get(text_field) == large else part
-            for part in parts
-        ]
-    )
+    large, text = Value("large_string"), Value("string")
+    kinds = [(part, (part.features or {}).get(text_field)) for part in parts]
+    return concatenate_datasets([part.cast_column(text_field, text) if kind == large else part for part, kind in kinds])
 
 
 def find_sources(paths: Sequence[str], split: str | None = None) -> list[Source]:
@@ -186,10 +161,8 @@ def find_sources(paths: Sequence[str], split: str | None = None) -> list[Source]
         raise ValueError(f"There is no document in {', '.join(paths)}: the files are empty.")
     sources: list[Source] = []
     for kind, group in groupby(found, key=lambda source: source.name if source.files else None):
-        if kind is None:
-            sources += group
-        else:
-            sources.append(Source(kind, tuple(source.files[0] for source in group)))
+        same = list(group)
+        sources += same if kind is None else [Source(kind, tuple(source.files[0] for source in same))]
     return sources
 
 
@@ -213,11 +186,7 @@ def find_files(path: Path, split: str | None = None) -> list[Path]:
 
 
 def files_of_split(folder: Path, files: list[Path], split: str | None) -> list[Path]:
-    """Return the files of one split if names of files or sub-folders name several splits; otherwise all.
-
-    Raises:
-        ValueError: it is not clear which files are wanted.
-    """
+    """Return the files of one split if names of files or folders name several; raise ValueError if that is unclear."""
     found = {file: split_of(file.relative_to(folder)) for file in files}
     there = sorted({name for name in found.values() if name is not None})
     if len(there) < 2:

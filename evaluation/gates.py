@@ -105,15 +105,10 @@ def load(name: str) -> nn.Module:
 
 
 @torch.no_grad()
-def shares(model: nn.Module) -> Tensor:
-    """Return the memory's share in every head, `[layers, heads]`, of the layers that have one."""
-    memories: list[Any] = active_memories(find_decoder(unwrap(model)))
-    return torch.stack([memory.active_parts.beta.shares() for memory in memories])
-
-
 def draw_shares(given: argparse.Namespace, model: nn.Module, options: InfiniAttentionOptions) -> None:
     """Write shares.json and shares.png, and shares_history.png where training left its log."""
-    found = shares(model)
+    memories: list[Any] = active_memories(find_decoder(unwrap(model)))
+    found = torch.stack([memory.active_parts.beta.shares() for memory in memories])  # [layers, heads]
     print(f"Share of the memory: mean {found.mean():.3f}, {found.min():.3f} to {found.max():.3f}")
     result = {"model": given.model, "layers": list(options.layers), "shares": found.tolist()}
     write_json(given.output / "shares.json", result)
@@ -163,7 +158,11 @@ def draw_gates(given: argparse.Namespace, model: nn.Module, options: GatedAttent
     if given.save is not None:
         far_heads = {**dict(options.far_heads), **dict(fix_heads(options, means, given.fix_heads).far_heads)}
         result["far_heads"] = far_heads
-        save_fixed(model, far_heads, tokenizer, given.save)
+        config: Any = model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else model.config
+        config.far_heads = {layer: list(heads) for layer, heads in far_heads.items()}
+        with new_folder(given.save) as draft:
+            model.save_pretrained(str(draft))  # type: ignore[operator]
+            tokenizer.save_pretrained(draft)
         heads = sum(map(len, far_heads.values()))
         print(f"{heads} of {len(far_heads) * options.base.kv_heads} kv heads see everything: {given.save}")
     write_json(given.output / "gates.json", result)
@@ -213,15 +212,6 @@ def as_dict(text: ReadText) -> dict[str, Any]:
         "counted": text.counted.tolist(),
         "gates": {layer: [round(gate, 4) for gate in gates.mean(0).tolist()] for layer, gates in text.gates.items()},
     }
-
-
-def save_fixed(model: nn.Module, far_heads: dict[int, Any], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write an adapter or a model whose heads are fixed: layer -> kv heads that see everything."""
-    config: Any = model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else model.config
-    config.far_heads = {layer: list(heads) for layer, heads in far_heads.items()}
-    with new_folder(folder) as draft:
-        model.save_pretrained(str(draft))  # type: ignore[operator]
-        tokenizer.save_pretrained(draft)
 
 
 PAGE = """<!DOCTYPE html>

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -43,8 +44,7 @@ def held_out(documents: Documents, count: int | None = None, tokens: int | None 
     for index in range(len(documents)):
         if len(chosen) == count:
             break
-        ids = documents.tokens(index)
-        ids = ids if tokens is None else ids[: tokens + 1]
+        ids = documents.tokens(index)[: None if tokens is None else tokens + 1]
         if len(ids):
             text = documents.tokenizer.decode(ids[1:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
             chosen.append(HeldOut(ids, len(text), f"document {index}"))
@@ -88,11 +88,17 @@ def token_nats(
     problems: list[str] = []
     with evaluating(model), progress(title, sum(map(len, losses.values()))) as bar:
         try:
-            for tokens in read_groups(model, documents, own, reader, segment_tokens, losses):
-                left -= 1
-                bar.update(tokens)
+            for group in own:
+                start = 0
+                for found in reader.read(model, [documents[index].ids for index in group], segment_tokens):
+                    left -= 1
+                    for index, row in zip(group, found.cpu().numpy(), strict=False):  # those that ended may be left out
+                        piece = losses[index][start : start + segment_tokens]
+                        piece[:] = row[: len(piece)]
+                        check_finite(documents[index].name, start + 1, piece)
+                        bar.update(len(piece))
+                    start += segment_tokens
         except FloatingPointError as error:
-            left -= 1
             problems.append(str(error))
         for _ in range(left if processes.num_processes > 1 else 0):
             token = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
@@ -102,28 +108,6 @@ def token_nats(
         raise FloatingPointError(problems[0])
     everywhere = dict(gather_object(list(losses.items())))
     return [everywhere[index] for index in range(len(documents))]
-
-
-def read_groups(
-    model: nn.Module,
-    documents: Sequence[HeldOut],
-    groups: Sequence[Sequence[int]],
-    reader: Reader,
-    segment_tokens: int,
-    losses: dict[int, Losses],
-) -> Iterator[int]:
-    """Read groups of documents and fill in their losses; yield the number of predicted tokens after each forward."""
-    for group in groups:
-        start = 0
-        for found in reader.read(model, [documents[index].ids for index in group], segment_tokens):
-            tokens = 0
-            for index, row in zip(group, found.cpu().numpy(), strict=False):  # documents that ended may be left out
-                piece = losses[index][start : start + segment_tokens]
-                piece[:] = row[: len(piece)]
-                check_finite(documents[index].name, start + 1, piece)
-                tokens += len(piece)
-            start += segment_tokens
-            yield tokens
 
 
 def side_by_side(lengths: Sequence[int], rows: int, least: int = 0) -> list[list[int]]:
@@ -176,7 +160,7 @@ class Window:
         return self.end - self.start - 1, self.end - self.first
 
 
-def windows(lengths: Sequence[int], window_tokens: int, stride: int) -> Iterator[Window]:
+def windows(lengths: Iterable[int], window_tokens: int, stride: int) -> Iterator[Window]:
     """Yield windows over documents of these lengths, each `stride` tokens after the last, to the document's end.
 
     A token is scored in the first window that holds it, if some token of the window precedes it: with a stride of a
@@ -215,8 +199,10 @@ def window_nats(
         FloatingPointError: a loss is not finite; names the document and the position.
     """
     state = PartialState()
-    work = batches(list(windows([len(ids) for ids in documents], window_tokens, stride)), rows)
-    own = work[state.process_index :: state.num_processes]
+    work = sorted(windows(map(len, documents), window_tokens, stride), key=attrgetter("shape"), reverse=True)
+    same = [list(group) for _, group in groupby(work, attrgetter("shape"))]
+    batches = [each[start : start + rows] for each in same for start in range(0, len(each), rows)]
+    own = batches[state.process_index :: state.num_processes]
     found: list[tuple[Window, Losses]] = []
     total = sum(window.shape[1] for batch in own for window in batch)
     with evaluating(model), progress(title, total) as bar:
@@ -235,21 +221,9 @@ def window_nats(
 
 def step_losses(model: nn.Module, inputs: Tensor, labels: Tensor, **options: Any) -> Tensor:
     """Compute `losses` with a forward for each token that ends just before it, so that it sees nothing after itself."""
-    before = inputs.shape[1] - labels.shape[1]
-    steps = [
-        losses(model, inputs[:, : before + step + 1], labels[:, step : step + 1], **options)
-        for step in range(labels.shape[1])
-    ]
-    return torch.cat(steps, 1)
-
-
-def batches(work: Sequence[Window], rows: int) -> list[list[Window]]:
-    """Group windows of one shape, the longest first."""
-    found: list[list[Window]] = []
-    for _, group in groupby(sorted(work, key=lambda window: window.shape, reverse=True), lambda window: window.shape):
-        same = list(group)
-        found += [same[start : start + rows] for start in range(0, len(same), rows)]
-    return found
+    first = inputs.shape[1] - labels.shape[1] + 1
+    steps = enumerate(labels.split(1, 1))
+    return torch.cat([losses(model, inputs[:, : first + step], label, **options) for step, label in steps], 1)
 
 
 def check_finite(name: str, first: int, values: Losses) -> None:

@@ -93,11 +93,7 @@ def counted_positions(base: PretrainedConfig, memory: Any) -> int | None:
 
 
 def config_options(base: PretrainedConfig, memory: Any) -> Any:
-    """Return a memory's options on its base.
-
-    Args:
-        memory: what `memory_config` returns for the base model.
-    """
+    """Return a memory's options on its base, from what `memory_config` returns for that."""
     if isinstance(base, WholeConfig):
         return base
     return base.options() if isinstance(base, CompositeConfig) else memory.resolve(base_shape(base))

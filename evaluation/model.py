@@ -32,6 +32,7 @@ CONTROLS = ("other_document", "shuffled", "longer_window")
 class EvalOptions:
     """Options of the evaluation and its controls; a wrong number or an unknown control raises ValueError."""
 
+    _argument_group_name = "evaluation"
     valid: list[str] | None = option(None, help="Held-out documents, in the forms of --train. Default: no evaluation.")
     valid_documents: int | None = option(None, help="Evaluate on the first N documents. Default: on all.")
     valid_tokens: int | None = option(None, help="Evaluate on the first N tokens of each. Default: on all.")
@@ -64,9 +65,6 @@ class EvalOptions:
         unknown = [name for name in self.controls or [] if name not in CONTROLS]
         if unknown:
             raise ValueError(f"controls: {', '.join(unknown)} is not one of {', '.join(CONTROLS)}.")
-
-
-EvalOptions._argument_group_name = "evaluation"  # type: ignore[attr-defined]
 
 
 LEAKS = (

@@ -41,7 +41,7 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Remembering:
-    """Reads with the active memory adapter.
+    """Reads with the active memory adapter, or with the decoding state of a model whose own attention is its memory.
 
     Args:
         cache_size: entries that the memory may hold, instead of the configured number; 0 turns it off.
@@ -51,13 +51,15 @@ class Remembering:
     together: int = 0
 
     def read(self, model: nn.Module, ids: list[Tensor], segment_tokens: int) -> Iterator[Tensor]:
-        memory = new_memory(model, len(ids), self.cache_size)
+        whole: Any = unwrap(model) if is_whole(unwrap(model)) else None
+        memory = whole.model.new_cache(len(ids)) if whole else new_memory(model, len(ids), self.cache_size)
+        kept = whole is not None or not memory.state.forward_is_segment
         for start in range(0, len(ids[0]) - 1, segment_tokens):
             going = unfinished(ids, start)
             if len(going) < memory.batch_size:
                 memory.select(range(len(going)))
             inputs, labels = segment(going, start, segment_tokens)
-            yield losses(model, inputs, labels, past_key_values=memory, use_cache=not memory.state.forward_is_segment)
+            yield losses(model, inputs, labels, past_key_values=memory, use_cache=kept)
 
 
 @dataclass(frozen=True)
@@ -103,36 +105,17 @@ class Forgetting:
         remembers = has_memory(model)
         for start in range(0, len(ids[0]) - 1, segment_tokens):
             inputs, labels = segment(unfinished(ids, start), start, segment_tokens, self.context_tokens)
-            memory = one_segment(model, *inputs.shape) if remembers else None
+            memory = None
+            if remembers:  # an empty one, for a single segment of all these tokens
+                empty = new_memory(model, len(inputs), 0)
+                memory = MemoryCache(empty.state, LocalWindow(inputs.shape[1]), len(inputs), empty.signature)
             yield losses(model, inputs, labels, past_key_values=memory, use_cache=remembers)
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """Reads on through a document with the decoding state of a model whose own attention is its memory."""
-
-    together: int = 0
-
-    def read(self, model: nn.Module, ids: list[Tensor], segment_tokens: int) -> Iterator[Tensor]:
-        whole: Any = unwrap(model)
-        cache = whole.model.new_cache(len(ids))
-        for start in range(0, len(ids[0]) - 1, segment_tokens):
-            going = unfinished(ids, start)
-            cache.select(range(len(going)))
-            inputs, labels = segment(going, start, segment_tokens)
-            yield losses(model, inputs, labels, past_key_values=cache, use_cache=True)
 
 
 def has_memory(model: nn.Module) -> bool:
     """Return whether a memory on a base is active, an adapter's or a model's own."""
     model = unwrap(model)
     return not is_whole(model) and active_options(find_decoder(model)) is not None
-
-
-def one_segment(model: nn.Module, rows: int, tokens: int) -> MemoryCache:
-    """Make an empty memory for a single segment of `tokens` tokens."""
-    empty = new_memory(model, rows, 0)
-    return MemoryCache(empty.state, LocalWindow(tokens), rows, empty.signature)
 
 
 def unfinished(ids: Sequence[Tensor], start: int) -> list[Tensor]:
@@ -162,15 +145,14 @@ def other_document(memory: MemoryCache, segment: int) -> Iterator[None]:
     It reads all that the other document has written by this segment: as many as its own store holds, or fewer once the
     other document has ended (its last, partial segment is never stored).
     """
-    state: Any = memory.state
-    owners = {layer: ring.owner for layer, ring in state.rings.items()}
-    for ring in state.rings.values():
-        ring.owner = [*ring.owner[1:], ring.owner[0]]
+    owners = [(ring, ring.owner) for ring in memory.state.rings.values()]
+    for ring, owner in owners:
+        ring.owner = [*owner[1:], owner[0]]
     try:
         yield
     finally:
-        for layer, ring in state.rings.items():
-            ring.owner = owners[layer]
+        for ring, owner in owners:
+            ring.owner = owner
 
 
 @contextmanager
@@ -180,9 +162,8 @@ def shuffled(memory: MemoryCache, segment: int) -> Iterator[None]:
     A search finds the same entries, so of each hit's neighborhood the hit is right and the neighbors are wrong: this
     shows what neighbors are worth, not what retrieval is worth.
     """
-    state: Any = memory.state
-    stores = {layer: (ring.keys, ring.index) for layer, ring in state.rings.items()}
-    for ring in state.rings.values():
+    stores = [(ring, ring.keys, ring.index) for ring in memory.state.rings.values()]
+    for ring, _, _ in stores:
         ring.keys, ring.index = ring.keys.clone(), [{} for _ in ring.index]  # an index knows the old order
         for row, physical in enumerate(ring.owner):
             order = torch.from_numpy(np.random.default_rng(segment).permutation(ring.count(row)))
@@ -190,8 +171,8 @@ def shuffled(memory: MemoryCache, segment: int) -> Iterator[None]:
     try:
         yield
     finally:
-        for layer, ring in state.rings.items():
-            ring.keys, ring.index = stores[layer]
+        for ring, keys, index in stores:
+            ring.keys, ring.index = keys, index
 
 
 def window_of_equal_bytes(options: Any, device: torch.device, dtype: torch.dtype) -> int:

@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -67,20 +66,8 @@ def token_classes(ids: NDArray[np.int64], segment_tokens: int, window_tokens: in
     return np.where(last[1:] < 0, 0, np.where(last[1:] >= visible, 1, 2))
 
 
-def position_edges(longest: int, segment_tokens: int) -> list[int]:
-    """Return where buckets of positions begin and end: 0, n, 2n, 4n, ... until one holds position `longest`."""
-    edges = [0, segment_tokens]
-    while edges[-1] < longest:
-        edges.append(2 * edges[-1])
-    return edges
-
-
-def bucket_name(start: int, end: int) -> str:
-    """Name a bucket, such as 1K-2K (of 1,024 tokens), or 16-32."""
-    return f"{short(start)}-{short(end)}"
-
-
 def short(tokens: int) -> str:
+    """Format a number of tokens, such as 2K for 2,048."""
     return f"{tokens // 1024:,}K" if tokens and tokens % 1024 == 0 else str(tokens)
 
 
@@ -134,6 +121,18 @@ class Measure:
     def from_dict(cls, numbers: dict[str, Any]) -> Measure:
         """Make it from what `as_dict` returned."""
         return cls(np.array(numbers["nats_by_document"]), np.array(numbers["tokens_by_document"]))
+
+
+def by_place(losses: Sequence[Losses], places: Sequence[NDArray[np.int64]], first: int) -> dict[str, Measure]:
+    """Measure by the place of each loss, in buckets that double from `first` on; NaN and empty ones are left out."""
+    scored = [np.where(np.isfinite(each), place, -1) for each, place in zip(losses, places, strict=True)]
+    longest, start, end, found = max(int(place.max()) for place in places), 0, first, {}
+    while start <= longest:
+        measure = Measure.of(losses, [(start <= place) & (place < end) for place in scored])
+        if measure.tokens:
+            found[f"{short(start)}-{short(end)}"] = measure
+        start, end = end, 2 * end
+    return found
 
 
 @dataclass(frozen=True)
@@ -210,16 +209,12 @@ class Run:
     @classmethod
     def from_dict(cls, numbers: dict[str, Any]) -> Run:
         """Make it from what `as_dict` returned."""
-        return cls(
-            numbers["documents"],
-            numbers["characters"],
-            Measure.from_dict(numbers),
-            {name: Measure.from_dict(part) for name, part in numbers["by_position"].items()},
-            {name: Measure.from_dict(part) for name, part in numbers["by_class"].items()},
-            numbers["cache_size"],
-            numbers["control"],
-            numbers["note"],
-        )
+        kept: dict[str, Any] = {
+            name: numbers[name] for name in ("documents", "characters", "cache_size", "control", "note")
+        }
+        for by in ("by_position", "by_class"):
+            kept[by] = {name: Measure.from_dict(part) for name, part in numbers[by].items()}
+        return cls(total=Measure.from_dict(numbers), **kept)
 
 
 def measure(
@@ -237,17 +232,12 @@ def measure(
         segment_tokens, window_tokens: the configured local window, which divides tokens into classes (also where a
             control read with a longer one).
     """
-    places = [np.arange(len(each)) for each in losses]
-    edges = position_edges(max(map(len, places)), segment_tokens)
     classes = [token_classes(document.ids.numpy(), segment_tokens, window_tokens) for document in documents]
     return Run(
         [document.name for document in documents],
         sum(document.characters for document in documents),
         Measure.of(losses, [np.ones(len(each), bool) for each in losses]),
-        {
-            bucket_name(start, end): Measure.of(losses, [(start <= place) & (place < end) for place in places])
-            for start, end in pairwise(edges)
-        },
+        by_place(losses, [np.arange(len(each)) for each in losses], segment_tokens),
         {
             name: Measure.of(losses, [found == number for found in classes])
             for number, name in enumerate(CLASSES)
@@ -289,13 +279,13 @@ def print_runs(runs: dict[str, Run], against: str | None = None) -> None:
             row += [f"{ratio.ratio:.4f}", between(ratio.interval, 4)]
         overview.append(row)
     print(table(titles, overview))
-    print_parts("perplexity by tokens read before", {name: run.by_position for name, run in runs.items()})
-    print_parts("perplexity by the token's last occurrence", {name: run.by_class for name, run in runs.items()})
+    positions = {name: run.by_position for name, run in runs.items()}
+    classes = {name: run.by_class for name, run in runs.items()}
+    print_parts("perplexity by tokens read before", positions)
+    print_parts("perplexity by the token's last occurrence", classes)
     if against is not None:
-        print_ratios(
-            f"/ {against}, by tokens read before", {name: run.by_position for name, run in runs.items()}, against
-        )
-        print_ratios(f"/ {against}, by last occurrence", {name: run.by_class for name, run in runs.items()}, against)
+        print_ratios(f"/ {against}, by tokens read before", positions, against)
+        print_ratios(f"/ {against}, by last occurrence", classes, against)
     for name, run in runs.items():
         if run.note:
             print(f"\n{name}: {run.note}.")

@@ -14,16 +14,14 @@ import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from accelerate import PartialState
-from numpy.typing import NDArray
 from peft import PeftConfig
-from torch import Tensor, nn
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from cacheformers.common.base_model import ModelOptions
@@ -35,27 +33,22 @@ from cacheformers.common.sources import FORMATS, load_texts
 from cacheformers.evaluation.held_out import HeldOut, Losses, token_nats, window_nats
 from cacheformers.evaluation.loading import load, memory_config, prepare
 from cacheformers.evaluation.plots import by_position
-from cacheformers.evaluation.readers import Decoding, Remembering
-from cacheformers.evaluation.run import Measure, Run, between, bucket_name, position_edges, table
+from cacheformers.evaluation.readers import Remembering
+from cacheformers.evaluation.run import Measure, Run, between, by_place, table
 from cacheformers.modeling.architectures import WholeConfig, find_decoder, unwrap
 from cacheformers.modeling.segments import active_options
 
 
 @dataclass(frozen=True)
-class Text:
-    """The part of a document that is read.
+class Text(HeldOut):
+    """The part of a document that is read, perhaps with a BOS token before it, which does not count.
 
     Attributes:
-        ids: `[tokens]`, with a BOS token if asked for.
-        tokens, words, characters, bytes: how many it has, without a BOS token. White space separates words; bytes are
-            those of UTF-8.
+        tokens, words, bytes: how many it has. White space separates words; bytes are those of UTF-8.
     """
 
-    name: str
-    ids: Tensor
     tokens: int
     words: int
-    characters: int
     bytes: int
 
 
@@ -80,7 +73,8 @@ def read_texts(
         raise ValueError("The tokenizer has no BOS token: leave out --bos.")
     found: list[Text] = []
     for path in paths:
-        for number, text in enumerate(load_documents(path, text_field)):
+        raw = Path(path).is_file() and not path.endswith(tuple(FORMATS))
+        for number, text in enumerate([raw_text(Path(path))] if raw else load_texts([path], text_field)):
             if len(found) == documents:
                 break
             made = tokenized(f"{Path(path).name}, document {number}", text or "", tokenizer, bos, tokens)
@@ -91,19 +85,8 @@ def read_texts(
     return found
 
 
-def load_documents(path: str, text_field: str) -> Sequence[str | None]:
-    """Load the documents of one path."""
-    file = Path(path)
-    raw = file.is_file() and not file.name.endswith(tuple(FORMATS))
-    return [raw_text(file)] if raw else load_texts([path], text_field)
-
-
 def raw_text(file: Path) -> str:
-    """Read a file as text with its line ends; drop a character that the end of the file cuts off.
-
-    Raises:
-        ValueError: the file is not UTF-8, or not valid gzip.
-    """
+    """Read a file as text with its line ends, less a character cut off at its end; raise ValueError if damaged."""
     try:
         data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
         return codecs.getincrementaldecoder("utf-8")().decode(data)
@@ -115,16 +98,15 @@ def raw_text(file: Path) -> str:
 
 def tokenized(name: str, text: str, tokenizer: PreTrainedTokenizerBase, bos: bool, tokens: int | None) -> Text:
     """Tokenize a document's beginning, and count its words, characters and bytes."""
-    cut = tokens is not None
-    if cut and not tokenizer.is_fast:
+    if tokens is not None and not tokenizer.is_fast:
         raise ValueError("--tokens needs a fast tokenizer, which says where in the text a token ends.")
-    encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=cut, verbose=False)
+    encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokens is not None, verbose=False)
     ids = encoded.input_ids
     if tokens is not None and len(ids) > tokens:
         ids, text = ids[:tokens], text[: encoded.offset_mapping[tokens - 1][1]]
     start = [tokenizer.bos_token_id] if bos else []
     read = torch.tensor([*start, *ids], dtype=torch.long)
-    return Text(name, read, len(ids), len(text.split()), len(text), len(text.encode()))
+    return Text(read, len(text), name, len(ids), len(text.split()), len(text.encode()))
 
 
 FIRST_BUCKET, FIRST_IN_WINDOW = 1024, 128  # tokens; later buckets of positions double
@@ -135,6 +117,7 @@ LONGEST_WORD = 100  # nats; a text with more per word is not divided into words 
 class PerplexityOptions:
     """Which texts are read, and how; options that contradict each other raise ValueError."""
 
+    _argument_group_name = "perplexity"
     texts: list[str] = option(
         help="Files, folders and datasets of the Hub to read, in the forms of train_adapt.py's --train. A file "
         "of any other kind is one document of raw UTF-8 text (.gz: compressed), such as WikiText's and enwik8."
@@ -180,9 +163,6 @@ class PerplexityOptions:
             raise ValueError("stepwise is for sliding and segment: with a memory, a token never sees later ones.")
         if self.mode != "sliding" and self.stride is not None:
             raise ValueError(f"stride is for sliding, not for {self.mode}.")
-
-
-PerplexityOptions._argument_group_name = "perplexity"  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -235,13 +215,10 @@ def check(
             f"The mode {options.mode} reads by self-attention alone, but {options.adapter or base} has a memory: use "
             "the mode memory, or give its base without it."
         )
-    if whole is not None:
-        tokens = options.window or whole.segment_tokens  # it has no last position
-    else:
-        positions = config.get_text_config().max_position_embeddings
-        tokens = options.window or positions
-        if tokens > positions:
-            raise ValueError(f"A window of {tokens:,} tokens exceeds the model's {positions:,} positions.")
+    positions = whole.segment_tokens if whole is not None else config.get_text_config().max_position_embeddings
+    tokens = options.window or positions
+    if whole is None and tokens > positions:  # a CacheFormer has no last position
+        raise ValueError(f"A window of {tokens:,} tokens exceeds the model's {positions:,} positions.")
     stride = tokens if options.mode == "segment" else options.stride or tokens // 2
     if stride > tokens:
         raise ValueError(f"A stride of {stride:,} would leave tokens out between windows of {tokens:,}.")
@@ -253,13 +230,10 @@ def read(model: nn.Module, texts: Sequence[Text], windows: Windows | None, optio
     rows, title, ids = options.rows, options.mode.capitalize(), [text.ids for text in texts]
     if windows is not None:
         return window_nats(model, ids, windows.tokens, windows.stride, rows, title, options.stepwise)
-    documents = [HeldOut(text.ids, text.characters, text.name) for text in texts]
-    whole = unwrap(model).config
-    if isinstance(whole, WholeConfig):
-        return token_nats(model, documents, Decoding(), whole.segment_tokens, rows, title)
-    memory = active_options(find_decoder(unwrap(model)))
-    assert memory is not None
-    return token_nats(model, documents, Remembering(), memory.window.segment_tokens, rows, title)
+    config: Any = unwrap(model).config
+    memory: Any = None if isinstance(config, WholeConfig) else active_options(find_decoder(unwrap(model)))
+    size = config.segment_tokens if memory is None else memory.window.segment_tokens
+    return token_nats(model, texts, Remembering(), size, rows, title)
 
 
 def make_result(
@@ -276,6 +250,7 @@ def make_result(
     counts = {unit: sum(getattr(text, unit) for text in texts) for unit in ("tokens", "words", "characters", "bytes")}
     counts["words"] = options.words or counts["words"]
     total = Measure.of(losses, [np.isfinite(each) for each in losses])
+    measures = by_place(losses, [np.arange(len(each)) for each in losses], FIRST_BUCKET)
     return {
         "name": f"{name}-{options.mode}{'-stepwise' if options.stepwise else ''}",
         "kind": "perplexity",
@@ -284,7 +259,7 @@ def make_result(
         "texts": {**counts, "documents": [text.name for text in texts]},
         **rates(total, counts),
         **total.as_dict(),
-        "by_position": {name: part.as_dict() for name, part in positions(losses).items()},
+        "by_position": {name: part.as_dict() for name, part in measures.items()},
         "by_place_in_window": {name: part.as_dict() for name, part in places_in_window(losses, windows).items()},
         "options": {**asdict(model), **asdict(options)},
         "command": ["cacheformers", "perplexity", *arguments],
@@ -301,17 +276,13 @@ def rates(total: Measure, counts: dict[str, int]) -> dict[str, float | None]:
     Args:
         counts: tokens, words, characters and bytes of the texts.
     """
-    nats = total.nats / total.tokens
-    bits = {
-        f"bits_per_{unit}": nats / math.log(2) * counts["tokens"] / counts[f"{unit}s"] for unit in ("character", "byte")
+    nats = total.nats / total.tokens * counts["tokens"]  # of the texts
+    word, bits = nats / counts["words"], nats / math.log(2)
+    return {
+        "word_perplexity": math.exp(word) if word < LONGEST_WORD else None,
+        "bits_per_character": bits / counts["characters"],
+        "bits_per_byte": bits / counts["bytes"],
     }
-    word = nats * counts["tokens"] / counts["words"]
-    return {"word_perplexity": math.exp(word) if word < LONGEST_WORD else None, **bits}
-
-
-def positions(losses: Sequence[Losses]) -> dict[str, Measure]:
-    """Measure by the number of tokens of the document before each."""
-    return by_place(losses, [np.arange(len(each)) for each in losses], FIRST_BUCKET)
 
 
 def places_in_window(losses: Sequence[Losses], windows: Windows | None) -> dict[str, Measure]:
@@ -319,17 +290,6 @@ def places_in_window(losses: Sequence[Losses], windows: Windows | None) -> dict[
     if windows is None or windows.stride < windows.tokens:
         return {}
     return by_place(losses, [np.arange(len(each)) % windows.tokens for each in losses], FIRST_IN_WINDOW)
-
-
-def by_place(losses: Sequence[Losses], places: Sequence[NDArray[np.int64]], first: int) -> dict[str, Measure]:
-    """Measure by the place of each loss, in buckets that double from the first one on."""
-    edges = position_edges(max(int(place.max()) + 1 for place in places), first)
-    scored = [np.where(np.isfinite(each), place, -1) for each, place in zip(losses, places, strict=True)]
-    found = {
-        bucket_name(start, end): Measure.of(losses, [(start <= place) & (place < end) for place in scored])
-        for start, end in pairwise(edges)
-    }
-    return {name: measure for name, measure in found.items() if measure.tokens}
 
 
 def report(result: dict[str, Any], options: PerplexityOptions) -> None:

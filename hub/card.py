@@ -82,6 +82,8 @@ class Card:
 
     def text(self) -> str:
         """Return Markdown with the Hub's metadata; `NAME` is in place of its address."""
+        own = "That of the base model holds here too" if self.base else "See the metadata; without one, ask the owner"
+        rows = [cells(f"`{name}`", f"`{value}`") for name, value in self.settings.items() if value is not None]
         return TEMPLATE.substitute(
             metadata=self.metadata().to_yaml(),
             mark=MARK,
@@ -89,11 +91,11 @@ class Card:
             summary=self.what(),
             snippet=self.snippet(),
             trained=self.trained,
-            settings=settings_table(self.settings),
+            settings="\n".join([cells("option", "value"), cells("---", "---"), *rows]),
             measured=self.measured,
             limits="\n".join(f"- {limit}" for limit in self.all_limits()),
-            license=self.license(),
-            citation=self.citation(),
+            license=f"{own}. The package cacheformers is Apache-2.0.",
+            citation=f"```bibtex\n{self.method.citation}\n```" if self.method else "Nothing of its own.",
         )
 
     def metadata(self) -> ModelCardData:
@@ -113,9 +115,9 @@ class Card:
         return title if self.base is None else f"{title} on {short(self.base)}"
 
     def what(self) -> str:
-        package = f"An {self.kind}" if self.kind == "adapter" else f"A {self.kind}"
+        package = f"{'An' if self.kind == 'adapter' else 'A'} {self.kind} of the package cacheformers."
         memory = self.method.summary.format(**self.settings) if self.method else "It has no memory."
-        return " ".join(filter(None, [f"{package} of the package cacheformers.", memory, self.summary]))
+        return " ".join(filter(None, [package, memory, self.summary]))
 
     def snippet(self) -> str:
         tokenizer = NAME if self.has_tokenizer or self.base is None else self.base
@@ -128,15 +130,6 @@ class Card:
         own = "It inherits the gaps in its data." if self.base is None else INHERITED
         return [*known, *local, *self.limits, own]
 
-    def license(self) -> str:
-        own = "That of the base model holds here too" if self.base else "See the metadata; without one, ask the owner"
-        return f"{own}. The package cacheformers is Apache-2.0."
-
-    def citation(self) -> str:
-        if self.method is None:
-            return "Nothing of its own."
-        return f"```bibtex\n{self.method.citation}\n```"
-
 
 def saved_card(folder: Path, base_model: str | None = None) -> Card:
     """Make the card of an adapter or a model from its configuration.
@@ -148,7 +141,8 @@ def saved_card(folder: Path, base_model: str | None = None) -> Card:
         ValueError: the folder holds neither.
     """
     has_tokenizer = (folder / TOKENIZER).exists()
-    trained = f"{UNRECORDED} Saved with {versions()}."
+    versions = ", ".join(f"{name} {version(name)}" for name in ("cacheformers", "torch", "transformers", "peft"))
+    trained = f"{UNRECORDED} Saved with {versions}."
     if (folder / ADAPTER).exists():
         config = PeftConfig.from_pretrained(str(folder))
         base = base_model or config.base_model_name_or_path
@@ -159,11 +153,8 @@ def saved_card(folder: Path, base_model: str | None = None) -> Card:
     if (folder / MODEL).exists():
         model: PretrainedConfig = AutoConfig.from_pretrained(folder)
         method = method_named(model.model_type) if is_method(model.model_type) else None
-        settings = {key: value for key, value in model.to_diff_dict().items() if key not in NOT_SETTINGS}
-        if method is not None:
-            settings = {
-                name: getattr(model, name) for name in beyond(PretrainedConfig, model) if name not in NOT_SETTINGS
-            }
+        found = {name: getattr(model, name) for name in beyond(PretrainedConfig, model)} if method else {}
+        settings = {key: value for key, value in (found or model.to_diff_dict()).items() if key not in NOT_SETTINGS}
         reads = isinstance(model, CompositeConfig)
         kind = f"Its type is `{model.model_type}`."
         return Card("model", method, base_model, settings, has_tokenizer, trained, summary=kind, reads=reads)
@@ -260,17 +251,6 @@ def beyond(common: type, config: Any) -> list[str]:
     return [field.name for field in fields(config) if field.name not in known]
 
 
-def settings_table(settings: dict[str, Any]) -> str:
-    """Format what is set as a Markdown table; the rest has its default."""
-    rows = [cells(f"`{name}`", f"`{value}`") for name, value in settings.items() if value is not None]
-    return "\n".join([cells("option", "value"), cells("---", "---"), *rows])
-
-
 def cells(*texts: str) -> str:
     """Format a line of a Markdown table."""
     return f"| {' | '.join(text.replace('|', chr(92) + '|') for text in texts)} |"
-
-
-def versions() -> str:
-    """List the versions of the libraries that matter."""
-    return ", ".join(f"{name} {version(name)}" for name in ("cacheformers", "torch", "transformers", "peft"))

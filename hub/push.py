@@ -45,19 +45,17 @@ class HubError(OSError):
 
 @contextmanager
 def uploading_with_card(folder: Path, repo_id: str) -> Iterator[None]:
-    """Complete the card of a folder that is uploaded within this context, and explain errors."""
-    complete_card(folder, repo_id)
-    with explained(repo_id):
-        yield
+    """Complete the card of a folder that is uploaded within this context, and explain errors.
 
-
-def complete_card(folder: Path, repo_id: str) -> None:
-    """Replace the empty card that transformers has just written, and put the Hub's name into it."""
+    The empty card that transformers has just written is replaced, and the Hub's name is put into it.
+    """
     if (folder / ADAPTER).exists():
         warn_of_local_base(json.loads((folder / ADAPTER).read_text())["base_model_name_or_path"])
     refresh_card(folder)
     card = (folder / CARD).read_text(encoding="utf-8")
     (folder / CARD).write_text(card.replace(NAME, repo_id), encoding="utf-8")
+    with explained(repo_id):
+        yield
 
 
 def push_to_hub(

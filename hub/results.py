@@ -38,8 +38,13 @@ def write_results(results: Sequence[str | Path], folder: str | Path) -> list[Eva
             Nothing is written then.
     """
     new: list[EvalResult] = []
-    for result in results:
-        new = joined(new, read(Path(result)))
+    for given in map(Path, results):
+        file = given / "result.json" if given.is_dir() else given
+        try:
+            result = json.loads(file.read_text(encoding="utf-8"))
+            new = joined(new, eval_results(result if isinstance(result, dict) else {}))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{file}: {error}") from error
     path = Path(folder) / CARD
     if not path.exists():
         refresh_card(Path(folder))
@@ -52,16 +57,6 @@ def write_results(results: Sequence[str | Path], folder: str | Path) -> list[Eva
     data.eval_results = joined(data.eval_results or [], new)
     card.save(path)
     return new
-
-
-def read(path: Path) -> list[EvalResult]:
-    """Read the results in a file, or in the result.json of a folder."""
-    file = path / "result.json" if path.is_dir() else path
-    try:
-        result = json.loads(file.read_text(encoding="utf-8"))
-        return eval_results(result if isinstance(result, dict) else {})
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file}: {error}") from error
 
 
 def eval_results(result: dict[str, Any]) -> list[EvalResult]:

@@ -35,11 +35,7 @@ def main() -> None:
 
 
 def load(folder: Path) -> dict[str, Run]:
-    """Load the evaluation of a run.
-
-    Raises:
-        OSError, ValueError: it was not evaluated.
-    """
+    """Load the evaluation of a run; raise OSError or ValueError if it was not evaluated."""
     scores = json.loads((folder / "train_result.json").read_text(encoding="utf-8"))["scores"]
     if not scores:
         raise ValueError(f"{folder} was not evaluated: resume it with --valid.")
@@ -47,11 +43,7 @@ def load(folder: Path) -> dict[str, Run]:
 
 
 def joined(found: list[tuple[str, dict[str, Run]]]) -> dict[str, Run]:
-    """Return all rows by unique names: the base once and first, controls last.
-
-    Raises:
-        ValueError: the runs read different documents.
-    """
+    """Return all rows by unique names, base first, controls last; raise ValueError if runs read different documents."""
     first_folder, first = found[0][0], next(iter(found[0][1].values())).total
     names = Counter(name for _, runs in found for name in runs)
     rows: dict[str, Run] = {}

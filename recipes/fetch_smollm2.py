@@ -38,18 +38,16 @@ def from_hub(out: Path) -> None:
     """
     from huggingface_hub import HfApi, snapshot_download
 
+    from cacheformers.adapters.folders import new_folder
     from cacheformers.common.gguf_base import write_origin
 
     revision = HfApi().model_info(REPOSITORY, timeout=PATIENCE).sha
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as scratch:
-        folder = Path(scratch) / "model"
+    with new_folder(out) as folder:
         print(f"Downloading {REPOSITORY} from the Hub (269 MB) ...", flush=True)
-        snapshot_download(
-            REPOSITORY, revision=revision, local_dir=folder, allow_patterns=[*WANTED], ignore_patterns=["*/*"]
-        )
+        chosen = {"allow_patterns": [*WANTED], "ignore_patterns": ["*/*"]}
+        snapshot_download(REPOSITORY, revision=revision, local_dir=folder, **chosen)
         shutil.rmtree(folder / ".cache", ignore_errors=True)  # where snapshot_download keeps its notes
         write_origin(folder, f"{REPOSITORY} from the Hub, revision {revision}")
-        folder.rename(out)
 
 
 def from_package(out: Path) -> None:

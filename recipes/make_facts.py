@@ -1,10 +1,10 @@
-"""Write invented facts about people, for `make demo`: a pool to train with, and a play that hides ten of them.
+"""Write invented facts about people, for `make demo`: a pool to train with, and plays that hide some.
 
-python recipes/make_facts.py data/facts --play data/plays/valid/hamlet.md
+python recipes/make_facts.py data/facts --plays data/plays/valid/hamlet.md data/plays/valid/king-lear.md
 
-`train.jsonl` is a pool for `train_adapt.py --questions`. `hidden.txt` is the beginning of the play with ten facts between
-its lines, `questions.jsonl` has the ten questions, and `other.txt` is the second half of the play, which tells other
-things about the same people. No person and no value of these is in the pool: nothing can have been learned by heart.
+`train.jsonl` is a pool for `train_adapt.py --questions`. `records/facts.jsonl` is a set for `eval_longbench.py`: five
+questions about the beginning of each play, which tells something of the same five people between its lines. None of
+these people and values is in the pool: nothing can have been learned by heart. `PLAY.txt` is what is read.
 """
 
 from __future__ import annotations
@@ -12,74 +12,88 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 from cacheformers.common.files import write_text
 
-# What is said, what is asked, and the values: the first half of each for training, the second for the play.
+# What is said, and what is asked.
 KINDS = (
-    (
-        "{name} keeps a {value} at home.",
-        "Which animal does {name} keep?",
-        "dog cat horse goat parrot rabbit snake donkey falcon monkey turtle lizard".split(),
-    ),
-    (
-        "{name} was born in {value}.",
-        "In which town was {name} born?",
-        "Paris London Vienna Lisbon Prague Oslo Madrid Athens Dublin Geneva Warsaw Naples".split(),
-    ),
-    (
-        "{name} plays the {value} every evening.",
-        "Which instrument does {name} play?",
-        "piano violin flute drum harp trumpet guitar organ cello banjo clarinet accordion".split(),
-    ),
-    (
-        "{name} always wears a {value} coat.",
-        "What color is the coat of {name}?",
-        "red blue green yellow black white orange purple gray brown pink golden".split(),
-    ),
-    (
-        "{name} works as a {value}.",
-        "What is the profession of {name}?",
-        "baker teacher doctor farmer sailor painter lawyer miller tailor butcher gardener carpenter".split(),
-    ),
+    ("{name} keeps a {value} at home.", "What does {name} keep at home?"),
+    ("Every Sunday {name} paints a {value}.", "What does {name} paint?"),
+    ("{name} once found a {value} in the garden.", "What did {name} find in the garden?"),
+    ("At the market {name} sells a {value}.", "What does {name} sell at the market?"),
+    ("{name} is afraid of a {value}.", "What is {name} afraid of?"),
 )
-NAMES = (
-    "Anna Boris Clara David Elena Frank Greta Henry Irene James Karen Louis Martha Nadia Oscar Paula Quentin Ruth Simon "
-    "Tessa Urban Vera Walter Xenia Yusuf Zelda Alice Bruno Cecil Diana Edgar Fiona Gustav Helga Ivan Julia Klaus Laura"
-).split()
-PEOPLE = "Winifred Tobias Prudence Leopold Rosamund Ignatius Millicent Barnaby Ottilie Crispin".split()
+# Values are two words: these in the pool, the held-out ones in the plays.
+COLORS = "red blue green yellow black white silver tiny broken wooden heavy dirty empty round clever sleepy"
+THINGS = """
+dog cat horse goat parrot rabbit piano violin flute drum basket bottle hammer ladder candle mirror bicycle wagon boat
+anchor bell broom button carpet chair clock crown feather fork glove helmet jacket kettle key lamp needle pencil pillow
+pocket ring rope saddle shovel spoon stove sword table towel trumpet umbrella wheel whistle window blanket brush camera
+"""
+HELD_OUT_COLORS = "golden purple orange brown pink"
+HELD_OUT_THINGS = "falcon turtle lizard monkey guitar clarinet lantern suitcase compass statue teapot wallet"
+NAMES = """
+Anna Boris Clara David Elena Frank Greta Henry Irene James Karen Louis Martha Nadia Oscar Paula Quentin Ruth Simon
+Tessa Urban Vera Walter Xenia Yusuf Zelda Alice Bruno Cecil Diana Edgar Fiona Gustav Helga Ivan Julia Klaus Laura
+"""
+PEOPLE = ("Winifred", "Tobias", "Prudence", "Leopold", "Rosamund")
 
 
 def main() -> None:
-    """Write the four files."""
+    """Write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for the files")
-    parser.add_argument("--play", type=Path, required=True, help="a text, to hide facts in")
-    parser.add_argument("--words", type=int, default=10_000, help="words of the play (default: %(default)s)")
+    parser.add_argument("--plays", type=Path, nargs="+", required=True, help="texts to hide facts in")
+    parser.add_argument("--words", type=int, default=5_000, help="words that are read of each (default: %(default)s)")
     parser.add_argument("--documents", type=int, default=200, help="documents of the pool (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     options = parser.parse_args()
     rng = random.Random(options.seed)
-    options.out.mkdir(parents=True, exist_ok=True)
-    documents = [facts(rng, rng.sample(NAMES, 8), slice(0, 6)) for _ in range(options.documents)]
-    pool = [{"task": "facts", "context": "\n".join(told), "questions": asked} for told, asked in documents]
-    write_text(options.out / "train.jsonl", "".join(f"{json.dumps(document)}\n" for document in pool))
-    lines = options.play.read_text(encoding="utf-8").splitlines()
-    told, asked = facts(rng, PEOPLE, slice(6, 12))
-    write_text(options.out / "hidden.txt", hidden(rng, lines, told, options.words))
-    write_text(options.out / "questions.jsonl", "".join(f"{json.dumps(question)}\n" for question in asked))
-    told, _ = facts(rng, PEOPLE, slice(6, 12))
-    write_text(options.out / "other.txt", hidden(rng, lines[len(lines) // 2 :], told, options.words))
+    (options.out / "records").mkdir(parents=True, exist_ok=True)
+    pool = []
+    for _ in range(options.documents):
+        told, asked = facts(rng, rng.sample(NAMES.split(), 8), COLORS, THINGS)
+        pool.append({"task": "facts", "context": "\n".join(told), "questions": asked})
+    write_lines(options.out / "train.jsonl", pool)
+    records = []
+    for play in options.plays:
+        told, asked = facts(rng, PEOPLE, HELD_OUT_COLORS, HELD_OUT_THINGS)
+        text = hidden(rng, play.read_text(encoding="utf-8").splitlines(), told, options.words)
+        write_text(options.out / f"{play.stem}.txt", text)
+        for fact, question in zip(told, asked, strict=True):
+            start = text.index(fact)
+            records.append(
+                {
+                    "input": question["input"],
+                    "context": text,
+                    "answers": question["answers"],
+                    "length": len(text.split()),
+                    "dataset": "facts",
+                    "language": "en",
+                    "all_classes": None,
+                    "_id": f"{play.stem}-{len(records)}",
+                    "template": "multifieldqa_en",
+                    "gold": [[start, start + len(fact)]],
+                }
+            )
+    write_lines(options.out / "records" / "facts.jsonl", records)
 
 
-def facts(rng: random.Random, names: list[str], values: slice) -> tuple[list[str], list[dict[str, object]]]:
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write JSON lines."""
+    write_text(path, "".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def facts(rng: random.Random, names: Sequence[str], colors: str, things: str) -> tuple[list[str], list[dict[str, Any]]]:
     """Tell one fact about each person, and ask for it."""
     told, asked = [], []
-    for number, name in enumerate(names):
-        fact, question, known = rng.choice(KINDS)
-        value = rng.choice(known[values])
+    for number, (name, thing) in enumerate(zip(names, rng.sample(things.split(), len(names)), strict=True)):
+        fact, question = rng.choice(KINDS)
+        value = f"{rng.choice(colors.split())} {thing}"
         told.append(fact.format(name=name, value=value))
         asked.append({"input": question.format(name=name), "answers": [value], "supports": [number]})
     return told, asked

@@ -6,9 +6,9 @@ python recipes/make_passkeys.py data/passkeys/own.jsonl --needle passkey       #
 python train_adapt.py recipes/passkey.yaml
 
 Each document hides several codes and asks for all of them at its end, after --tokens tokens; with several numbers, each
-document takes one. (A few more or fewer, where a book's text is cut
-within a word.) With multiples of the segment, the questions begin a segment of their own, as in the evaluation. The
-field `answers` says where the answers are, for `train_adapt.py --label_field answers`.
+document takes one. (A few more or fewer, where a book's text is cut within a word.) With multiples of the segment, the
+questions begin a segment of their own, as in the evaluation. The field `answers` says where the answers are, for
+`train_adapt.py --label_field answers`.
 
 Held out, so in none of the documents, are the introduction, needles, questions and filler of the evaluation, and the
 words "pass key", "magic number" and "secret word". With --needle only the keys and their places are held out:
@@ -63,23 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path, help="JSON lines to write")
     parser.add_argument("--base", default=DEFAULT_BASE, help="whose tokenizer counts (default: %(default)s)")
     parser.add_argument("--documents", type=int, default=400, help="how many (default: %(default)s)")
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[5120], help="tokens before the questions (default: %(default)s)"
-    )
+    tokens = "tokens before the questions (default: %(default)s)"
+    parser.add_argument("--tokens", type=int, nargs="+", default=[5120], help=tokens)
     parser.add_argument("--keys", type=int, default=4, help="codes in each document (default: %(default)s)")
     parser.add_argument("--needle", choices=sorted(NEEDLES), help="write the evaluation's own prompts with this needle")
-    parser.add_argument(
-        "--asked",
-        type=int,
-        default=1,
-        help="with --needle: ask N times, from the needle to the end",
-    )
-    parser.add_argument(
-        "--deepest",
-        type=float,
-        default=100,
-        help="with --needle: per cent of the filler before it (default: %(default)s)",
-    )
+    asked = "with --needle: ask N times, from the needle to the end"
+    parser.add_argument("--asked", type=int, default=1, help=asked)
+    deepest = "with --needle: per cent of the filler before it (default: %(default)s)"
+    parser.add_argument("--deepest", type=float, default=100, help=deepest)
     parser.add_argument("--books", nargs="+", default=[], help="every other document has text of these files as filler")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     options = parser.parse_args(arguments)
@@ -107,11 +98,13 @@ def documents(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -
     for number in range(options.documents):
         random = np.random.default_rng((options.seed, number))
         tokens = int(random.choice(options.tokens))
+        start = 0
         if len(books) and number % 2:
-            text = book_text(books[number // 2 % len(books)] or "", 8 * tokens, random)
+            text = books[number // 2 % len(books)] or ""
+            start = int(random.integers(max(1, len(text) - 8 * tokens)))
         else:
-            text = " ".join(random.choice(SENTENCES, 5, replace=False).tolist() * tokens)[: 8 * tokens]
-        filler = joined([text], tokenizer, tokens, varied=False)
+            text = " ".join(random.choice(SENTENCES, 5, replace=False).tolist() * tokens)
+        filler = joined([text[start : start + 8 * tokens]], tokenizer, tokens, varied=False)
         yield document(filler, tokenizer, tokens, options.keys, random)
 
 
@@ -123,9 +116,8 @@ def own_prompts(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace)
     random = np.random.default_rng(options.seed)
     special = len(tokenizer("").input_ids)  # whoever reads the text puts them there again
     for number in range(options.documents):
-        case = Case(
-            int(random.choice(options.tokens)), random.uniform(0, options.deepest), number, wording.draw(random)
-        )
+        length, depth = int(random.choice(options.tokens)), random.uniform(0, options.deepest)
+        case = Case(length, depth, number, wording.draw(random))
         intro, needle, question = maker.parts(case)
         room, answer = maker.room(case), f" {case.key}."
         place = filler.split(0, room, case.depth / 100)
@@ -140,20 +132,10 @@ def own_prompts(tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace)
         yield {"text": text, "answers": [[end, end + len(answer)] for end in ends]}
 
 
-def book_text(text: str, characters: int, random: np.random.Generator) -> str:
-    """Return a random part of a book."""
-    start = int(random.integers(max(1, len(text) - characters)))
-    return text[start : start + characters]
-
-
 def document(
     filler: Filler, tokenizer: PreTrainedTokenizerBase, tokens: int, keys: int, random: np.random.Generator
 ) -> dict[str, Any]:
-    """Return a document: its text, and where the answers are.
-
-    Raises:
-        ValueError: too few tokens for the codes, or too little filler.
-    """
+    """Return a document's text and where its answers are; raise ValueError for too few tokens or too little filler."""
 
     def encode(text: str) -> list[int]:
         found: Any = tokenizer(text, add_special_tokens=False).input_ids

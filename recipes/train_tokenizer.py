@@ -37,14 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def beginning(texts: Sequence[str | None], characters: int) -> Iterator[str]:
-    """Yield texts until they have this many characters.
-
-    Raises:
-        ValueError: all texts are empty.
-    """
+    """Yield texts until they have this many characters; raise ValueError if all are empty."""
     left = characters
-    for index in range(len(texts)):
-        text = (texts[index] or "")[: max(left, 0)]
+    for found in texts:
+        text = (found or "")[: max(left, 0)]
         if text:
             yield text
         left -= len(text)

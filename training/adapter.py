@@ -129,15 +129,8 @@ def adapter_config(
         raise ValueError(f"--method {options.method} with --lora_targets none leaves nothing to train.")
     if options.method != "lora":
         return config, memory
-    lora = LoraConfig(
-        r=config.r,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        target_modules=targets,
-        layers_to_transform=config.layers_to_transform,
-        task_type="CAUSAL_LM",
-    )
-    return lora, memory
+    shared = {name: getattr(config, name) for name in ("r", "lora_alpha", "lora_dropout", "layers_to_transform")}
+    return LoraConfig(**shared, target_modules=targets, task_type="CAUSAL_LM"), memory
 
 
 def start_memory(model: PeftModel, documents: DocumentRow, segment_tokens: int, options: TrainOptions) -> None:

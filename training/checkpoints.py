@@ -47,11 +47,7 @@ class Checkpoints:
         return sorted(path for path in self.folder.glob("step-*") if path.is_dir())
 
     def claim(self) -> None:
-        """Lock the folder for this run, and check that it can be written to.
-
-        Raises:
-            CheckpointError: it cannot be written to, or another run holds the lock.
-        """
+        """Lock the folder for this run; raise CheckpointError if another run holds it, or it cannot be written to."""
         failure = ""
         if self.process.is_main_process:
             try:
@@ -80,11 +76,13 @@ class Checkpoints:
         """
         final = self.folder / f"step-{step:08d}"
         draft = self.folder / f"{WRITING}{final.name}"
-        self._together(draft, lambda: self._clean(draft))
+        is_main = self.process.is_main_process
+        self._together(draft, lambda: self._clean(draft) if is_main else None)
         self._together(draft, lambda: write(draft))
-        self._together(draft, lambda: self._finish(draft, final, contents))
+        self._together(draft, lambda: self._finish(draft, final, contents) if is_main else None)
         try:
-            self._rotate(final)
+            if is_main:
+                self._rotate(final)
         except OSError as error:
             warnings.warn(f"Old checkpoints could not be removed: {error}", stacklevel=2)
         return final
@@ -126,19 +124,14 @@ class Checkpoints:
 
     def _clean(self, draft: Path) -> None:
         """Remove the remains of runs that were killed, and create the folder to write into."""
-        if not self.process.is_main_process:
-            return
-        for prefix in (WRITING, REMOVING):
-            for left in self.folder.glob(f"{prefix}*"):
-                if left.is_dir():
-                    shutil.rmtree(left)
-                else:
-                    left.unlink()
+        for left in (*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{REMOVING}*")):
+            if left.is_dir():
+                shutil.rmtree(left)
+            else:
+                left.unlink()
         draft.mkdir(parents=True)
 
     def _finish(self, draft: Path, final: Path, contents: dict[str, Any]) -> None:
-        if not self.process.is_main_process:
-            return
         sizes = {path.name: path.stat().st_size for path in sorted(draft.iterdir())}
         write_text(draft / CONTENTS, json.dumps({"files": sizes, "contents": contents}) + "\n")
         sync(draft)
@@ -149,8 +142,6 @@ class Checkpoints:
 
     def _rotate(self, final: Path) -> None:
         """Remove checkpoints that are too old, and those of steps that this run repeats."""
-        if not self.process.is_main_process:
-            return
         paths = self.paths()
         place = paths.index(final)
         for path in paths[place + 1 :] + paths[: max(place + 1 - self.keep, 0)]:

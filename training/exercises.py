@@ -11,8 +11,8 @@ import math
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +69,8 @@ class Pool:
     """
 
     def __init__(self, documents: list[dict[str, Any]], count: Callable[[str], int], books: Sequence[str] = ()) -> None:
-        self.documents, self._count, self.books = documents, count, books
-        self._counts: dict[str, int] = {}
-
-    def count(self, text: str) -> int:
-        """Count the tokens of a text, once."""
-        if text not in self._counts:
-            self._counts[text] = self._count(text)
-        return self._counts[text]
-
-    @cached_property
-    def asked(self) -> list[dict[str, Any]]:
-        """Return the documents with questions."""
-        return [document for document in self.documents if document["questions"]]
+        self.documents, self.count, self.books = documents, cache(count), books
+        self.asked = [document for document in documents if document["questions"]]
 
     @cached_property
     def index(self) -> Any:
@@ -107,12 +96,11 @@ class Pool:
         chosen: list[int] = []
         for place, text in enumerate(texts):
             need = self.count(text) + 8
-            if chosen and spent + need > tokens:
-                if spent > 0.9 * tokens:
-                    break
-                continue
-            spent += need
-            chosen.append(place)
+            if not chosen or spent + need <= tokens:
+                spent += need
+                chosen.append(place)
+            elif spent > 0.9 * tokens:
+                break
         return chosen
 
 
@@ -149,12 +137,9 @@ def documents_among_others(template: str, heading: str = "", ask: str = "{input}
             for question in order[place]["questions"]
         ]
         rng.shuffle(pairs)
+        form = ask if len(chosen) > 1 else "{input}"
         questions = [
-            Question(
-                ask.format(title=title, input=question["input"]) if len(chosen) > 1 else question["input"],
-                question["answers"][0],
-                (span,),
-            )
+            Question(form.format(title=title, input=question["input"]), question["answers"][0], (span,))
             for title, question, span in pairs[: wanted.questions]
         ]
         return Exercise(template, context, questions)
@@ -260,9 +245,10 @@ def examples(
             fitting = [document for document in fitting if answered(document) in labels]
         solving, shown = fitting[: wanted.questions], fitting[wanted.questions :]
         if same:  # an example of every asked class comes first, so that it is there
-            needed = {answered(document) for document in solving}
-            first = [next((each for each in shown if answered(each) == label), None) for label in sorted(needed)]
-            helpful = [document for document in first if document is not None]
+            first: dict[str, dict[str, Any]] = {}
+            for document in shown:
+                first.setdefault(answered(document), document)
+            helpful = [first[label] for label in sorted({answered(each) for each in solving}) if label in first]
             shown = helpful + [document for document in shown if all(document is not each for each in helpful)]
 
         def text(form: str, document: dict[str, Any]) -> str:
@@ -276,10 +262,8 @@ def examples(
         questions = []
         for document in solving:
             answer = answered(document)
-            alike = [
-                span for place, span in zip(chosen, spans, strict=True) if same and answered(shown[place]) == answer
-            ]
-            questions.append(Question(text(asked, document), answer, tuple(alike)))
+            alike = (span for place, span in zip(chosen, spans, strict=True) if answered(shown[place]) == answer)
+            questions.append(Question(text(asked, document), answer, tuple(alike) if same else ()))
         return Exercise(template, context, questions)
 
     return layout
@@ -331,6 +315,7 @@ def facts(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
 
 
 QA_SHOT = "Passage:\n{context}\nQuestion:\n{input}\nAnswer:\n"
+DIALOGUE = "Dialogue: {context}\nSummary: "
 LAYOUTS: dict[str, Layout] = {
     "story_qa": documents_among_others("narrativeqa", "Story: {title}", 'In the story "{title}": {input}'),
     "paper_qa": documents_among_others("qasper", "Paper:", 'In the paper that begins "{title}": {input}'),
@@ -345,9 +330,7 @@ LAYOUTS: dict[str, Layout] = {
     "multihop_qa": multihop,
     "fewshot_qa": examples("triviaqa", f"{QA_SHOT}{{answer}}\n\n", QA_SHOT, ""),
     "intent": examples("trec", "Question: {context}\nType: {answer}", "Question: {context}\nType:", same=True),
-    "dialogue_summary": examples(
-        "samsum", "Dialogue: {context}\nSummary: {answer}\n", "Dialogue: {context}\nSummary: "
-    ),
+    "dialogue_summary": examples("samsum", f"{DIALOGUE}{{answer}}\n", DIALOGUE),
     "code": completion,
     "babi": facts,
     "facts": facts,
@@ -373,16 +356,12 @@ class Exercises:
     longest: int
     questions: int
     unanswerable: float = 0.0
-    tasks: list[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tasks = sorted(self.pools)
 
     def make(self, number: int) -> Exercise:
         """Make an exercise; its number and the seed decide everything."""
         rng = random.Random(f"{self.seed}/{number}")
         while True:
-            task = rng.choice(self.tasks)
+            task = rng.choice(sorted(self.pools))
             tokens = round(math.exp(rng.uniform(math.log(self.shortest), math.log(self.longest))))
             exercise = LAYOUTS[task](self.pools[task], Wanted(tokens, self.questions, self.unanswerable), rng)
             if exercise.context.strip() and exercise.questions:

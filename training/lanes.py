@@ -78,7 +78,7 @@ class Lanes:
     Args:
         count: number of lanes of the whole run.
         segment_tokens: tokens a step.
-        pad_id: fills up last segments; its value does not matter.
+
         own: the lanes that this instance reads (rows of its batch). Default: all.
         contexts: read the contexts of questions; without a memory that is of no use.
         teacher_tokens: give a teacher this many tokens of a document up to each segment's end, too.
@@ -90,14 +90,13 @@ class Lanes:
         count: int,
         segment_tokens: int,
         seed: int,
-        pad_id: int = 0,
         own: Sequence[int] | None = None,
         contexts: bool = True,
         teacher_tokens: int = 0,
     ) -> None:
         self.contexts, self.teacher_tokens = contexts, teacher_tokens
         self.documents, self.count, self.segment_tokens = documents, count, segment_tokens
-        self.seed, self.pad_id = seed, pad_id
+        self.seed = seed
         self.position = list(range(count) if own is None else own)  # each lane's place in the endless row
         self.piece = [0] * len(self.position)  # number of the document's piece that a lane reads
         self.offset = [0] * len(self.position)  # inputs of its piece that a lane has read
@@ -106,18 +105,17 @@ class Lanes:
     def step(self) -> Step:
         """Read the next segment of every lane."""
         shape = (len(self.position), self.segment_tokens)
-        ids = torch.full(shape, self.pad_id)
-        labels, mask = torch.full(shape, IGNORED), torch.zeros(shape, dtype=torch.long)
+        ids, mask = torch.zeros(2, *shape, dtype=torch.long)
+        labels = torch.full(shape, IGNORED)
         step = Step(ids, labels, mask, torch.zeros(len(self.position), dtype=torch.bool), [])
         for lane in range(len(self.position)):
-            pieces, start = self._current(lane), self.offset[lane]
-            number = self.piece[lane]
+            pieces = self._current(lane)  # it may pass over documents, which moves the place
+            number, start = self.piece[lane], self.offset[lane]
             piece = pieces[number]
             inputs = piece.inputs[start : start + self.segment_tokens]
             length = len(inputs)
-            ids[lane, :length] = inputs
+            ids[lane, :length], mask[lane, :length] = inputs, 1
             labels[lane, :length] = piece.labels(start, length, IGNORED)
-            mask[lane, :length] = 1
             step.reset[lane] = number == start == 0
             if number and not start:
                 (step.drop if pieces[number - 1].asked else step.close).append(lane)
@@ -126,7 +124,9 @@ class Lanes:
             step.teachers.append(self._teacher(piece, start + length))
             self.offset[lane] += length
             if self.offset[lane] >= len(piece.inputs):
-                self._advance(lane)
+                self.piece[lane], self.offset[lane] = number + 1, 0
+                if number + 1 == len(pieces):
+                    self._next_document(lane)
         return step
 
     def _teacher(self, piece: Piece, end: int) -> Tensor | None:
@@ -148,12 +148,6 @@ class Lanes:
                 pieces = [piece for piece in pieces if not piece.context]
         self._pieces[lane] = pieces
         return pieces
-
-    def _advance(self, lane: int) -> None:
-        self.piece[lane] += 1
-        self.offset[lane] = 0
-        if self.piece[lane] >= len(self._current(lane)):
-            self._next_document(lane)
 
     def _next_document(self, lane: int) -> None:
         self.position[lane] += self.count
@@ -226,14 +220,7 @@ def make_groups(
     first = process * groups * rows
     made = []
     for start in range(first, first + groups * rows, rows):
-        own = Lanes(
-            documents,
-            lanes,
-            tokens,
-            seed,
-            own=range(start, start + rows),
-            contexts=remembers,
-            teacher_tokens=teacher_tokens,
-        )
-        made.append(Group(own, new_memory(model, rows) if remembers else None))
+        own = range(start, start + rows)
+        read = Lanes(documents, lanes, tokens, seed, own, contexts=remembers, teacher_tokens=teacher_tokens)
+        made.append(Group(read, new_memory(model, rows) if remembers else None))
     return made

@@ -19,7 +19,7 @@ from cacheformers.evaluation.longbench.methods import MEMORY_PROMPTS, LongBenchO
 from cacheformers.evaluation.longbench.prompts import Encoded
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.retrieval import make_retriever
-from cacheformers.evaluation.longbench.tasks import TASKS, load_templates
+from cacheformers.evaluation.longbench.tasks import CODE, TASKS, load_templates
 from cacheformers.training.exercises import LAYOUTS, Exercise, Exercises, load_pools
 
 MIXTURE = 1000  # exercises and books repeat their order of kinds after this many
@@ -29,6 +29,7 @@ MIXTURE = 1000  # exercises and books repeat their order of kinds after this man
 class LessonOptions:
     """Questions to learn from, and a teacher; without --questions only the teacher matters."""
 
+    _argument_group_name = "questions (recipes that teach to answer)"
     questions: list[str] | None = option(
         None,
         help="Pools of short documents with questions: files of JSON lines, or folders of them. Long contexts are put "
@@ -63,15 +64,8 @@ class LessonOptions:
     )
 
 
-LessonOptions._argument_group_name = "questions (recipes that teach to answer)"  # type: ignore[attr-defined]
-
-
 def check_lessons(options: LessonOptions, memory: Any) -> None:
-    """Raise ValueError for numbers out of range, prompts that leave no room for answers, or too long contexts.
-
-    Args:
-        memory: its options on its base.
-    """
+    """Raise ValueError for numbers out of range, and contexts or prompts too long for the options of a memory."""
     if not 0 <= options.distill <= 1:
         raise ValueError(f"distill must be between 0 and 1, got {options.distill}.")
     if options.questions is None:
@@ -97,9 +91,8 @@ def check_lessons(options: LessonOptions, memory: Any) -> None:
             )
     if options.prompt_tokens + 64 > memory.segment_tokens:
         raise ValueError(
-            f"prompt_tokens {options.prompt_tokens} leaves fewer than 64 of segment_tokens "
-            f"{memory.segment_tokens} for chat "
-            "template and answer: a prompt and its answer are one segment. Choose smaller prompts or larger segments."
+            f"prompt_tokens {options.prompt_tokens} leaves fewer than 64 of segment_tokens {memory.segment_tokens} for "
+            "chat template and answer: they are one segment with the prompt. Choose smaller prompts or larger segments."
         )
 
 
@@ -130,14 +123,8 @@ class Lessons(DocumentRow):
         super().__init__(tokenizer, 2, [*books.sources, *options.questions])
         self.options, self.books, self.segment_tokens = options, books, segment_tokens
         texts = [text for text in books._first_texts() if text]
-        self.exercises = Exercises(
-            load_pools(options.questions, self._count, texts),
-            seed,
-            options.shortest_context,
-            options.longest_context,
-            options.questions_per_context,
-            options.unanswerable,
-        )
+        how = options.shortest_context, options.longest_context, options.questions_per_context, options.unanswerable
+        self.exercises = Exercises(load_pools(options.questions, self._count, texts), seed, *how)
         templates = load_templates(TASKS)
         form = LongBenchOptions(data="", methods=["memory"], chat=options.chat, memory_prompt=options.prompt)
         name = MEMORY_PROMPTS[options.prompt]
@@ -164,11 +151,7 @@ class Lessons(DocumentRow):
         self.books.release(position)
 
     def check(self, segment_tokens: int) -> None:
-        """Make the first exercise.
-
-        Raises:
-            ValueError: the books are not long enough, or nothing is to be learned.
-        """
+        """Make the first exercise; raise ValueError if books are not long enough, or nothing is to be learned."""
         if self.options.books_share:
             self.books.check(segment_tokens)
         self.pieces(next(index for index in range(MIXTURE) if self.book(index) is None))
@@ -185,34 +168,21 @@ class Lessons(DocumentRow):
             tokens = self.books.tokens(book)[: self.options.longest_context]
             return [Piece(tokens)] if len(tokens) else []
         exercise = self.exercises.make(index)
-        made = [self.asked(exercise, number) for number in range(len(exercise.questions))]
-        return [Piece(torch.tensor(made[0][0].read), learned=torch.zeros(made[0][0].question).bool(), context=True)] + [
-            piece for _, piece in made
-        ]
+        prompts, asked = zip(*(self.asked(exercise, number) for number in range(len(exercise.questions))), strict=True)
+        read = torch.tensor(prompts[0].read)
+        return [Piece(read, learned=torch.zeros(len(read), dtype=torch.bool), context=True), *asked]
 
     def asked(self, exercise: Exercise, number: int) -> tuple[Encoded, Piece]:
         """Encode a question as the evaluation asks it, followed by its answer."""
         question = exercise.questions[number]
-        record = Record(
-            exercise.template,
-            str(number),
-            question.input,
-            exercise.context,
-            [question.answer],
-            0,
-            None,
-            exercise.template,
-            question.gold,
-        )
+        asked = (str(number), question.input, exercise.context, [question.answer], 0, None)
+        record = Record(exercise.template, *asked, gold=question.gold)
         prompt = self.maker(record)
-        answer = self.answer_ids(question.answer, record, prompt)
-        answer = answer[: self.segment_tokens + 1 - len(prompt.asked)]
+        answer = self.answer_ids(question.answer, record)[: self.segment_tokens + 1 - len(prompt.asked)]
         ids = torch.tensor([*prompt.asked, *answer])
-        learned = torch.zeros(len(ids), dtype=torch.bool)
-        learned[len(prompt.asked) :] = True
         piece = Piece(
             ids,
-            learned=learned,
+            learned=torch.arange(len(ids)) >= len(prompt.asked),
             asked=True,
             asking=prompt.asking + len(answer),
             gold=prompt.gold,
@@ -220,15 +190,15 @@ class Lessons(DocumentRow):
         )
         return prompt, piece
 
-    def answer_ids(self, answer: str, record: Record, prompt: Encoded) -> list[int]:
+    def answer_ids(self, answer: str, record: Record) -> list[int]:
         """Encode the answer as the model is to write it, with the token that ends it."""
-        in_chat = self.options.chat and record.form.chat
-        text = answer if in_chat or record.form.category == "Code completion" else f" {answer}"
+        form, is_code = record.form, record.form.category == CODE
+        text = answer if is_code or (self.options.chat and form.chat) else f" {answer}"
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        ids = ids[: record.form.new_tokens - 1]
-        if record.form.first_line or record.form.category == "Code completion":
-            return [*ids, *self.tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]]
-        return [*ids, self.tokenizer.eos_token_id]
+        ends = [self.tokenizer.eos_token_id]
+        if form.first_line or is_code:
+            ends = self.tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]
+        return [*ids[: form.new_tokens - 1], *ends]
 
     def name(self, index: int) -> str:
         book = self.book(index)
@@ -236,11 +206,9 @@ class Lessons(DocumentRow):
 
     def identity(self) -> dict[str, Any]:
         """Describe these lessons, to compare them when a run is resumed."""
-        pools = {task: fingerprint([each["context"] for each in pool.documents[:16]]) for task, pool in self._pools()}
-        return {**self.books.identity(), "pools": {task: pools[task] for task in sorted(pools)}}
-
-    def _pools(self) -> Any:
-        return self.exercises.pools.items()
+        pools = sorted(self.exercises.pools.items())
+        found = {task: fingerprint([each["context"] for each in pool.documents[:16]]) for task, pool in pools}
+        return {**self.books.identity(), "pools": found}
 
     def _count(self, text: str) -> int:
         return len(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -38,11 +38,7 @@ class MethodOptions:
     config: ClassVar[type[MemoryAdapterConfig]]
 
     def values(self) -> dict[str, Any]:
-        """Return the fields as the config takes them.
-
-        Raises:
-            ValueError: a map from layers cannot be read.
-        """
+        """Return the fields as the config takes them; raise ValueError for a map from layers that cannot be read."""
         chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         for name, read in (("retrieval_map", layer_map), ("far_heads", head_map)):
             if chosen.get(name) is not None:
@@ -50,8 +46,10 @@ class MethodOptions:
         return chosen
 
 
-def method_options(config: type[MemoryAdapterConfig]) -> type[MethodOptions]:
-    """Make the dataclass of a method's options."""
+@cache
+def options_of(method: str) -> type[MethodOptions]:
+    """Make the dataclass of a registered method's options."""
+    config = METHODS[method].adapter_config
     hints, inherited = get_type_hints(config), {field.name for field in dataclasses.fields(LoraConfig)}
     own = {name for kind in config.__mro__[: config.__mro__.index(LoraConfig)] for name in kind.__annotations__}
     fields: list[Any] = []
@@ -63,23 +61,13 @@ def method_options(config: type[MemoryAdapterConfig]) -> type[MethodOptions]:
         if kind in NOTATION:
             kind, text = list[str] | None, text + NOTATION[kind]
         fields.append((field.name, kind, option(field.default, help=text)))
-    facts = {
-        "method": method_named(config.kind).name,
-        "config": config,
-        "_argument_group_name": f"memory (fields of {config.__name__})",
-    }
+    facts = {"method": method, "config": config, "_argument_group_name": f"memory (fields of {config.__name__})"}
     return dataclasses.make_dataclass("MethodOptions", fields, bases=(MethodOptions,), namespace=facts)
 
 
-@cache
-def options_of(method: str) -> type[MethodOptions]:
-    """Return the options class of a registered method."""
-    return method_options(METHODS[method].adapter_config)
-
-
-def names(options: type[MethodOptions]) -> set[str]:
-    """Return the names of a method's options."""
-    return {field.name for field in dataclasses.fields(options)}  # type: ignore[arg-type]
+def names(options: type) -> set[str]:
+    """Return the names of a dataclass's options."""
+    return {field.name for field in dataclasses.fields(options)}
 
 
 def chosen_options(arguments: Sequence[str]) -> type[MethodOptions]:
@@ -112,11 +100,7 @@ def of_other_methods(options: type[MethodOptions]) -> dict[str, str]:
 
 
 def layer_map(entries: Sequence[str]) -> dict[int, int]:
-    """Read `["6", "12:14"]` as `{6: 6, 12: 14}`.
-
-    Raises:
-        ValueError: an entry has another form.
-    """
+    """Read `["6", "12:14"]` as `{6: 6, 12: 14}`; raise ValueError for another form."""
     layers = {}
     for entry in entries:
         first, _, second = entry.partition(":")
@@ -127,11 +111,7 @@ def layer_map(entries: Sequence[str]) -> dict[int, int]:
 
 
 def head_map(entries: Sequence[str]) -> dict[int, list[int]]:
-    """Read `["22:0,2", "23:"]` as `{22: [0, 2], 23: []}`.
-
-    Raises:
-        ValueError: an entry has another form.
-    """
+    """Read `["22:0,2", "23:"]` as `{22: [0, 2], 23: []}`; raise ValueError for another form."""
     layers = {}
     for entry in entries:
         layer, colon, heads = entry.partition(":")

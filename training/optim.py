@@ -38,11 +38,7 @@ class Rates:
 
 
 def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, object]]:
-    """Group trained parameters by rate and decay; each group is named after its rate.
-
-    Raises:
-        ValueError: no parameter is trained.
-    """
+    """Group trained parameters by rate and decay, each named after its rate; raise ValueError for none."""
     groups: dict[tuple[str, float], list[nn.Parameter]] = {}
     on_layers = (module for module in model.modules() if isinstance(module, MethodOnLayer))
     rates_of_parts = next((module.method.rates for module in on_layers), {})
@@ -82,11 +78,7 @@ def make_schedule(optimizer: Optimizer, steps: int, warmup_steps: int, done: int
 
 
 def freeze_idle_gates(model: nn.Module, memory: Any) -> None:
-    """Freeze parts that no forward uses (gates of layers with fixed heads), for whose gradients DDP would wait.
-
-    Args:
-        memory: the options of the model's memory.
-    """
+    """Freeze parts that no forward uses (gates of fixed heads, by the memory's options): DDP would wait for them."""
     method: MemoryMethod | None = getattr(memory, "method", None)
     if method is not None and method.frozen_layers(memory):
         attentions = attention_modules(find_decoder(unwrap(model)))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from accelerate import Accelerator
@@ -77,39 +77,22 @@ class Plan:
 
 def make_parser(arguments: Sequence[str] = (), description: str = "") -> RecipeParser:
     """Return the parser of all options, among them those of the method that the arguments choose."""
-    kinds = [
-        StartOptions,
-        DataOptions,
-        TrainOptions,
-        RunOptions,
-        EvalOptions,
-        HubOptions,
-        LessonOptions,
-        ScratchOptions,
-    ]
     memory = chosen_options(arguments)
-    return RecipeParser([*kinds, memory], description, of_other_methods(memory))
+    topics = get_type_hints(Options)
+    return RecipeParser([*topics.values()][:-1] + [memory], description, of_other_methods(memory))
 
 
 def check_given(options: Options, given: Collection[str]) -> None:
-    """Raise ValueError if options were given that would have no effect.
-
-    Args:
-        given: names of the options that were set.
-    """
-    if options.model.init == "pretrained":
-        unused = sorted({field.name for field in fields(ScratchOptions)} & set(given))
-        if unused:
-            raise ValueError(f"{', '.join(unused)}: only with --init scratch.")
-        return
-    unused = sorted(names(type(options.memory)) & set(given))
-    if unused:
-        raise ValueError(f"{', '.join(unused)}: with --init scratch the memory's options stand in the --model_config.")
-    unused = sorted(set(OF_ADAPTERS) & set(given))
-    if unused:
-        raise ValueError(
-            f"{', '.join(unused)}: only with --init pretrained (a model from scratch has no base or LoRA)."
-        )
+    """Raise ValueError if options that would have no effect are among the given names."""
+    useless = [(names(ScratchOptions), "only with --init scratch.")]
+    if options.model.init == "scratch":
+        useless = [
+            (names(type(options.memory)), "with --init scratch the memory's options stand in the --model_config."),
+            (set(OF_ADAPTERS), "only with --init pretrained (a model from scratch has no base or LoRA)."),
+        ]
+    for those, why in useless:
+        if those & set(given):
+            raise ValueError(f"{', '.join(sorted(those & set(given)))}: {why}")
 
 
 def make_plan(options: Options) -> Plan:
@@ -121,7 +104,11 @@ def make_plan(options: Options) -> Plan:
     train, run = options.train, options.run
     check_train_options(train, run)
     check_output(train.output, run)
-    subject = make_subject(options)
+    subject: Subject = (
+        Scratch(options.model, train, options.scratch)
+        if options.model.init == "scratch"
+        else Adaptation(options.model, train, options.memory)
+    )
     accelerator = make_accelerator(options.model.device, train.output, run, precision=options.scratch.precision)
     check_division(accelerator.num_processes, train, run.sharding, options.model.quantize)
     tokenizer = subject.tokenizer(accelerator)
@@ -155,31 +142,15 @@ def make_plan(options: Options) -> Plan:
     return Plan(options, subject, accelerator, tokenizer, documents, valid, checkpoints, settings, resumed)
 
 
-def make_subject(options: Options) -> Subject:
-    """Return what is trained: an adapter, or a whole model."""
-    if options.model.init == "scratch":
-        return Scratch(options.model, options.train, options.scratch)
-    return Adaptation(options.model, options.train, options.memory)
-
-
 def train_documents(options: Options, tokenizer: PreTrainedTokenizerBase, memory: Any) -> DocumentRow:
-    """Return what is trained on: documents, and questions if there are some.
-
-    Args:
-        memory: options of the memory on its base.
-    """
+    """Return what is trained on with these options of a memory: documents, and questions if there are some."""
     check_lessons(options.lessons, memory)
     documents = open_documents(options.data.train, tokenizer, options.data)
     if options.lessons.questions is None:
         return documents
-    return Lessons(
-        options.lessons,
-        documents,
-        tokenizer,
-        memory.segment_tokens,
-        teacher_tokens=memory.base.max_positions - memory.segment_tokens,
-        seed=options.train.seed,
-    )
+    tokens = memory.segment_tokens
+    most = memory.base.max_positions - tokens
+    return Lessons(options.lessons, documents, tokenizer, tokens, teacher_tokens=most, seed=options.train.seed)
 
 
 def valid_documents(options: Options, tokenizer: PreTrainedTokenizerBase) -> list[HeldOut]:
@@ -220,18 +191,16 @@ def estimated(options: Options) -> Estimate:
     processes = options.run.estimate_processes
     check_division(processes, train, options.run.sharding, options.model.quantize)
     dtype: Any = (base.dtype or torch.float32) if options.model.dtype == "auto" else getattr(torch, options.model.dtype)
+    same = ("accumulation", "backprop_segments", "optimizer", "activation_checkpointing")
     work = Work(
         lanes=train.lanes // processes,
         segment_tokens=memory.segment_tokens,
-        accumulation=train.accumulation,
-        backprop_segments=train.backprop_segments,
         max_tokens=options.data.max_tokens,
         dtype=dtype,
         quantize=None if options.model.quantize == "none" else options.model.quantize,
-        optimizer=train.optimizer,
-        activation_checkpointing=train.activation_checkpointing,
         processes=processes,
         sharding=None if options.run.sharding == "none" else options.run.sharding,
         device_type="cpu" if options.model.device == "cpu" else "cuda",
+        **{name: getattr(train, name) for name in same},
     )
     return estimate(base, adapter, work)

@@ -93,11 +93,7 @@ def publish(folder: Path, options: HubOptions) -> str:
 
 
 def adapter_card(result: dict[str, Any]) -> str:
-    """Return an adapter's model card as Markdown with the Hub's metadata.
-
-    Args:
-        result: what stands in train_result.json.
-    """
+    """Return an adapter's card, Markdown with the Hub's metadata, from what stands in train_result.json."""
     options, remembers = result["options"], result["options"]["train"]["method"] != "lora"
     memory = {name: value for name, value in options["memory"].items() if remembers or name in WITHOUT_MEMORY}
     train = {name: value for name, value in options["train"].items() if name not in ELSEWHERE}
@@ -131,13 +127,6 @@ def scratch_card(result: dict[str, Any], folder: Path) -> str:
     ).text()
 
 
-def rates(result: dict[str, Any]) -> str:
-    """List the learning rates of what was trained."""
-    titles = {"weights": "LoRA" if result["options"]["model"]["init"] == "pretrained" else "weights", **TRAINED}
-    found = result["rates"]
-    return ", ".join(f"{found[kind]:g} ({title})" for kind, title in titles.items() if kind in found)
-
-
 def measured(result: dict[str, Any]) -> str:
     """Return the table of perplexities, or a sentence that says that there is none."""
     scores = result["scores"]
@@ -153,10 +142,9 @@ def measured(result: dict[str, Any]) -> str:
     ]
     for name, run in scores.items():
         compared = run["compared"]
-        ratio = "" if name == reference else f"{compared['ratio']:.4f}"
-        sure = "" if name == reference else between(compared["interval"], 4)
+        ratio = ("", "") if name == reference else (f"{compared['ratio']:.4f}", between(compared["interval"], 4))
         overall = f"{run['perplexity']:.3f}", between(run["interval"], 3), f"{run['bits_per_character']:.4f}"
-        lines.append(cells(name, *overall, ratio, sure))
+        lines.append(cells(name, *overall, *ratio))
     classes = list(first["by_class"])
     lines += ["", cells("perplexity where the token occurred last", *classes), cells(*["---"] * (len(classes) + 1))]
     for name, run in scores.items():
@@ -166,17 +154,18 @@ def measured(result: dict[str, Any]) -> str:
 
 def trained(result: dict[str, Any]) -> str:
     """Describe data, settings, command and environment."""
-    options, environment = result["options"], result["environment"]
+    options, environment, found = result["options"], result["environment"], result["rates"]
     train = options["train"]
-    sources = ", ".join(
-        f"`{Path(source).name if Path(source).exists() else source}`" for source in options["data"]["train"]
-    )
+    names = (Path(source).name if Path(source).exists() else source for source in options["data"]["train"])
+    sources = ", ".join(f"`{name}`" for name in names)
+    titles = {"weights": "LoRA" if options["model"]["init"] == "pretrained" else "weights", **TRAINED}
+    rates = ", ".join(f"{found[kind]:g} ({title})" for kind, title in titles.items() if kind in found)
     origin = "".join(f"\n\n{line}" for line in origin_lines([result]))
     versions = ", ".join(f"{name} {environment[name]}" for name in ("cacheformers", "torch", "transformers", "peft"))
     return "\n".join(
         [
             f"{len(result['losses']):,} steps over {result['tokens']:,} tokens of {sources}, "
-            f"{train['lanes']} lane(s), {train['optimizer']}, rates {rates(result)}. Every option and every loss is in "
+            f"{train['lanes']} lane(s), {train['optimizer']}, rates {rates}. Every option and every loss is in "
             "`train_result.json`.\n",
             "```bash",
             f"python {' '.join(result['command'])}",
@@ -189,12 +178,11 @@ def trained(result: dict[str, Any]) -> str:
 
 def limits(result: dict[str, Any], has_entries: bool) -> list[str]:
     """List what a user of this run's result should know."""
-    found = []
-    if has_entries and "other document" not in result["scores"]:
-        found.append(
-            "Whether the memory carries what a document says, or merely helps in general, was not checked "
-            "(`--controls other_document`)."
-        )
+    unchecked = (
+        "Whether the memory carries what a document says, or merely helps in general, was not checked (`--controls "
+        "other_document`)."
+    )
+    found = [unchecked] if has_entries and "other document" not in result["scores"] else []
     if len(next(iter(result["scores"].values()))["documents"] if result["scores"] else []) < 10:
         found.append("With so few held-out documents the intervals are too narrow.")
     return found

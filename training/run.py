@@ -135,11 +135,16 @@ class TrainingRun:
         Args:
             needed: raise CheckpointError where it cannot be written. Otherwise that is printed, and training goes on.
         """
-        weights, moments = trained_state(self.trained), optimizer_state(self.trained, self.optimizer)
+        weights = trained_state(self.trained)
+        held: Any = get_optimizer_state_dict(self.trained, inner(self.optimizer), options=WHOLE)
+        moments = joined(**held.get("state", {}))  # `parameter.key`
 
         def write(folder: Path) -> None:
             if self.accelerator.is_main_process:
-                write_shared(folder, self.trained, weights, moments)
+                self.trained.save_pretrained(str(folder), state_dict=dict(weights))  # transformers empties it
+                for path in folder.iterdir():
+                    sync(path)
+                write_tensors(folder / OPTIMIZER, moments)
             write_own(folder, self.groups, self.accelerator.process_index)
 
         contents = {"settings": self.settings, "history": asdict(self.history)}
@@ -188,12 +193,9 @@ class TrainingRun:
         try:
             yield
         except RuntimeError as error:
-            if self.accelerator.num_processes == 1 or isinstance(error, CheckpointError):
-                raise
-            lost = isinstance(error, torch.distributed.DistError) or any(
-                word in str(error) for word in ("gloo", "NCCL", "Connection closed", "Connection reset")
-            )
-            if not lost:
+            words = ("gloo", "NCCL", "Connection closed", "Connection reset")
+            lost = isinstance(error, torch.distributed.DistError) or any(word in str(error) for word in words)
+            if self.accelerator.num_processes == 1 or isinstance(error, CheckpointError) or not lost:
                 raise
             raise ProcessLost(
                 f"Process {self.accelerator.process_index} of {self.accelerator.num_processes} stopped after step "
@@ -219,20 +221,6 @@ def trained_state(model: Trained) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if name in trained}  # type: ignore[misc]
 
 
-def optimizer_state(model: Trained, optimizer: Any) -> dict[str, Tensor]:
-    """Return the optimizer's state, `parameter.key`, on the first process. Every process must call this."""
-    state: Any = get_optimizer_state_dict(model, inner(optimizer), options=WHOLE)
-    return joined(**state.get("state", {}))
-
-
-def write_shared(folder: Path, model: Trained, weights: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:
-    """Write the first process's files: what is trained, as `save_pretrained` saves it, and the optimizer."""
-    model.save_pretrained(str(folder), state_dict=dict(weights))  # transformers empties it
-    for path in folder.iterdir():
-        sync(path)
-    write_tensors(folder / OPTIMIZER, optimizer)
-
-
 def save_trained(folder: Path, model: Trained, weights: dict[str, Tensor]) -> None:
     """Put a finished adapter or model into a folder, so that an interruption never leaves half of it there."""
     _, config = saved_as(model)
@@ -247,7 +235,7 @@ def save_trained(folder: Path, model: Trained, weights: dict[str, Tensor]) -> No
 
 
 def restore_shared(folder: Path, model: Trained, optimizer: Any) -> None:
-    """Load what `write_shared` wrote into a model and an optimizer. Every process must call this.
+    """Load the weights and moments of a checkpoint into a model and an optimizer. Every process must call this.
 
     Raises:
         ValueError: the file lacks a tensor.
@@ -294,7 +282,10 @@ def write_own(folder: Path, groups: list[Group], process: int) -> None:
     """Write one process's file: the places of its lanes, their memories, and its random numbers."""
     memories = {f"memory.{i}": group.memory.state_dict() for i, group in enumerate(groups) if group.memory is not None}
     lanes = json.dumps([group.lanes.state_dict() for group in groups])
-    write_tensors(folder / OWN.format(process), joined(random=random_state(), **memories), {"lanes": lanes})
+    random = {"cpu": torch.get_rng_state()}  # dropout draws from it
+    if torch.cuda.is_available():
+        random["cuda"] = torch.cuda.get_rng_state()
+    write_tensors(folder / OWN.format(process), joined(random=random, **memories), {"lanes": lanes})
 
 
 def restore_own(folder: Path, groups: list[Group], process: int, device: torch.device) -> None:
@@ -311,9 +302,3 @@ def restore_own(folder: Path, groups: list[Group], process: int, device: torch.d
     torch.set_rng_state(random["cpu"])
     if "cuda" in random:
         torch.cuda.set_rng_state(random["cuda"])
-
-
-def random_state() -> dict[str, Tensor]:
-    """Return the states of torch's random number generators, from which dropout draws."""
-    held = {"cpu": torch.get_rng_state()}
-    return {**held, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else held

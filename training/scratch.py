@@ -36,6 +36,7 @@ from cacheformers.training.tokenizer import open_tokenizer
 class ScratchOptions:
     """What is trained from scratch, and how."""
 
+    _argument_group_name = "training from scratch (with --init scratch)"
     model_config: str | None = option(
         None,
         help="The new model: a config.json with its model_type, sizes and, where it has one, its memory's options. "
@@ -60,8 +61,6 @@ class ScratchOptions:
         "and searches stay in float32.",
     )
 
-
-ScratchOptions._argument_group_name = "training from scratch (with --init scratch)"  # type: ignore[attr-defined]
 
 NOT_THE_MODEL = ("architectures", "auto_map", "dtype", "transformers_version")  # fields that are not about the model
 
@@ -153,26 +152,19 @@ def model_config(path: Path, tokenizer: PreTrainedTokenizerBase) -> PretrainedCo
     given = read_config(path)
     decoder = decoder_of(given)
     decoder.setdefault("vocab_size", len(tokenizer))
-    for name in ("bos_token_id", "eos_token_id"):
-        decoder[name] = getattr(tokenizer, name)
+    decoder |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
     try:
         config: PretrainedConfig = AutoConfig.for_model(**given)
     except StrictDataclassError as error:
         raise ValueError(f"{path}: {error}") from error
-    check_fields(path, given, config)
-    if decoder is not given:
-        check_fields(path, decoder, config.get_text_config())
+    for part, own in ((given, config), (decoder, config.get_text_config())):
+        check_fields(path, part, own)
     check_vocabulary(config, tokenizer)
     return config
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a configuration file.
-
-    Raises:
-        OSError: the file does not exist.
-        ValueError: it is not the configuration of a model.
-    """
+    """Read a configuration file; raise OSError if there is none, ValueError if it does not configure a model."""
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -196,11 +188,7 @@ def decoder_of(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_class(model_type: str) -> type[PretrainedConfig]:
-    """Return the configuration class of a model type.
-
-    Raises:
-        ValueError: the model type is unknown.
-    """
+    """Return the configuration class of a model type; raise ValueError for an unknown one."""
     try:
         return type(AutoConfig.for_model(model_type))
     except ValueError as error:
@@ -220,11 +208,7 @@ def check_fields(path: Path, given: dict[str, Any], config: PretrainedConfig) ->
 
 
 def segments(config: PretrainedConfig) -> Segments:
-    """Return how a model without a memory method reads.
-
-    Raises:
-        ValueError: its type is not supported, or it cannot read segments of this length.
-    """
+    """Return how a model without a memory method reads; raise ValueError if it cannot read segments of this length."""
     if isinstance(config, WholeConfig):
         return Segments(config.base_shape(), config.segment_tokens)
     architecture(config)

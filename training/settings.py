@@ -27,6 +27,7 @@ NOT_NEGATIVE = ("seed", "lora_rate", "memory_rate", "gate_factor", "weight_decay
 class TrainOptions:
     """What is trained, and how."""
 
+    _argument_group_name = "training"
     output: str = option(
         help="Folder for the adapter or model, its tokenizer, train_result.json, plots and checkpoints."
     )
@@ -84,6 +85,7 @@ class TrainOptions:
 class RunOptions:
     """Resuming, stopping, and what is written on the way. None of these changes what is learned."""
 
+    _argument_group_name = "the run: going on, stopping, logging"
     resume: bool = option(
         False, help="Go on from the last good checkpoint in output/checkpoints; start anew if there is none."
     )
@@ -116,6 +118,7 @@ class RunOptions:
 class HubOptions:
     """Where the result is pushed."""
 
+    _argument_group_name = "the Hub"
     push_to_hub: str | None = option(
         None,
         help="Hub repository, owner/name, for the result, its tokenizer, card and plots. Created before training.",
@@ -127,11 +130,6 @@ class HubOptions:
     hub_allow_mixed: bool = option(
         False, help="Push an adapter into a repository that holds a model, or a model into one that holds an adapter."
     )
-
-
-TrainOptions._argument_group_name = "training"  # type: ignore[attr-defined]
-RunOptions._argument_group_name = "the run: going on, stopping, logging"  # type: ignore[attr-defined]
-HubOptions._argument_group_name = "the Hub"  # type: ignore[attr-defined]
 
 
 def check_train_options(train: TrainOptions, run: RunOptions) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -259,40 +258,34 @@ def predict(model: nn.Module, maker: PromptMaker, work: Sequence[Batch], predict
     own = left[state.process_index :: state.num_processes]
     total = sum(characters_read(batch, maker.method.max_length) for batch in own)
     with progress(maker.method.title, total, " characters") as bar:
-        for batch, answers, times in answered(model, maker, own):
-            new = [place for place, record in enumerate(batch) if record.id not in predictions.done[record.task]]
-            lines = [prediction_line(batch[place], answers[place]) for place in new]
-            predictions.append(batch[0].task, lines, [times[place] for place in new])
+        for batch in own:
+            found = zip(batch, *answered(model, maker, batch), strict=True)
+            new = [each for each in found if each[0].id not in predictions.done[each[0].task]]
+            lines = [prediction_line(record, text) for record, text, _ in new]
+            predictions.append(batch[0].task, lines, [cost for _, _, cost in new])
             bar.update(characters_read(batch, maker.method.max_length))
 
 
-def answered(
-    model: nn.Module, maker: PromptMaker, work: Sequence[Batch]
-) -> Iterator[tuple[Batch, list[str], list[dict[str, Any]]]]:
-    """Yield each batch with its answers, and the cost of each record."""
-    for batch in work:
-        start = time.perf_counter()
-        prompts = [maker(record) for record in batch]
-        task = batch[0].form
-        hits: list[dict[str, dict[str, float]]] = [{} for _ in batch]
-        if maker.method.remembers and not is_whole(unwrap(model)):
-            memory = remembered(model, prompts, task, maker.method.content)
-            watch = (
-                GoldHits(memory, prompts) if memory.state.retrieves and any(map(attrgetter("gold"), prompts)) else None
-            )
-            rows = generated(model, maker.tokenizer, [prompt.asked for prompt in prompts], task, memory, watch=watch)
-            if watch is not None:
-                hits = [watch.found(row, len(ids)) for row, ids in enumerate(rows)]
-        else:
-            rows = answer(model, maker.tokenizer, prompts, task, maker.method.remembers)
-        texts = [str(maker.tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
-        cost = {"seconds": (time.perf_counter() - start) / len(batch), "peak_bytes": peak_bytes(model)}
-        times = [
-            {
-                **{"task": record.task, "_id": record.id, "prompt_tokens": len(prompt.ids), "new_tokens": len(row)},
-                **{"cut_again_to": prompt.cut, **cost},
-                **({"gold_hits": own} if own else {}),
-            }
-            for record, prompt, row, own in zip(batch, prompts, rows, hits, strict=True)
-        ]
-        yield batch, texts, times
+def answered(model: nn.Module, maker: PromptMaker, batch: Batch) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return the answers to a batch, and the cost of each record."""
+    start, task, prompts = time.perf_counter(), batch[0].form, [maker(record) for record in batch]
+    hits: list[dict[str, dict[str, float]]] = [{} for _ in batch]
+    if maker.method.remembers and not is_whole(unwrap(model)):
+        memory = remembered(model, prompts, task, maker.method.content)
+        known = memory.state.retrieves and any(prompt.gold for prompt in prompts)
+        watch = GoldHits(memory, prompts) if known else None
+        rows = generated(model, maker.tokenizer, [prompt.asked for prompt in prompts], task, memory, watch=watch)
+        if watch is not None:
+            hits = [watch.found(row, len(ids)) for row, ids in enumerate(rows)]
+    else:
+        rows = answer(model, maker.tokenizer, prompts, task, maker.method.remembers)
+    texts = [str(maker.tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+    cost = {"seconds": (time.perf_counter() - start) / len(batch), "peak_bytes": peak_bytes(model)}
+    return texts, [
+        {
+            **{"task": record.task, "_id": record.id, "prompt_tokens": len(prompt.ids), "new_tokens": len(row)},
+            **{"cut_again_to": prompt.cut, **cost},
+            **({"gold_hits": own} if own else {}),
+        }
+        for record, prompt, row, own in zip(batch, prompts, rows, hits, strict=True)
+    ]

@@ -65,12 +65,9 @@ def gold_summary(times: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found = [line["gold_hits"] for line in times if line.get("gold_hits")]
     if not found:
         return {}
-    layers = {
-        layer: {
-            "records": mean(float(own[layer]["tokens"] > 0) for own in found),
-            "tokens": mean(own[layer]["tokens"] for own in found),
-            "passage": mean(own[layer]["passage"] for own in found),
-        }
-        for layer in found[0]
-    }
+    layers = {}
+    for layer in found[0]:
+        tokens, passages = ([own[layer][name] for own in found] for name in ("tokens", "passage"))
+        hit = mean(float(share > 0) for share in tokens)
+        layers[layer] = {"records": hit, "tokens": mean(tokens), "passage": mean(passages)}
     return {"records": len(found), "layers": layers}

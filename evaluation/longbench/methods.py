@@ -44,6 +44,7 @@ MEMORY_CONTENTS = ("own", "none", "other", "shuffled")
 class LongBenchOptions:
     """Data, methods, and how prompts are made and answered; ValueError for a wrong name or number."""
 
+    _argument_group_name = "LongBench"
     data: str = option(
         help="LongBench: a folder with TASK.jsonl, .jsonl.gz or .parquet for each task, or a dataset of the Hub."
     )
@@ -126,9 +127,6 @@ class CompareOptions:
     output: str | None = option(None, help="Folder for table.md and plots. Default: print the table only.")
 
 
-LongBenchOptions._argument_group_name = "LongBench"  # type: ignore[attr-defined]
-
-
 @dataclass(frozen=True)
 class Method:
     """A way to answer questions about long texts.
@@ -180,21 +178,20 @@ def make_method(
         ImportError, OSError, ValueError: it is not possible with this base model, this adapter or these options.
     """
     memory = memory_config(config, adapter)
-    has_memory, built_in = memory is not None and memory is adapter, memory is config
     model = Path(base).name
     if name == "memory":
-        if not has_memory and not built_in:
+        if memory is None:
             raise ValueError("The method memory takes a model with a memory: give an --adapter that has one.")
-        held = None if options.forget else getattr(adapter if has_memory else config, "cache_size", None)
+        held = None if options.forget else getattr(memory, "cache_size", None)
         title = f"{Path(options.adapter).name if options.adapter else model}-memory"
         title += "" if options.memory_prompt == "question" else f"-{options.memory_prompt}"
         title += "" if options.memory_content == "own" else f"-{options.memory_content}"
         own = Method(name, title, options.adapter, options.max_length, counted_positions(config, memory), held)
         own = replace(own, content=options.memory_content, segment_tokens=config_options(config, memory).segment_tokens)
         return own if options.memory_prompt == "question" else with_prompt(own, options, config, memory)
-    if built_in:
+    if memory is config:
         raise ValueError(f"{base} has a memory that cannot be taken off: only the method memory can use it.")
-    used = None if has_memory else options.adapter
+    used = options.adapter if memory is None else None
     title = f"{Path(used).name if used else model}-{name}"
     positions, max_length = config.get_text_config().max_position_embeddings, options.max_length
     if name == "position-interpolation":
@@ -231,11 +228,7 @@ def with_prompt(method: Method, options: LongBenchOptions, config: PretrainedCon
 
 
 def official_limit(positions: int) -> int:
-    """Return the official limit of prompts for a model with this number of positions.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the official limit of prompts for this number of positions; raise ValueError if there is none."""
     if positions not in MAX_LENGTHS:
         raise ValueError(f"There is no official limit for a model of {positions:,} positions: give --max_length.")
     return MAX_LENGTHS[positions]
@@ -261,16 +254,13 @@ class PromptMaker:
     retriever: Retriever | None = None
     records: Mapping[str, list[Record]] = field(default_factory=dict)
 
-    def using(self, retriever: Retriever | None) -> PromptMaker:
-        """Return the same with a retriever."""
-        return replace(self, retriever=retriever)
-
     def __call__(self, record: Record) -> Encoded:
         """Return what the model reads of a record."""
-        if self.method.shown is not None:
-            shown = replace(self, method=self.method.shown)(record)
-            return replace(self.whole(record), shown=shown, cut=shown.cut)
-        return self.whole(record)
+        whole = self.whole(record)
+        if self.method.shown is None:
+            return whole
+        shown = replace(self, method=self.method.shown)(record)
+        return replace(whole, shown=shown, cut=shown.cut)
 
     def whole(self, record: Record) -> Encoded:
         """Return the prompt of a record, with what the memory reads in place of its context."""
@@ -303,14 +293,10 @@ class PromptMaker:
         return encode(prompt, self.tokenizer, self.method.remembers or self.options.memory_prompt != "question", gold)
 
     def after(self, record: Record) -> Record:
-        """Return the next record of a task that has another context; the first follows the last.
-
-        Raises:
-            ValueError: all records of the task have the same context.
-        """
+        """Return the next record of a task (cyclically) that has another context; raise ValueError if none has."""
         own = self.records[record.task]
         place = next(number for number, other in enumerate(own) if other.id == record.id)
-        for other in [*own[place + 1 :], *own[:place]]:
+        for other in [*own[place:], *own[:place]]:
             if other.context != record.context:
                 return other
         raise ValueError(f"memory_content 'other': the records of {record.task} all have the same context.")
@@ -352,7 +338,7 @@ def check_limit(maker: PromptMaker, tasks: list[Task]) -> None:
         return
     assert method.max_length is not None and method.positions is not None
     if maker.options.chat:
-        turn = len(encode(in_chat(fill("{context}", EMPTY), maker.tokenizer), maker.tokenizer).ids)
+        turn = len(encode(in_chat(Prompt("-", 1), maker.tokenizer), maker.tokenizer).ids)
     if method.max_length + turn + longest > method.positions:
         raise ValueError(
             f"max_length {method.max_length:,}, {turn} tokens of chat template and answers of {longest} tokens exceed "
@@ -360,31 +346,25 @@ def check_limit(maker: PromptMaker, tasks: list[Task]) -> None:
         )
 
 
-EMPTY = Record("", "", "", "-", [], 0, None)
-
-
 CUT = "in the middle, as the official code does; then again, shorter, until prompt and answer fit"
 
 
 def model_settings(model: ModelOptions, config: PretrainedConfig, adapter: str | None) -> dict[str, Any]:
-    """Describe what answers, for JSON; `adapter` is what `adapter_identity` returns."""
+    """Describe what answers, for JSON: the base, and a hash of the files of an adapter (a folder or a Hub id)."""
+    digest = hashlib.sha256()
+    for name in ("adapter_config.json", "adapter_model.safetensors") if adapter is not None else ():
+        digest.update(Path(str(cached_file(str(adapter), name))).read_bytes())
     return {
         "base": Path(model.base).name,
         "base_config": base_identity(config),
         "base_weights": weights_identity(model.base, config),
-        "adapter": adapter,
-        "dtype": model.dtype,
-        "quantize": model.quantize,
-        "attn_implementation": model.attn_implementation,
+        "adapter": None if adapter is None else digest.hexdigest()[:16],
+        **{name: getattr(model, name) for name in ("dtype", "quantize", "attn_implementation")},
     }
 
 
 def method_settings(method: Method, answering: dict[str, Any], options: LongBenchOptions) -> dict[str, Any]:
-    """Describe everything that predictions depend on, except the records, for JSON.
-
-    Args:
-        answering: base and adapter (`model_settings`).
-    """
+    """Describe what predictions depend on, except the records, for JSON, from `model_settings` and the options."""
     more: dict[str, Any] = {}
     if method.name == "retrieval":
         more = {name: getattr(options, name) for name in ("retriever", "chunk_words", "chunks")}
@@ -410,13 +390,3 @@ def method_settings(method: Method, answering: dict[str, Any], options: LongBenc
         "longbench_e": options.longbench_e,
         **more,
     }
-
-
-def adapter_identity(adapter: str | None) -> str | None:
-    """Hash the files of an adapter, which may be a folder or a Hub id."""
-    if adapter is None:
-        return None
-    digest = hashlib.sha256()
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        digest.update(Path(str(cached_file(adapter, name))).read_bytes())
-    return digest.hexdigest()[:16]

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
@@ -25,14 +25,6 @@ SETTINGS = "settings.json"
 TIMES = "times.ndjson"  # the official scorer takes every file whose name ends in jsonl for a task
 PREDICTED: dict[str, Any] = {"_id": str, "pred": str}
 TIMED: dict[str, Any] = {"_id": str, "task": str, "seconds": (int, float), "peak_bytes": int}
-
-
-class Identified(Protocol):
-    """What a prediction is made for."""
-
-    @property
-    def id(self) -> str:
-        """Unique within its task."""
 
 
 class PredictionError(RuntimeError):
@@ -56,9 +48,9 @@ class Predictions:
     def check(self) -> None:
         """Raise ValueError if the folder holds predictions of other settings, or a file there is damaged."""
         file = self.folder / SETTINGS
+        if not file.exists() and any(self.folder.glob("*.jsonl")):
+            raise ValueError(f"{self.folder} holds predictions of unknown settings: choose another --output.")
         if not file.exists():
-            if any(self.folder.glob("*.jsonl")):
-                raise ValueError(f"{self.folder} holds predictions of unknown settings: choose another --output.")
             return
         saved = read_settings(file)
         missing = [name for name in self.settings if name not in saved["settings"]]
@@ -102,8 +94,8 @@ class Predictions:
             saved = read_settings(self.folder / SETTINGS)
         contents = {"settings": self.settings, "data": {**saved["data"], **self.data}}
         replace(self.folder / SETTINGS, json.dumps(contents, indent=1) + "\n")
-        for path in (self.folder / TIMES, *map(self._file, self.data)):
-            repair(path)
+        for path in filter(Path.exists, (self.folder / TIMES, *map(self._file, self.data))):
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # what follows the last whole line
         return self._answered()
 
     def _answered(self) -> dict[str, set[str]]:
@@ -124,8 +116,8 @@ class Predictions:
             append(self.folder / TIMES, times)  # first: what a kill separates is answered and timed again
             append(self._file(task), lines)
 
-    def finish(self, records: Mapping[str, Sequence[Identified]]) -> dict[str, list[str]]:
-        """Sort the lines like the records, and return the predictions; other processes get nothing.
+    def finish(self, records: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
+        """Sort the lines like the records, each with an `id`, and return the predictions; other processes get nothing.
 
         What other runs have answered, with a larger limit, stays behind them.
         """
@@ -141,7 +133,7 @@ class Predictions:
         self._claim.release()
         return found
 
-    def times(self, records: Mapping[str, Sequence[Identified]]) -> list[dict[str, Any]]:
+    def times(self, records: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         """Return the costs of these records as `append` got them."""
         last = {(line["task"], line["_id"]): line for line in read_lines(self.folder / TIMES, TIMED)}
         return [last[task, record.id] for task, own in records.items() for record in own]
@@ -152,13 +144,8 @@ class Predictions:
 
 def prediction_line(record: Record, prediction: str) -> dict[str, Any]:
     """Make a line of the official layout, with the record's id."""
-    return {
-        "pred": prediction,
-        "answers": record.answers,
-        "all_classes": record.all_classes,
-        "length": record.length,
-        "_id": record.id,
-    }
+    kept = {name: getattr(record, name) for name in ("answers", "all_classes", "length")}
+    return {"pred": prediction, **kept, "_id": record.id}
 
 
 def prefixed(data: dict[str, str]) -> dict[str, str]:
@@ -179,18 +166,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     return found
 
 
-def repair(path: Path) -> None:
-    """Cut off what follows the last whole line of a file."""
-    if path.exists():
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-
-
 def read_lines(path: Path, fields: dict[str, type | tuple[type, ...]]) -> list[dict[str, Any]]:
-    """Read the whole lines of a file; none without a file. Raise ValueError for a damaged line.
-
-    Args:
-        fields: what each line must have, and of which type.
-    """
+    """Read a file's whole lines, none without a file; raise ValueError for one without these fields of these types."""
     found: list[dict[str, Any]] = []
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     for number, text in enumerate(lines, 1):

@@ -95,11 +95,7 @@ def cut_beginning(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_length
 
 
 def in_chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """Put the prompt as the user's turn into the tokenizer's chat template, ready for the model's turn.
-
-    Raises:
-        ValueError: the template changes the text beyond stripping it.
-    """
+    """Put the prompt as the user's turn into the chat template; raise ValueError if that changes more than its ends."""
     turns = [{"role": "user", "content": prompt.text}]
     text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
     body = prompt.text.strip()

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,14 +70,18 @@ def load_records(
         FileNotFoundError, ValueError: there is no such data; a record is damaged or incomplete.
     """
     name = f"{task}_e" if e else task
-    rows = file_rows(task_file(Path(data), name)) if Path(data).exists() else hub_rows(data, name)
+    if Path(data).exists():
+        rows = file_rows(task_file(Path(data), name))
+    elif HUB_ID.fullmatch(data):
+        rows = dataset_rows(f"{data}:{name}", data, name, split="test")
+    else:
+        raise FileNotFoundError(f"{data} does not exist.")
     records = [checked(task, number, row, where) for number, (where, row) in enumerate(rows)]
     if not records:
         raise ValueError(f"{data} holds no record of {name}.")
-    ids = [record.id for record in records]
-    if len(set(ids)) < len(ids):
-        repeated = next(id for id in ids if ids.count(id) > 1)
-        raise ValueError(f"{data}: several records of {name} have the _id {repeated!r}.")
+    id, count = Counter(record.id for record in records).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"{data}: several records of {name} have the _id {id!r}.")
     return limited(records, limit, seed)
 
 
@@ -123,13 +128,6 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{path} cannot be read ({error}): the file is damaged or cut off.") from error
 
 
-def hub_rows(name: str, task: str) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a task in a dataset of the Hub."""
-    if not HUB_ID.fullmatch(name):
-        raise FileNotFoundError(f"{name} does not exist.")
-    yield from dataset_rows(f"{name}:{task}", name, task, split="test")
-
-
 def dataset_rows(title: str, *arguments: Any, **options: Any) -> Iterator[tuple[str, Any]]:
     """Yield the rows of what `load_dataset` loads."""
     try:
@@ -144,11 +142,7 @@ def dataset_rows(title: str, *arguments: Any, **options: Any) -> Iterator[tuple[
 
 
 def checked(task: str, number: int, row: Any, where: str) -> Record:
-    """Make a record of a row.
-
-    Raises:
-        ValueError: it does not have the form of LongBench's records, no answer, or an empty context.
-    """
+    """Make a record of a row; raise ValueError if it lacks LongBench's form, an answer or a context."""
     if not isinstance(row, dict):
         raise ValueError(f"{where} is not a JSON object.")
     wrong = [name for name, kind in FIELDS.items() if not isinstance(row.get(name), kind)]
@@ -173,7 +167,13 @@ def checked(task: str, number: int, row: Any, where: str) -> Record:
         raise ValueError(f"{where} has no all_classes, which {template} is scored with.")
     if classes and not (isinstance(classes, list) and all(isinstance(label, str) for label in classes)):
         raise ValueError(f"{where} has all_classes that are not a list of texts: {task} cannot be scored.")
-    check_paragraphs(template, answers, where)
+    pattern = PARAGRAPHS.get(template, "")
+    unnamed = next((answer for answer in answers if not re.search(pattern, answer)), None)
+    if unnamed is not None:
+        raise ValueError(
+            f"{where} has the answer {unnamed!r}, in which no number follows {pattern.partition('(')[0]!r}: it cannot "
+            f"be scored. Correct the line, or leave out {template} with --tasks."
+        )
     gold = tuple((int(start), int(end)) for start, end in row.get("gold") or ())
     if any(not 0 <= start < end <= len(row["context"]) for start, end in gold):
         raise ValueError(f"{where} has a gold passage outside its context of {len(row['context']):,} characters.")
@@ -181,18 +181,6 @@ def checked(task: str, number: int, row: Any, where: str) -> Record:
     texts = {"_id": [id], "input": [row["input"]], "context": [row["context"]], "answers": answers}
     check_surrogates({**texts, "all_classes": classes or []}, where)
     return Record(task, id, row["input"], row["context"], answers, row["length"], classes, template, gold)
-
-
-def check_paragraphs(task: str, answers: list[str], where: str) -> None:
-    """Raise ValueError for an answer of passage retrieval that does not name a paragraph."""
-    pattern = PARAGRAPHS.get(task, "")
-    for answer in answers:
-        if not re.search(pattern, answer):
-            word = pattern.partition("(")[0]
-            raise ValueError(
-                f"{where} has the answer {answer!r}, in which no number follows {word!r}: it cannot be scored. Correct "
-                f"the line, or leave out {task} with --tasks."
-            )
 
 
 def check_surrogates(texts: dict[str, list[str]], where: str) -> None:

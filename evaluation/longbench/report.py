@@ -64,11 +64,7 @@ def category(name: str, numbers: dict[str, Any]) -> str:
 
 
 def averages(tasks: dict[str, Any]) -> dict[str, float]:
-    """Return the mean score of each category's tasks, and of all tasks under `average`.
-
-    Args:
-        tasks: task -> what `task_scores` returned.
-    """
+    """Return the mean score of each category's tasks, and of all under `average`, from what `task_scores` returned."""
     found: dict[str, list[float]] = {}
     for name, numbers in tasks.items():
         found.setdefault(category(name, numbers), []).append(numbers["score"])
@@ -82,13 +78,9 @@ def bucket_average(tasks: dict[str, Any], name: str) -> float | None:
     return mean(found) if found else None
 
 
-def bucket_interval(tasks: dict[str, Any], name: str) -> tuple[float, float]:
-    """Return the 95 % interval of `bucket_average`, from resampled records of each task that has some."""
-    scores = [
-        np.array([100 * record["score"] for record in numbers["records"] if bucket(record["length"]) == name])
-        for numbers in tasks.values()
-    ]
-    drawn = [each[draws(len(each), seed)].mean(1) for seed, each in enumerate(scores) if len(each)]
+def mean_interval(values: Sequence[Floats]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean over tasks, from resampled records of each task that has some."""
+    drawn = [each[draws(len(each), seed)].mean(1) for seed, each in enumerate(values) if len(each)]
     return middle(np.mean(drawn, axis=0))
 
 
@@ -100,23 +92,17 @@ def paired_difference(tasks: dict[str, Any], others: dict[str, Any]) -> tuple[fl
     """
     differences = [record_scores(numbers) - record_scores(others[name]) for name, numbers in tasks.items()]
     found = float(np.mean([each.mean() for each in differences]))
-    if all(len(each) < 2 for each in differences):
-        return found, None
-    drawn = [each[draws(len(each), seed)].mean(1) for seed, each in enumerate(differences)]
-    return found, middle(np.mean(drawn, axis=0))
+    return found, None if all(len(each) < 2 for each in differences) else mean_interval(differences)
 
 
-def record_scores(numbers: dict[str, Any]) -> Floats:
-    """Return the score of each record, 0 to 100, `[records]`."""
-    return np.array([100 * record["score"] for record in numbers["records"]])
+def record_scores(numbers: dict[str, Any], name: str | None = None) -> Floats:
+    """Return the score of each record, or of each in a bucket, 0 to 100, `[records]`."""
+    rows = [each for each in numbers["records"] if name is None or bucket(each["length"]) == name]
+    return np.array([100 * each["score"] for each in rows])
 
 
 def common_tasks(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the tasks that all results have, in the papers' order.
-
-    Raises:
-        ValueError: there are none, or their records differ.
-    """
+    """Return the tasks of all results, in the papers' order; raise ValueError for none, or if their records differ."""
     every = {name: category(name, numbers) for name, numbers in results[0]["tasks"].items()}
     shared = [name for name in every if all(name in result["tasks"] for result in results)]
     places, categories = list(TASKS), list(dict.fromkeys(task.category for task in TASKS.values()))
@@ -196,9 +182,8 @@ def joint_table(results: Sequence[dict[str, Any]]) -> str:
         lines.append(cells(f"length {name}", "", *("-" if mean is None else f"{mean:.2f}" for mean in means_of_tasks)))
     lines.append(cells("seconds per record", "", *(f"{result['seconds_per_record']:.2f}" for result in results)))
     if any(result.get("gold_hits") for result in results):
-        hits = [
-            [layer["records"] for layer in result.get("gold_hits", {}).get("layers", {}).values()] for result in results
-        ]
+        layers = [result.get("gold_hits", {}).get("layers", {}).values() for result in results]
+        hits = [[layer["records"] for layer in own] for own in layers]
         lines.append(cells("answer's passage retrieved", "", *(f"{max(own):.0%}" if own else "-" for own in hits)))
     lines.append(cells("peak memory (GiB)", "", *(f"{result['peak_bytes'] / 2**30:.2f}" for result in results)))
     origins = origin_lines(results)
@@ -244,7 +229,7 @@ def by_length(results: Sequence[dict[str, Any]]) -> Figure:
     shown = [name for name in BUCKETS if counts[name]]
     for number, (result, tasks) in enumerate(zip(results, shared, strict=True)):
         means = np.array([bucket_average(tasks, name) for name in shown])
-        ends = [bucket_interval(tasks, name) for name in shown]
+        ends = [mean_interval([record_scores(task, name) for task in tasks.values()]) for name in shown]
         places = np.arange(len(shown)) + beside(number, len(results), 0.2)
         style: dict[str, Any] = {"color": COLOURS[number % 8], "marker": MARKERS[number % 7], "label": result["name"]}
         axes.errorbar(places, means, reach(means, ends), capsize=2, elinewidth=1, **style)

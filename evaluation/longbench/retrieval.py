@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +16,6 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 UNIT = re.compile(r"[\u4e00-\u9fff]|[^\W\u4e00-\u9fff]+")
 SENTENCE = re.compile(r"[^。？！；\n.!?;]*[。？！；\n.!?;]*\s*")
 EMBEDDED_TOGETHER = 32
-
-
-class Retriever(Protocol):
-    """Says which texts are near a query."""
-
-    def scores(self, query: str, texts: Sequence[str]) -> Any:
-        """Return how near each text is, `[texts]`."""
 
 
 def retrieved(context: str, query: str, retriever: Retriever, chunk_words: int, count: int) -> str:
@@ -52,7 +45,7 @@ def pieces(sentence: str, words: int) -> list[str]:
 
 
 class BM25:
-    """Words in common, weighed by how rare they are (bm25s)."""
+    """Words in common, weighed by how rare they are (bm25s). `scores` says how near each text is, `[texts]`."""
 
     def __init__(self) -> None:
         if find_spec("bm25s") is None:
@@ -89,6 +82,9 @@ class Embeddings:
             mask = batch["attention_mask"][..., None].to(states.dtype)
             found.append((states * mask).sum(1) / mask.sum(1))
         return torch.nn.functional.normalize(torch.cat(found), dim=-1)
+
+
+Retriever = BM25 | Embeddings
 
 
 def check_retriever(name: str) -> None:

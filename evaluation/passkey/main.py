@@ -30,7 +30,7 @@ from cacheformers.common.plots import heat_map, save_figures
 from cacheformers.common.recipe import RecipeParser, option
 from cacheformers.evaluation.loading import counted_positions, load, memory_config, peak_bytes, prepare, progress
 from cacheformers.evaluation.longbench.answers import answer
-from cacheformers.evaluation.longbench.methods import adapter_identity, model_settings
+from cacheformers.evaluation.longbench.methods import model_settings
 from cacheformers.evaluation.longbench.predictions import PredictionError, Predictions
 from cacheformers.evaluation.longbench.tasks import SYNTHETIC, Task
 from cacheformers.evaluation.passkey.prompts import NEEDLES, REPEAT, Case, PromptMaker, Wording, load_filler, make_cases
@@ -48,6 +48,7 @@ UNITS = {"": 1, "K": 1024, "M": 1024 * 1024}
 class PasskeyOptions:
     """Options of the prompts and of the model that answers; a wrong number or needle raises ValueError."""
 
+    _argument_group_name = "passkey"
     adapter: str | None = option(
         None,
         help="Adapter folder or Hub id. With a memory: the text is read into it, segment by segment, and the question "
@@ -104,9 +105,6 @@ class PasskeyOptions:
     def tokens(self) -> list[int]:
         """Return the lengths as numbers, the shortest first."""
         return sorted({parse_length(length) for length in self.lengths})
-
-
-PasskeyOptions._argument_group_name = "passkey"  # type: ignore[attr-defined]
 
 
 def parse_length(text: str) -> int:
@@ -166,16 +164,13 @@ def make_plan(model: ModelOptions, options: PasskeyOptions) -> Plan:
         raise ValueError(f"The filler's sentences are found with a fast tokenizer, which {model.base} does not have.")
     memory = memory_config(config, adapter)
     filler = load_filler(options.filler, options.text_field, tokenizer, options.tokens[-1])
-    wording = NEEDLES[options.needle]
+    wording, how = NEEDLES[options.needle], (options.depths, options.trials, options.seed)
     maker = PromptMaker(wording, filler, tokenizer, options.seed)
-    everything = {
-        str(length): make_cases(wording, [length], options.depths, options.trials, options.seed)
-        for length in options.tokens
-    }
+    everything = {str(length): make_cases(wording, [length], *how) for length in options.tokens}
     cases = {length: own[: options.limit] for length, own in everything.items()}
     check_cases(maker, [case for own in cases.values() for case in own], config, memory, options)
     settings = {
-        **model_settings(model, config, adapter_identity(options.adapter)),
+        **model_settings(model, config, options.adapter),
         **{name: getattr(options, name) for name in ("needle", "cache_size", "seed")},
         "filler": filler.identity(),
     }
@@ -192,7 +187,7 @@ def evaluate(plan: Plan, arguments: list[str]) -> None:
     predictions.start(options.overwrite)
     model = load(plan.model, options.adapter, plan.state.device)
     cases = [case for own in plan.cases.values() for case in own]
-    answer_cases(model, plan.maker, cases, predictions, plan.remembers, options.cache_size)
+    answer_cases(model, plan, cases)
     answers = predictions.finish(plan.cases)
     if not plan.state.is_main_process:
         return
@@ -227,11 +222,9 @@ def check_cases(
     if size is None and (options.cache_size is not None or options.forget):
         raise ValueError("--cache_size and --forget are for a memory of limited size, which this model does not have.")
     size = options.cache_size or size
-    if memory is None:
-        positions = base.get_text_config().max_position_embeddings
-        remedy = " and no memory. Give shorter --lengths, or an --adapter with a memory."
-    else:
-        positions = counted_positions(base, memory)
+    positions = base.get_text_config().max_position_embeddings if memory is None else counted_positions(base, memory)
+    remedy = " and no memory. Give shorter --lengths, or an --adapter with a memory."
+    if memory is not None:
         remedy = ", through which this memory counts on. Give shorter --lengths, or an --adapter of another method."
     for case in cases:
         maker.room(case)
@@ -249,16 +242,9 @@ def check_cases(
             )
 
 
-def answer_cases(
-    model: nn.Module,
-    maker: PromptMaker,
-    cases: Sequence[Case],
-    predictions: Predictions,
-    remembers: bool,
-    cache_size: int | None,
-) -> None:
+def answer_cases(model: nn.Module, plan: Plan, cases: Sequence[Case]) -> None:
     """Answer the cases that are not done, in this process its share of them."""
-    state = PartialState()
+    state, maker, predictions = plan.state, plan.maker, plan.predictions
     left = [case for case in cases if case.id not in predictions.done[str(case.length)]]
     own = left[state.process_index :: state.num_processes]
     with progress("Passkeys", sum(case.length for case in own)) as bar:
@@ -267,7 +253,7 @@ def answer_cases(
                 torch.cuda.reset_peak_memory_stats(state.device)
             start, length = time.perf_counter(), str(case.length)
             prompt, task = maker(case), Task("passkey", SYNTHETIC, "exact", maker.new_tokens(case))
-            [row] = answer(model, maker.tokenizer, [prompt], task, remembers, cache_size)
+            [row] = answer(model, maker.tokenizer, [prompt], task, plan.remembers, plan.options.cache_size)
             text = str(maker.tokenizer.decode(row, skip_special_tokens=True))
             line = {"pred": text, "key": case.key, "score": maker.wording.score(text, case.key), "_id": case.id}
             cost = {"seconds": time.perf_counter() - start, "peak_bytes": peak_bytes(model)}
@@ -284,36 +270,31 @@ def make_result(
         times: the costs of the cases (`Predictions.times`).
         more: name, settings, command, options, environment.
     """
-    scores = {case.id: wording.score(answer, case.key) for case, answer in zip(cases, answers, strict=True)}
     cost = {line["_id"]: line for line in times}
-    lengths, depths = sorted({case.length for case in cases}), sorted({case.depth for case in cases})
+    asked = [
+        {
+            **{"_id": case.id, "length": case.length, "depth": case.depth, "key": case.key, "answer": answer},
+            "score": wording.score(answer, case.key),
+            **{name: cost[case.id][name] for name in ("seconds", "peak_bytes")},
+        }
+        for case, answer in zip(cases, answers, strict=True)
+    ]
+    lengths, depths = (sorted({row[name] for row in asked}) for name in ("length", "depth"))
+    by_length = [[row for row in asked if row["length"] == length] for length in lengths]
     return {
         **more,
-        "score": percent(list(scores.values())),
+        "score": percent(asked),
         "lengths": lengths,
         "depths": depths,
-        "scores": [
-            [
-                percent([scores[case.id] for case in cases if (case.depth, case.length) == (depth, length)])
-                for length in lengths
-            ]
-            for depth in depths
-        ],
-        "seconds_per_case": [mean(cost[case.id]["seconds"] for case in cases if case.length == n) for n in lengths],
-        "peak_bytes": [max(cost[case.id]["peak_bytes"] for case in cases if case.length == n) for n in lengths],
-        "cases": [
-            {
-                **{"_id": case.id, "length": case.length, "depth": case.depth, "key": case.key, "answer": answer},
-                "score": scores[case.id],
-                **{name: cost[case.id][name] for name in ("seconds", "peak_bytes")},
-            }
-            for case, answer in zip(cases, answers, strict=True)
-        ],
+        "scores": [[percent([row for row in own if row["depth"] == depth]) for own in by_length] for depth in depths],
+        "seconds_per_case": [mean(row["seconds"] for row in own) for own in by_length],
+        "peak_bytes": [max(row["peak_bytes"] for row in own) for own in by_length],
+        "cases": asked,
     }
 
 
-def percent(scores: Sequence[float]) -> float | None:
-    return round(100 * mean(scores), 2) if scores else None
+def percent(asked: Sequence[dict[str, Any]]) -> float | None:
+    return round(100 * mean(row["score"] for row in asked), 2) if asked else None
 
 
 def table(result: dict[str, Any]) -> str:
