@@ -28,7 +28,7 @@ from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
 from cacheformers.modeling.attention import AttentionInputs
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
-from cacheformers.modeling.memory import RingReading, RingState, SegmentCall, token_numbers
+from cacheformers.modeling.memory import Reading, RingState, SegmentCall, token_numbers
 from cacheformers.modeling.method import MemoryMethod, PerHead, Share, share_statistics
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.search.store import Entries, Ring
@@ -115,7 +115,7 @@ def make_parts(options: MemorizingOptions, *_: Any) -> dict[str, nn.Module]:
 
 
 @dataclass
-class MemorizingReading(RingReading):
+class MemorizingReading(Reading):
     """What one forward reads and leaves behind; `hits` `[rows, heads, time, k]` by layer."""
 
     hits: dict[int, Tensor] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class MemorizingState(RingState):
         self.last: dict[int, Tensor] = {}
 
     def begin(self) -> MemorizingReading:
-        return MemorizingReading({layer: ring.view() for layer, ring in self.rings.items()})
+        return MemorizingReading(super().begin().stores)
 
     def end(self, reading: MemorizingReading) -> None:
         super().end(reading)

@@ -179,19 +179,10 @@ class CacheFormerMemory(MemoryState):
     def end(self, reading: CacheFormerReading) -> None:
         self.layers = {**self.layers, **reading.after}
 
-    def check(self, row: int, columns: Tensor) -> None:
-        """Do nothing: the forward has stored everything."""
-
-    def commit(self, row: int, columns: Tensor) -> None:
-        """Do nothing: the method does not know the segments of a forward."""
-
     def detach(self) -> None:
         """Cut the autograd graph, so that no gradient of the next step reaches what this one read."""
         for state in self.layers.values():
             state.detach()
-
-    def keep(self, columns: Tensor) -> None:
-        """Do nothing: there are no columns."""
 
     def reset(self, rows: Sequence[int]) -> None:
         for state in self.layers.values():

@@ -274,19 +274,13 @@ class GatedState(MemoryState):
         """
         return sum(max(old + more - max(self.window_tokens, old), 0) for old, more in zip(read, new, strict=True))
 
-    def check(self, row: int, columns: Tensor) -> None:
-        """Do nothing: everything stored is visible already."""
-
-    def commit(self, row: int, columns: Tensor) -> None:
-        """Do nothing: closed segments stay where they are."""
-
     def detach(self) -> None:
         """Cut the autograd graph, so that no gradient of the next step reaches these keys and values.
 
         `loss` becomes what gates add to the loss of the forward that ends here, with its graph.
         """
         if any(held.keys.requires_grad or held.values.requires_grad for held in self.held.values()):
-            self._change(Tensor.detach)
+            self.change(Tensor.detach)
         self.loss = None
         if not self.pieces:
             return
@@ -303,8 +297,8 @@ class GatedState(MemoryState):
     def reset(self, rows: Sequence[int]) -> None:
         """Do nothing: a row that begins again no longer sees its columns."""
 
-    def select(self, rows: Sequence[int]) -> None:
-        self._change(lambda tensor: tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)])
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.held = {key: held.each(function) for key, held in self.held.items()}
 
     def clone(self) -> GatedState:
         twin = copy.copy(self)
@@ -313,12 +307,9 @@ class GatedState(MemoryState):
         return twin
 
     def to(self, device: torch.device | str) -> None:
-        self._change(lambda tensor: tensor.to(device))
+        super().to(device)
         self.devices = dict.fromkeys(self.devices, torch.device(device))
         self.gate_sums = {layer: total.to(device) for layer, total in self.gate_sums.items()}
-
-    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.held = {key: held.each(change) for key, held in self.held.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         parts: dict[str, dict[str, Tensor]] = {"far": {}, "near": {}}

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from cacheformers.methods.neurocache.options import NeurocacheOptions
-from cacheformers.modeling.memory import Gold, RingState, SegmentCall, keep_columns, token_numbers
+from cacheformers.modeling.memory import Gold, Reading, RingState, SegmentCall, keep_columns, token_numbers
 from cacheformers.modeling.method import gathered, tenths
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.search.store import Ring
@@ -177,16 +177,16 @@ class Retrieved(NamedTuple):
 
 
 @dataclass
-class NeurocacheReading:
-    """What one forward reads and leaves behind: `stores` and new entries by storing layer, hits by retrieval layer."""
+class NeurocacheReading(Reading):
+    """What one forward reads and leaves behind: `keys` and `values` by storing layer, the rest by retrieval layer.
 
-    stores: dict[int, Ring]
-    past_hits: dict[int, Tensor]
-    past_queries: dict[int, Tensor]
-    new_entries: dict[int, Tensor] = field(default_factory=dict)
-    new_values: dict[int, Tensor] = field(default_factory=dict)
-    new_hits: dict[int, Tensor] = field(default_factory=dict)
-    new_queries: dict[int, Tensor] = field(default_factory=dict)
+    Attributes:
+        past: hits and queries of the open segments before this forward.
+        retrieved, losses: of this forward.
+        encoder: the parts with W_p.
+    """
+
+    past: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     retrieved: dict[int, Retrieved] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     gold: Gold | None = None
@@ -239,14 +239,7 @@ class NeurocacheState(RingState):
         value_width = options.base.hidden_size if keep_values and options.compression_factor > 1 else None
         capacity = options.cache_size if cache_size is None else cache_size
         rings = {
-            storing: Ring(
-                rows,
-                capacity,
-                options.width,
-                value_width,
-                options.store_dtype(devices[storing], dtype),
-                devices[storing],
-            )
+            storing: options.new_ring(rows, capacity, devices[storing], dtype, options.width, value_width)
             for _, storing in options.retrieval_map
         }
         super().__init__(rings, ("hits", "queries"))
@@ -255,14 +248,14 @@ class NeurocacheState(RingState):
     @property
     def hits(self) -> dict[int, Tensor]:
         """Hits of the tokens of open segments by layer, `[rows, columns, k]`, counted from the oldest entry."""
-        return self.open["hits"]
+        return self.tensors["hits"]
 
     def retrieved(self) -> dict[int, Tensor]:
         return {layer: token_numbers(self.rings[self.stores[layer]], hits) for layer, hits in self.hits.items()}
 
     def begin(self) -> NeurocacheReading:
-        stores = {layer: ring.view() for layer, ring in self.rings.items()}
-        return NeurocacheReading(stores, dict(self.hits), dict(self.open["queries"]), gold=self.gold)
+        past = {name: dict(self.tensors[name]) for name in ("hits", "queries")}
+        return NeurocacheReading(super().begin().stores, past=past, gold=self.gold)
 
     def loss_targets(self, read: Sequence[int], new: Sequence[int]) -> int:
         """How many tokens of the next forward `loss` is a mean over: those that ask."""
@@ -271,9 +264,7 @@ class NeurocacheState(RingState):
     def end(self, reading: NeurocacheReading) -> None:
         losses = list(reading.losses.values())
         self.loss = self.retrieval_weight * torch.stack(losses).mean() if losses else None
-        self.add(
-            keys=reading.new_entries, values=reading.new_values, hits=reading.new_hits, queries=reading.new_queries
-        )
+        super().end(reading)
 
 
 def branch(
@@ -302,9 +293,9 @@ def branch(
                 reading.losses[layer] = retrieval_loss(options, ring, reading.encoder, hidden, reading.gold)
         if layer in storing:
             ring = reading.stores[layer]
-            reading.new_entries[layer] = entries.to(ring.keys.dtype)
+            reading.new["keys"][layer] = entries.to(ring.keys.dtype)
             if ring.values is not None:
-                reading.new_values[layer] = hidden.detach().to(ring.keys.dtype)
+                reading.new["values"][layer] = hidden.detach().to(ring.keys.dtype)
     if layer in options.attention_layers:
         return attend(options, layer, parts, hidden, call)
     return None
@@ -322,11 +313,12 @@ def retrieve(
     """Find each token's k nearest entries, widen them in time, and fetch the states (section 3.2)."""
     reading: NeurocacheReading = call.reading
     ring = reading.stores[storing]
-    if layer not in reading.new_hits:  # activation checkpointing runs this twice, with the same hits
-        reading.new_hits[layer] = search_rows(options, ring, queries, call)
+    new_hits = reading.new["hits"]
+    if layer not in new_hits:  # activation checkpointing runs this twice, with the same hits
+        new_hits[layer] = search_rows(options, ring, queries, call)
     sources = context_sources(options.context_size, call, hidden.device)
-    earlier = earlier_hits(reading.past_hits.get(layer), sources, options.topk)
-    hits = torch.cat([earlier, reading.new_hits[layer]], 1)
+    earlier = earlier_hits(reading.past["hits"].get(layer), sources, options.topk)
+    hits = torch.cat([earlier, new_hits[layer]], 1)
 
     half = options.neighborhood_size // 2
     offsets = torch.arange(-half + 1, half + 1) if half else torch.zeros(1, dtype=torch.long)
@@ -339,8 +331,8 @@ def retrieve(
     states = fetch(options, ring, slots, reading.encoder, hidden.dtype, training)
     near = None
     if options.hit_scores:
-        reading.new_queries[layer] = queries.clone()  # files cannot hold one tensor as queries and entries
-        before = earlier_queries(reading.past_queries.get(layer), sources, queries)
+        reading.new["queries"][layer] = queries.clone()  # files cannot hold one tensor as queries and entries
+        before = earlier_queries(reading.past["queries"].get(layer), sources, queries)
         alone = states.unflatten(2, (options.topk, -1))[..., max(half - 1, 0), :]  # hits without neighbors
         near = cosines(torch.cat([before, queries], 1), alone)
     reading.retrieved[layer] = Retrieved(states, filled, near)
