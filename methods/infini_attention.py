@@ -23,13 +23,12 @@ from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
 from cacheformers.modeling.attention import AttentionInputs, by_head, by_kv_head
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
-from cacheformers.modeling.memory import BaseShape, ColumnState, Reading, SegmentCall, joined, part
+from cacheformers.modeling.memory import BaseShape, ColumnState, Reading, joined, part
 from cacheformers.modeling.method import MemoryMethod, Share, share_statistics
 from cacheformers.modeling.settings import (
     LocalWindowOptions,
     LocalWindowSettings,
     check_choices,
-    check_layers,
     chosen_layers,
     setting,
 )
@@ -63,13 +62,8 @@ class InfiniAttentionOptions(InfiniAttentionSettings, LocalWindowOptions):
 
     def __post_init__(self) -> None:
         self.layers = chosen_layers(self.layers, self.base)
-        check_layers(self.layers, self.base)
         check_choices(self, rule=("linear", "delta"), empty=("bypass", "literal"))
         self.check_local_window()
-
-    @property
-    def attention_layers(self) -> tuple[int, ...]:
-        return self.layers
 
 
 class InfiniParts(NamedTuple):
@@ -128,36 +122,16 @@ def empty_memory(rows: int, base: BaseShape, dtype: torch.dtype, device: torch.d
     return Compressed(matrix, norm, torch.zeros(rows, dtype=torch.bool, device=device))
 
 
-def attend(
-    options: InfiniAttentionOptions,
-    layer: int,
-    parts: InfiniParts,
-    near: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    call: SegmentCall,
-) -> Tensor:
-    """Compute Infini-attention of new columns in which no segment closes, `[rows, time, heads, d_v]`.
-
-    Args:
-        near: A_dot, `[rows, time, heads, d_v]`.
-        queries, keys: without rotary positions and scale, `[rows, (kv_)heads, time, d_k]`.
-        values: `[rows, kv_heads, time, d_v]`.
-    """
-    call.reading.new["keys"][layer], call.reading.new["values"][layer] = keys, values
-    held: Compressed = call.reading.stores[layer]
+def attend(options: InfiniAttentionOptions, layer: int, parts: InfiniParts, inputs: AttentionInputs) -> Tensor:
+    """Compute Infini-attention of new columns in which no segment closes, `[rows, time, heads, d_v]`."""
+    near, queries, reading = inputs.local[0], inputs.plain_query, inputs.call.reading
+    reading.new["keys"][layer], reading.new["values"][layer] = inputs.plain_key, inputs.new_value
+    held: Compressed = reading.stores[layer]
     far = by_head(held.recall(feature(by_kv_head(queries, options.base.kv_heads))), queries.shape[2])
     shares = parts.beta.shares()[:, None, None]
     if options.empty == "bypass":
         shares = shares * held.known[:, None, None, None]
     return (shares * far + (1 - shares) * near.transpose(1, 2).to(far.dtype)).to(near.dtype).transpose(1, 2)
-
-
-def attend_inputs(options: InfiniAttentionOptions, layer: int, parts: InfiniParts, inputs: AttentionInputs) -> Tensor:
-    """Call `attend` with what the attention module computes."""
-    near, _ = inputs.local
-    return attend(options, layer, parts, near, inputs.plain_query, inputs.plain_key, inputs.new_value, inputs.call)
 
 
 class InfiniState(ColumnState):
@@ -338,7 +312,7 @@ register(
         new_state=InfiniState,
         parts=InfiniParts,
         make_parts=make_parts,
-        attend=attend_inputs,
+        attend=attend,
         title="Infini-attention",
         paper="[Munkhdalai et al. 2024](https://arxiv.org/abs/2404.07143)",
         citation="""@article{munkhdalai2024infini,

@@ -31,7 +31,7 @@ from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalL
 from cacheformers.modeling.memory import Reading, RingState, SegmentCall, token_numbers
 from cacheformers.modeling.method import MemoryMethod, PerHead, Share, share_statistics
 from cacheformers.modeling.search import get_search
-from cacheformers.modeling.search.store import Entries, Ring
+from cacheformers.modeling.search.store import Entries, Ring, vectors
 from cacheformers.modeling.settings import (
     STORE_DTYPES,
     LocalWindowOptions,
@@ -201,8 +201,7 @@ def search_heads(options: MemorizingOptions, ring: Ring, queries: Tensor, call: 
     rows, heads, time, size = queries.shape
     groups = heads // base.kv_heads
     hits = torch.full((rows, heads, time, options.topk), -1, dtype=torch.long, device=queries.device)
-    for physical in sorted(set(ring.owner)):
-        sharing = [row for row in range(rows) if ring.owner[row] == physical]
+    for sharing in ring.sharing():
         entries = ring.entries(sharing[0])
         if entries.count == 0:
             continue
@@ -246,11 +245,6 @@ def recall(
     weights = torch.softmax(scores.masked_fill(~filled, torch.finfo(scores.dtype).min), -1) * filled
     found = torch.einsum("bhtk,bhtkd->bthd", weights, values.to(queries.device, queries.dtype))
     return found, filled.any(-1).transpose(1, 2)
-
-
-def vectors(store: Tensor, size: int) -> Tensor:
-    """View a store as vectors of heads, `[rows * allocated * kv_heads, size]`; an empty one as a vector of zeros."""
-    return store.new_zeros(store.shape[-1] // size, size) if store.shape[1] == 0 else store.reshape(-1, size)
 
 
 def naive(

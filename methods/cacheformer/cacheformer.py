@@ -97,8 +97,7 @@ class CacheFormerOptions(CacheFormerSettings):
             if allowed_kinds and type(value) not in allowed_kinds:
                 raise ValueError(f"{entry.name} must be {entry.type}, got {value!r}.")
         check_at_least(1, self, "heads", "kv_heads", "head_dim", "window_tokens", "pool_tokens", "pool_vectors", "topk")
-        if self.neighbors < 1:
-            raise ValueError(f"neighbors counts the segment itself: it must be at least 1, got {self.neighbors}.")
+        check_at_least(1, self, "neighbors", "select_rows")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}.")
         check_choices(
@@ -114,8 +113,6 @@ class CacheFormerOptions(CacheFormerSettings):
             )
         if self.overlap and self.pool_tokens % 2:
             raise ValueError(f"overlap shifts segments by half: pool_tokens must be even, got {self.pool_tokens}.")
-        if self.select_rows is not None and self.select_rows < 1:
-            raise ValueError(f"select_rows must be at least 1, got {self.select_rows}.")
         if self.selection == "token" and self.select_rows not in (None, 1):
             raise ValueError(f"selection='token' chooses for each row: leave out select_rows={self.select_rows}.")
         if self.selection == "previous_block" and self.block_rows > self.window_tokens and not self.wide_blocks:

@@ -26,12 +26,12 @@ from cacheformers.methods.cacheformer.cacheformer import (
 )
 from cacheformers.methods.cacheformer.state import CacheFormerState
 from cacheformers.modeling.attention import AttentionInputs, unrotated
+from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.modeling.memory import EVERYTHING, BaseShape, LocalWindow, MemoryState, SegmentCall, joined, part
 from cacheformers.modeling.settings import (
     MethodOptions,
     MethodSettings,
     check_at_least,
-    check_layers,
     chosen_layers,
     setting,
 )
@@ -67,7 +67,6 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
     def __post_init__(self) -> None:
         super().__post_init__()
         self.layers = chosen_layers(self.layers, self.base)
-        check_layers(self.layers, self.base)
         check_at_least(1, self, "segment_tokens")
         own = self.base.sliding_window
         if own is not None and self.window_tokens > own:
@@ -75,10 +74,6 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
                 f"window_tokens {self.window_tokens} is more than the {own} tokens that this base's layers see: choose "
                 f"window_tokens <= {own}."
             )
-
-    @property
-    def attention_layers(self) -> tuple[int, ...]:
-        return self.layers
 
     @property
     def near_tokens(self) -> int:
@@ -101,10 +96,7 @@ def attend(
     """
     if not options.causal:
         if call.visible.shape[1] > call.real.shape[1]:
-            raise ValueError(
-                "selection='paper_block' chooses with tokens that do not exist while decoding: it cannot generate or "
-                "go on from a memory. Pass whole documents in one forward, or use selection='previous_block'."
-            )
+            refuse_looking_ahead(options)
         if call.padded:
             raise ValueError("selection='paper_block' is for study and takes no padding: pass documents one by one.")
         return attend_documents(options, parts, projected, call.rotate).transpose(1, 2)

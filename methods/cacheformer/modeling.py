@@ -33,8 +33,9 @@ from cacheformers.methods.cacheformer.cacheformer import (
     make_parts,
 )
 from cacheformers.methods.cacheformer.configuration import CacheFormerConfig
-from cacheformers.methods.cacheformer.state import CacheFormerCache, CacheFormerState, is_blank
+from cacheformers.methods.cacheformer.state import CacheFormerCache, CacheFormerState
 from cacheformers.modeling.architectures import device_of
+from cacheformers.modeling.cache import check_blank
 from cacheformers.modeling.inputs import check_shape, real_tokens, refuse_looking_ahead
 from cacheformers.modeling.pretrained import ForwardWithHead, MemoryPreTrainedModel
 
@@ -312,9 +313,9 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
             raise ValueError(
                 "A cache carries no gradient: decode under torch.no_grad(), or leave use_cache and past_key_values out."
             )
-        if passed is None or is_blank(passed):
+        if not isinstance(passed, CacheFormerCache):
+            check_blank(passed)
             return self.new_cache(rows)
-        assert isinstance(passed, CacheFormerCache)
         if passed.states[0].options != self.options or len(passed) != len(self.layers):
             raise ValueError("This cache was made by a model with another configuration.")
         passed.match_rows(rows)

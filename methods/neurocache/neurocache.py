@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from cacheformers.methods.neurocache.options import NeurocacheOptions
 from cacheformers.modeling.memory import Gold, Reading, RingState, SegmentCall, keep_columns, token_numbers
-from cacheformers.modeling.method import gathered, tenths
+from cacheformers.modeling.method import PerHead, gathered, tenths
 from cacheformers.modeling.search import get_search
-from cacheformers.modeling.search.store import Ring
+from cacheformers.modeling.search.store import Ring, vectors
 
 COMPRESSION_EPS = 1e-5
 
@@ -37,12 +37,8 @@ NOTHING_STEP = 3.0  # of the score of nothing, for a parameter that moves by one
 TEMPERATURE = 0.05  # of `retrieval_loss`; scores lie between -2 and 0 for entries that the norm leaves as they are
 
 
-class Gate(nn.Module):
+class Gate(PerHead):
     """One learned number per query head, whose tanh scales the head's output. At zero the base model is unchanged."""
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(heads))
 
     def forward(self, per_head: Tensor) -> Tensor:
         return per_head * torch.tanh(self.weight).to(per_head.dtype)[:, None]
@@ -317,8 +313,8 @@ def retrieve(
     if layer not in new_hits:  # activation checkpointing runs this twice, with the same hits
         new_hits[layer] = search_rows(options, ring, queries, call)
     sources = context_sources(options.context_size, call, hidden.device)
-    earlier = earlier_hits(reading.past["hits"].get(layer), sources, options.topk)
-    hits = torch.cat([earlier, new_hits[layer]], 1)
+    before = earlier(reading.past["hits"].get(layer), sources, new_hits[layer], -1)
+    hits = torch.cat([before, new_hits[layer]], 1)
 
     half = options.neighborhood_size // 2
     offsets = torch.arange(-half + 1, half + 1) if half else torch.zeros(1, dtype=torch.long)
@@ -332,7 +328,7 @@ def retrieve(
     near = None
     if options.hit_scores:
         reading.new["queries"][layer] = queries.clone()  # files cannot hold one tensor as queries and entries
-        before = earlier_queries(reading.past["queries"].get(layer), sources, queries)
+        before = earlier(reading.past["queries"].get(layer), sources, queries, 0)
         alone = states.unflatten(2, (options.topk, -1))[..., max(half - 1, 0), :]  # hits without neighbors
         near = cosines(torch.cat([before, queries], 1), alone)
     reading.retrieved[layer] = Retrieved(states, filled, near)
@@ -349,8 +345,7 @@ def search_rows(options: NeurocacheOptions, ring: Ring, queries: Tensor, call: S
     rows, time, width = queries.shape
     hits = torch.full((rows, time, options.topk), -1, dtype=torch.long, device=queries.device)
     real = call.real.to(queries.device)
-    for physical in sorted(set(ring.owner)):
-        sharing = [row for row in range(rows) if ring.owner[row] == physical]
+    for sharing in ring.sharing():
         groups = [[row] for row in sharing] if options.exclude_window else [sharing]
         for group in groups:
             entries = ring.entries(group[0]).oldest(searchable(options, ring, group[0], call))
@@ -436,22 +431,15 @@ def context_sources(context: int, call: SegmentCall, device: torch.device) -> Co
     return found
 
 
-def earlier_hits(past: Tensor | None, sources: ContextSources, topk: int) -> Tensor:
-    """Return hits of the c-1 tokens before the new ones, `[rows, c-1, k]`, -1 where there is no such token."""
-    if past is not None and past.shape[2] != topk:
+def earlier(past: Tensor | None, sources: ContextSources, new: Tensor, blank: int) -> Tensor:
+    """Return columns `[rows, c-1, ...]` of the c-1 tokens before the new ones, `blank` where there is no such token."""
+    if past is None or past.shape[1] == 0:
+        return new.new_full((*sources.columns.shape, new.shape[2]), blank)
+    if past.shape[2] != new.shape[2]:
         raise ValueError(
-            f"The open segment was read with topk={past.shape[2]}, not {topk}: close it with read() first."
+            f"The open segment was read with topk={past.shape[2]}, not {new.shape[2]}: close it with read() first."
         )
-    if past is None or past.shape[1] == 0:
-        return sources.columns.new_full((*sources.columns.shape, topk), -1)
-    return keep_columns(past, sources.columns, 1).masked_fill(~sources.present[..., None], -1)
-
-
-def earlier_queries(past: Tensor | None, sources: ContextSources, queries: Tensor) -> Tensor:
-    """Return entries of the c-1 tokens before the new ones, `[rows, c-1, d]`, 0 where there is no such token."""
-    if past is None or past.shape[1] == 0:
-        return queries.new_zeros(*sources.columns.shape, queries.shape[-1])
-    return keep_columns(past, sources.columns, 1)
+    return keep_columns(past, sources.columns, 1).masked_fill(~sources.present[..., None], blank)
 
 
 def cosines(queries: Tensor, entries: Tensor) -> Tensor:
@@ -476,20 +464,14 @@ def fetch(
     """Fetch entries at `slots` `[rows, time, N]`, `[rows, time, N, d]`; in training, encode them again from their x."""
     slots = slots.to(ring.keys.device)
     if not (training and options.compression_factor > 1):
-        stored = ring.keys.flatten(0, 1)
-        if len(stored) == 0:
-            stored = stored.new_zeros(1, options.width)
-        return stored[slots].to(dtype)
+        return vectors(ring.keys, options.width)[slots].to(dtype)
     if ring.values is None:
         raise ValueError(
             "This memory was begun in evaluation mode and keeps no values, so W_p would get no gradient. Begin it with "
             "the model in training mode (model.train())."
         )
-    values = ring.values.flatten(0, 1)
-    if len(values) == 0:
-        values = values.new_zeros(1, options.base.hidden_size)
     unique, place = torch.unique(slots, return_inverse=True)
-    return encoder.encode(values[unique].to(dtype)).to(dtype)[place]
+    return encoder.encode(vectors(ring.values, options.base.hidden_size)[unique].to(dtype)).to(dtype)[place]
 
 
 def attend(options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidden: Tensor, call: SegmentCall) -> Tensor:

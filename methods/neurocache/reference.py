@@ -28,13 +28,10 @@ EMPTY_SCORE = -1e8
 
 @dataclass
 class ReferenceReading:
-    """What one forward reads and leaves behind."""
+    """What one forward reads (`held`: keys, values and context), and leaves behind, by name and layer."""
 
-    keys: dict[int, Tensor]
-    values: dict[int, Tensor]
-    context: dict[int, Tensor]
-    new_entries: dict[int, Tensor] = field(default_factory=dict)
-    new_values: dict[int, Tensor] = field(default_factory=dict)
+    held: dict[str, dict[int, Tensor]]
+    new: dict[str, dict[int, Tensor]] = field(default_factory=lambda: {"keys": {}, "values": {}})
     slots: dict[int, Tensor] = field(default_factory=dict)
     states: dict[int, Tensor] = field(default_factory=dict)
     encoder: NeurocacheParts = NeurocacheParts()
@@ -70,7 +67,7 @@ class ReferenceState(MemoryState):
                 self.tensors["values"][storing] = keys.new_zeros(*size, options.base.hidden_size)
 
     def begin(self) -> ReferenceReading:
-        return ReferenceReading(*(dict(held) for held in self.tensors.values()))
+        return ReferenceReading({name: dict(held) for name, held in self.tensors.items()})
 
     def end(self, reading: ReferenceReading) -> None:
         if self.context_size > 1:
@@ -79,7 +76,7 @@ class ReferenceState(MemoryState):
             }
         if self.frozen:
             return
-        for name, new in (("keys", reading.new_entries), ("values", reading.new_values)):
+        for name, new in reading.new.items():
             stores = self.tensors[name]
             for layer, tensor in new.items():
                 stores[layer] = stores[layer].clone()
@@ -89,7 +86,7 @@ class ReferenceState(MemoryState):
                 place = (self.written[:, None] + skipped + torch.arange(last.shape[1])) % size  # [rows, time]
                 row = torch.arange(len(tensor))[:, None]
                 stores[layer][row, place] = last.to(stores[layer])
-        self.written += next(iter(reading.new_entries.values())).shape[1]
+        self.written += next(iter(reading.new["keys"].values())).shape[1]
 
     def kept(self, row: int, closed: int) -> int:
         written, size = int(self.written[row]), next(iter(self.tensors["keys"].values())).shape[1]
@@ -140,9 +137,9 @@ def reference_branch(
         if layer in retrieving:
             reference_retrieve(options, layer, retrieving[layer], entries, hidden, reading, training)
         if layer in retrieving.values():
-            reading.new_entries[layer] = entries
-            if layer in reading.values:
-                reading.new_values[layer] = hidden.detach()
+            reading.new["keys"][layer] = entries
+            if layer in reading.held["values"]:
+                reading.new["values"][layer] = hidden.detach()
     return reference_attend(options, layer, parts, hidden, call) if layer in options.attention_layers else None
 
 
@@ -156,7 +153,7 @@ def reference_retrieve(
     training: bool,
 ) -> None:
     """Search buckets, clip neighborhoods, and fetch states, as in the package's sections of these names."""
-    keys = reading.keys[storing]
+    keys = reading.held["keys"][storing]
     if layer not in reading.slots:
         hits = bucket_search(queries.to(keys.dtype), keys, options.topk, options.similarity)
         half = options.neighborhood_size // 2
@@ -165,11 +162,11 @@ def reference_retrieve(
         reading.slots[layer] = wide.clamp(0, keys.shape[1] - 1).flatten(2)  # [rows, time, N]
     rows = torch.arange(len(keys), device=keys.device)[:, None, None]
     if training and options.compression_factor > 1:
-        states = reading.encoder.encode(reading.values[storing][rows, reading.slots[layer]].to(hidden.dtype))
+        states = reading.encoder.encode(reading.held["values"][storing][rows, reading.slots[layer]].to(hidden.dtype))
     else:
         states = keys[rows, reading.slots[layer]]
     states = states.to(hidden.dtype)
-    past = reading.context.get(layer)
+    past = reading.held["context"].get(layer)
     if past is None:
         past = states[:, :1].expand(-1, options.context_size - 1, -1, -1)  # repeated, not truncated
     reading.states[layer] = torch.cat([past, states], 1)  # [rows, c-1+time, N, d]

@@ -1,5 +1,7 @@
 """What the tests of gated attention share: options, gates that differ from token to token, and reading in pieces."""
 
+from types import SimpleNamespace
+
 import torch
 from attention_core import SHAPE, run_pieces
 
@@ -44,7 +46,8 @@ def close(ours, recorded, bound=1e-12):
 def layer_for(options, parts, training=False):
     def layer(call, q, k, v, x):
         call.local.update(k, v, 1)  # as a layer without gates does
-        return attend(options, 0, parts, x, q, k, v, SCALING, call, training)
+        inputs = {"hidden": x, "query": q, "new_key": k, "new_value": v, "scaling": SCALING, "call": call}
+        return attend(options, 0, parts, SimpleNamespace(**inputs, module=SimpleNamespace(training=training)))
 
     return layer
 

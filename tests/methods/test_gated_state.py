@@ -275,7 +275,7 @@ def test_heads_are_fixed_by_their_mean_gates(gate_per, means, expected):
     ("changes", "message"),
     [
         ({"window_tokens": 0}, "window_tokens must be at least 1"),
-        ({"gate_hidden": 0}, "leave it out for a linear gate"),
+        ({"gate_hidden": 0}, "gate_hidden must be at least 1"),
         ({"gate_per": "token"}, "gate_per must be one of"),
         ({"gate_choice": "hard"}, "gate_choice must be one of"),
         ({"gate_temperature": 0.0}, "gate_temperature must be positive"),

@@ -1,6 +1,7 @@
 """Infini-attention: recorded data, the specification, segments, states and padding."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -219,7 +220,8 @@ def layer_for(options, parts):
         scores = rotate(q, new) @ keys.repeat_interleave(heads, 1).mT * SCALING
         scores = scores.masked_fill(~allowed(call)[:, None], torch.finfo(scores.dtype).min)
         near = (torch.softmax(scores, -1) @ values.repeat_interleave(heads, 1)).transpose(1, 2)
-        return attend(options, 0, parts, near, q, k, v, call)
+        inputs = SimpleNamespace(local=(near, None), plain_query=q, plain_key=k, new_value=v, call=call)
+        return attend(options, 0, parts, inputs)
 
     return layer
 
