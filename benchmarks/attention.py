@@ -133,9 +133,7 @@ def infini(options: argparse.Namespace) -> Attention:
             memory.close(memory.timeline.full_rows(), None)
             call = memory.begin(torch.ones(1, queries.shape[2], dtype=torch.bool))
             near = F.scaled_dot_product_attention(queries, keys, values, is_causal=True).transpose(1, 2)
-            inputs: Any = SimpleNamespace(
-                local=(near, None), plain_query=queries, plain_key=keys, new_value=values, call=call
-            )
+            inputs: Any = SimpleNamespace(local=near, plain_query=queries, plain_key=keys, new_value=values, call=call)
             outputs.append(infini_attention.attend(chosen, 0, parts, inputs))
             memory.end(call)
         return torch.cat(outputs, 1).transpose(1, 2)

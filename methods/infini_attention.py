@@ -124,7 +124,7 @@ def empty_memory(rows: int, base: BaseShape, dtype: torch.dtype, device: torch.d
 
 def attend(options: InfiniAttentionOptions, layer: int, parts: InfiniParts, inputs: AttentionInputs) -> Tensor:
     """Compute Infini-attention of new columns in which no segment closes, `[rows, time, heads, d_v]`."""
-    near, queries, reading = inputs.local[0], inputs.plain_query, inputs.call.reading
+    near, queries, reading = inputs.local, inputs.plain_query, inputs.call.reading
     reading.new["keys"][layer], reading.new["values"][layer] = inputs.plain_key, inputs.new_value
     held: Compressed = reading.stores[layer]
     far = by_head(held.recall(feature(by_kv_head(queries, options.base.kv_heads))), queries.shape[2])

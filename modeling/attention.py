@@ -60,9 +60,9 @@ class AttentionInputs:
     rotation: tuple[Tensor, Tensor] | None
 
     @cached_property
-    def local(self) -> tuple[Tensor, Tensor | None]:
-        """What self-attention returns without the memory, `[rows, time, heads, d_head]`, and its weights."""
-        return self.compute()
+    def local(self) -> Tensor:
+        """What self-attention returns without the memory, `[rows, time, heads, d_head]`."""
+        return self.compute()[0]
 
     @cached_property
     def plain_query(self) -> Tensor:

@@ -77,6 +77,7 @@ class SegmentCall:
         real: which new columns are tokens and not padding, `[rows, time]`.
         open: which columns, old and new, belong to each row's open segment, `[rows, columns + time]`.
         visible: which columns, old and new, hold a token that self-attention may see, `[rows, columns + time]`.
+        padded: whether a column, old or new, holds no token for one of the rows.
         positions: position of each column in its row's local window, `[rows, columns + time]`.
         window_tokens: number of tokens of closed segments that each row still sees (without sinks), `[rows]`.
         ids: of the new columns, `[rows, time]`.
@@ -92,6 +93,7 @@ class SegmentCall:
         timeline = memory.timeline
         self.open = torch.cat([timeline.open, real], 1)
         self.visible = torch.cat([timeline.used, real], 1)
+        self.padded = not bool(self.visible.all())
         self.positions = torch.cat([timeline.position, timeline.new_positions(real)], 1)
         self.window_tokens: list[int] = (timeline.kept & ~timeline.sink).sum(1).tolist()
         self.rotate: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -100,11 +102,6 @@ class SegmentCall:
         self.returned = True
         self.forgets = False
         self.scratch: dict[str, Any] = {}
-
-    @property
-    def padded(self) -> bool:
-        """Whether a column, old or new, holds no token for one of the rows."""
-        return not bool(self.visible.all())
 
 
 @dataclass(frozen=True)
@@ -254,7 +251,10 @@ def keep_columns(tensor: Tensor, columns: Tensor, dim: int) -> Tensor:
 
 @dataclass
 class Reading:
-    """What one forward reads by layer, and what it leaves behind, by name (`keys`, `values`, ...) and layer."""
+    """What one forward reads by layer, and what it leaves behind, by name (`keys`, `values`, ...) and layer.
+
+    A state takes up what has a name of its `tensors`.
+    """
 
     stores: dict[int, Any]
     new: dict[str, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
@@ -273,9 +273,8 @@ class ColumnState(MemoryState):
         super().__init__("keys", "values", *beside)
 
     def end(self, reading: Any) -> None:
-        for name, new in reading.new.items():
-            held = self.tensors[name]
-            for layer, tensor in new.items():
+        for name, held in self.tensors.items():
+            for layer, tensor in reading.new[name].items():
                 held[layer] = torch.cat([held[layer], tensor], self.columns_dim) if layer in held else tensor
 
     def check(self, row: int, columns: Tensor) -> None:

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cacheformers.modeling.method import normalize
 from cacheformers.modeling.settings import check_at_least, check_choices, setting
 
 NORM_EPS = 1e-5
@@ -267,15 +268,9 @@ class Projected(NamedTuple):
         return self._replace(**{name: change(tensor) for name, tensor in tensors.items()})  # type: ignore[arg-type]
 
 
-def normalize(norm: nn.LayerNorm | None, vectors: Tensor) -> Tensor:
+def normed(norm: nn.LayerNorm | None, vectors: Tensor) -> Tensor:
     """Apply LayerNorm in float32 or better; None changes nothing."""
-    if norm is None:
-        return vectors
-    dtype = torch.promote_types(vectors.dtype, torch.float32)
-    normed = F.layer_norm(
-        vectors.to(dtype), norm.normalized_shape, norm.weight.to(dtype), norm.bias.to(dtype), NORM_EPS
-    )
-    return normed.to(vectors.dtype)
+    return vectors if norm is None else normalize(norm, vectors).to(vectors.dtype)
 
 
 def pool(
@@ -307,11 +302,11 @@ def pool(
         blank = (numbers == 0)[:, :, None] & (torch.arange(size, device=numbers.device) < half)
         scores = scores.masked_fill(blank[:, None, :, :, None], float("-inf"))
     weights = torch.softmax(scores, -2).to(keys.dtype).transpose(-1, -2)
-    pooled_keys = normalize(parts.global_norm, weights @ keys).flatten(2, 3)
+    pooled_keys = normed(parts.global_norm, weights @ keys).flatten(2, 3)
     if options.pretrained and rotate is not None:
         center = numbers * size + (size - 1) / 2 - (half if overlap else 0)
         center = center.repeat_interleave(options.pool_vectors, 1).expand(len(keys), -1)
         pooled_keys = rotate(pooled_keys, center)
     if values is None:
         return pooled_keys, None
-    return pooled_keys, normalize(parts.global_norm, weights @ values).flatten(2, 3)
+    return pooled_keys, normed(parts.global_norm, weights @ values).flatten(2, 3)

@@ -28,13 +28,7 @@ from cacheformers.methods.cacheformer.state import CacheFormerState
 from cacheformers.modeling.attention import AttentionInputs, unrotated
 from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.modeling.memory import EVERYTHING, BaseShape, LocalWindow, MemoryState, SegmentCall, joined, part
-from cacheformers.modeling.settings import (
-    MethodOptions,
-    MethodSettings,
-    check_at_least,
-    chosen_layers,
-    setting,
-)
+from cacheformers.modeling.settings import MethodOptions, MethodSettings, check_at_least, chosen_layers, setting
 
 
 @dataclass(repr=False)  # transformers prints a configuration

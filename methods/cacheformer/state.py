@@ -15,7 +15,7 @@ from cacheformers.methods.cacheformer.cacheformer import (
     CacheFormerParts,
     Projected,
     Rotate,
-    normalize,
+    normed,
     pool,
 )
 from cacheformers.methods.cacheformer.selection import Chooser
@@ -128,7 +128,7 @@ class CacheFormerState:
         starts = tuple(self.tokens_read[:1] if alike else self.tokens_read)
         new = {"keys": projected.k} if projected.v is None else {"keys": projected.k, "values": projected.v}
         for name, tokens in new.items():
-            self.shelves[name] = self.shelves[name].written(starts, normalize(parts.local_norm, tokens))
+            self.shelves[name] = self.shelves[name].written(starts, normed(parts.local_norm, tokens))
         self.compress(parts, {**new, "keys": projected.pooled_keys(options)}, rotate, starts, counts)
 
         size, most = options.pool_tokens, max(self.tokens_read) + time
@@ -192,7 +192,6 @@ class CacheFormerState:
         self.shelves = {name: Shelf(vectors, private) for name, vectors in part(tensors, "shelves").items()}
         self.tail = list(part(tensors, "tail").values())
         if self.chooser is not None:
-            self.chooser = copy.copy(self.chooser)
             self.chooser.lists, self.chooser.evidence = tensors["chooser.lists"], tensors["chooser.evidence"]
 
     def change(self, function: Callable[[Tensor], Tensor], private: bool = False) -> None:
@@ -212,7 +211,6 @@ class CacheFormerState:
         index = torch.tensor(rows, dtype=torch.long)
         self.tail = [side.index_fill(0, index.to(side.device), 0.0) for side in self.tail]
         if self.chooser is not None:
-            self.chooser = copy.copy(self.chooser)
             index = index.to(self.chooser.lists.device)
             self.chooser.lists = self.chooser.lists.index_fill(0, index, -1)
             self.chooser.evidence = self.chooser.evidence.index_fill(0, index, 0.0)

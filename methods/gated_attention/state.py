@@ -233,7 +233,6 @@ class GatedState(MemoryState):
         if cache_size:
             raise ValueError("Gated attention keeps every key and value: leave cache_size out, or 0 for closed gates.")
         self.options, self.devices, self.closed = options, devices, cache_size == 0
-        self.window_tokens = options.window_tokens
         self.own_layers = frozenset(options.layers)
         self.pieces: list[TokenGates] = []  # of the running forward
         self.last: TokenGates | None = None
@@ -249,9 +248,9 @@ class GatedState(MemoryState):
         self.held = {**self.held, **reading.new}
         assert reading.visible is not None and reading.counted is not None
         near = {key: held for key, held in self.held.items() if key[0] == "near"}
-        needed = first_needed(reading.visible, self.window_tokens) if near else 0
+        needed = first_needed(reading.visible, self.options.window_tokens) if near else 0
         for key, held in near.items():
-            if needed - held.dropped > self.window_tokens:
+            if needed - held.dropped > self.options.window_tokens:
                 self.held[key] = held.without_first(needed)
         self.pieces.append(TokenGates(dict(reading.gates), reading.counted))
         for layer, read in reading.reads.items():
@@ -272,7 +271,9 @@ class GatedState(MemoryState):
         Args:
             read, new: tokens that each row has read before, and reads in that forward.
         """
-        return sum(max(old + more - max(self.window_tokens, old), 0) for old, more in zip(read, new, strict=True))
+        return sum(
+            max(old + more - max(self.options.window_tokens, old), 0) for old, more in zip(read, new, strict=True)
+        )
 
     def detach(self) -> None:
         """Cut the autograd graph, so that no gradient of the next step reaches these keys and values.
@@ -334,8 +335,7 @@ class GatedState(MemoryState):
 def first_needed(visible: Tensor, window: int) -> int:
     """Return the first column that the next token's window may reach in some row."""
     after = visible.flip(1).cumsum(1).flip(1)  # tokens from each column to the end
-    reached = visible & (after < window)
-    columns = reached.any(0).nonzero()[:, 0]
+    columns = (visible & (after < window)).any(0).nonzero()[:, 0]
     return int(columns[0]) if len(columns) else visible.shape[1]
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from cacheformers.methods.neurocache.options import NeurocacheOptions
 from cacheformers.modeling.memory import Gold, Reading, RingState, SegmentCall, keep_columns, token_numbers
-from cacheformers.modeling.method import PerHead, gathered, tenths
+from cacheformers.modeling.method import PerHead, gathered, normalize, tenths
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.search.store import Ring, vectors
 
@@ -112,14 +112,6 @@ class NeurocacheParts(NamedTuple):
 def project(linear: nn.Linear, inputs: Tensor) -> Tensor:
     """Apply a projection in the dtype of its inputs, whatever the dtype its weights are trained in."""
     return F.linear(inputs, linear.weight.to(inputs.dtype))
-
-
-def normalize(norm: nn.LayerNorm, inputs: Tensor) -> Tensor:
-    """Apply LayerNorm in float32 or better."""
-    dtype = torch.promote_types(inputs.dtype, torch.float32)
-    return F.layer_norm(
-        inputs.to(dtype), norm.normalized_shape, norm.weight.to(dtype), norm.bias.to(dtype), COMPRESSION_EPS
-    )
 
 
 def make_parts(options: NeurocacheOptions, layer: int, base_weights: tuple[Tensor, ...] | None) -> dict[str, nn.Module]:
@@ -283,7 +275,7 @@ def branch(
         with torch.no_grad():
             entries = reading.encoder.encode(hidden.detach())  # with a compression_factor of 1 the input itself
         if layer in retrieving:
-            retrieve(options, layer, retrieving[layer], entries, hidden, call, training)
+            retrieve(options, layer, entries, hidden, call, training)
             if training and options.retrieval_weight and reading.gold is not None and torch.is_grad_enabled():
                 ring = reading.stores[retrieving[layer]]
                 reading.losses[layer] = retrieval_loss(options, ring, reading.encoder, hidden, reading.gold)
@@ -298,17 +290,11 @@ def branch(
 
 
 def retrieve(
-    options: NeurocacheOptions,
-    layer: int,
-    storing: int,
-    queries: Tensor,
-    hidden: Tensor,
-    call: SegmentCall,
-    training: bool,
+    options: NeurocacheOptions, layer: int, queries: Tensor, hidden: Tensor, call: SegmentCall, training: bool
 ) -> None:
     """Find each token's k nearest entries, widen them in time, and fetch the states (section 3.2)."""
     reading: NeurocacheReading = call.reading
-    ring = reading.stores[storing]
+    ring = reading.stores[dict(options.retrieval_map)[layer]]
     new_hits = reading.new["hits"]
     if layer not in new_hits:  # activation checkpointing runs this twice, with the same hits
         new_hits[layer] = search_rows(options, ring, queries, call)

@@ -135,7 +135,7 @@ def reference_branch(
         with torch.no_grad():
             entries = reading.encoder.encode(hidden.detach())  # a factor of 1 gives back what it is given
         if layer in retrieving:
-            reference_retrieve(options, layer, retrieving[layer], entries, hidden, reading, training)
+            reference_retrieve(options, layer, entries, hidden, reading, training)
         if layer in retrieving.values():
             reading.new["keys"][layer] = entries
             if layer in reading.held["values"]:
@@ -144,15 +144,10 @@ def reference_branch(
 
 
 def reference_retrieve(
-    options: NeurocacheOptions,
-    layer: int,
-    storing: int,
-    queries: Tensor,
-    hidden: Tensor,
-    reading: ReferenceReading,
-    training: bool,
+    options: NeurocacheOptions, layer: int, queries: Tensor, hidden: Tensor, reading: ReferenceReading, training: bool
 ) -> None:
     """Search buckets, clip neighborhoods, and fetch states, as in the package's sections of these names."""
+    storing = dict(options.retrieval_map)[layer]
     keys = reading.held["keys"][storing]
     if layer not in reading.slots:
         hits = bucket_search(queries.to(keys.dtype), keys, options.topk, options.similarity)

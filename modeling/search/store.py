@@ -116,8 +116,6 @@ class Ring:
 
     def append(self, row: int, keys: Tensor, values: Tensor | None = None) -> None:
         """Write entries `[time, width]` (and values `[time, value_width]`) of one batch row over its oldest ones."""
-        if (values is None) != (self.values is None):
-            raise ValueError("pass values if, and only if, this store keeps values beside its entries")
         length = len(keys)
         if length == 0 or self.capacity == 0:
             return

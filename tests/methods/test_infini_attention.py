@@ -220,7 +220,7 @@ def layer_for(options, parts):
         scores = rotate(q, new) @ keys.repeat_interleave(heads, 1).mT * SCALING
         scores = scores.masked_fill(~allowed(call)[:, None], torch.finfo(scores.dtype).min)
         near = (torch.softmax(scores, -1) @ values.repeat_interleave(heads, 1)).transpose(1, 2)
-        inputs = SimpleNamespace(local=(near, None), plain_query=q, plain_key=k, new_value=v, call=call)
+        inputs = SimpleNamespace(local=near, plain_query=q, plain_key=k, new_value=v, call=call)
         return attend(options, 0, parts, inputs)
 
     return layer
