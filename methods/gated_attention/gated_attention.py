@@ -97,7 +97,7 @@ def fix_heads(options: GatedAttentionOptions, means: dict[int, Tensor], least: f
     """Return options in which each head sees either everything or its window, for good.
 
     Args:
-        means: mean gates by layer, `[channels]` (`GatedState.gate_means` over some text).
+        means: mean gates over some text by layer, `[channels]`.
         least: a kv head sees everything if the mean gate of one of its query heads is at least this.
     """
     kv_heads, fixed = options.base.kv_heads, []
@@ -122,7 +122,7 @@ def attend(options: GatedAttentionOptions, layer: int, parts: GatedParts, inputs
     reading.gates[layer] = torch.sigmoid(logits)
     held = reading.append("far", layer, inputs.new_key, inputs.new_value)
     gates = make_gates(options, logits)
-    output = reading.attention(layer, inputs.query, held, gates, options.window_tokens, inputs.scaling, call)
+    output = reading.attention(inputs.query, held, gates, options.window_tokens, inputs.scaling, call)
     return output.transpose(1, 2)
 
 
@@ -142,7 +142,7 @@ def attend_fixed(
         held = reading.append(name, layer, inputs.new_key[:, index], inputs.new_value[:, index])
         gates = queries.new_full((len(queries), len(heads), queries.shape[2]), float(name == "far"))
         asked = by_group[:, index].flatten(1, 2)
-        found = reading.attention(layer, asked, held, gates, window, inputs.scaling, inputs.call)
+        found = reading.attention(asked, held, gates, window, inputs.scaling, inputs.call)
         mixed = mixed.index_copy(1, index, found.unflatten(1, (len(heads), -1)))
     return mixed.flatten(1, 2)
 

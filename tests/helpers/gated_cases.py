@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import torch
 from attention_core import SHAPE, run_pieces
 
+from cacheformers.methods.gated_attention import near_far
 from cacheformers.methods.gated_attention.gated_attention import GatedParts, attend, make_parts, naive
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions
 
@@ -63,3 +64,24 @@ def upto(inputs, end):
 
 def since(inputs, start):
     return tuple(t[:, :, start:] if t.dim() == 4 else t[:, start:] for t in inputs)
+
+
+def mean_gates(memory):
+    """The mean gate of each layer over counted tokens of the forward that ends here, `[channels]`."""
+    if memory.state.pieces:
+        memory.detach()
+    gates, counted = memory.state.last
+    return {layer: tensor.transpose(1, 2)[counted].mean(0) for layer, tensor in gates.items()}
+
+
+def recorded_reads(monkeypatch):
+    """What attention reads without gradients from now on, one `Reads` for each layer and forward."""
+    found = []
+
+    def recording(*arguments):
+        output, reads = near_far.one_pass(*arguments)
+        found.append(reads)
+        return output, reads
+
+    monkeypatch.setattr("cacheformers.methods.gated_attention.state.one_pass", recording)
+    return found
