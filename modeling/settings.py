@@ -211,8 +211,7 @@ def check_choices(options: Any, **allowed: tuple[Any, ...]) -> None:
 
 
 def check_at_least(least: int, options: Any, *names: str) -> None:
-    """Raise ValueError if one of the named options is less than `least`; None passes."""
+    """Raise ValueError if one of the named options is less than `least`."""
     for name in names:
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}.")
+        if getattr(options, name) < least:
+            raise ValueError(f"{name} must be at least {least}, got {getattr(options, name)}.")

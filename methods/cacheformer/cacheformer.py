@@ -98,7 +98,9 @@ class CacheFormerOptions(CacheFormerSettings):
             if allowed_kinds and type(value) not in allowed_kinds:
                 raise ValueError(f"{entry.name} must be {entry.type}, got {value!r}.")
         check_at_least(1, self, "heads", "kv_heads", "head_dim", "window_tokens", "pool_tokens", "pool_vectors", "topk")
-        check_at_least(1, self, "neighbors", "select_rows")
+        check_at_least(1, self, "neighbors")
+        if self.select_rows is not None:
+            check_at_least(1, self, "select_rows")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}.")
         check_choices(

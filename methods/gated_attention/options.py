@@ -67,7 +67,9 @@ class GatedAttentionOptions(GatedAttentionSettings, MethodOptions):
         if isinstance(self.far_heads, dict) or self.far_heads is None:
             heads = {int(layer): tuple(heads) for layer, heads in (self.far_heads or {}).items()}  # JSON has text keys
             self.far_heads = tuple(sorted(heads.items()))
-        check_at_least(1, self, "window_tokens", "segment_tokens", "gate_hidden")
+        check_at_least(1, self, "window_tokens", "segment_tokens")
+        if self.gate_hidden is not None:
+            check_at_least(1, self, "gate_hidden")
         check_at_least(0, self, "sparsity_weight", "mean_weight")
         check_choices(
             self,
