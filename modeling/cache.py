@@ -112,13 +112,14 @@ class DocumentsCache(Cache):
 
     def match_rows(self, rows: int) -> None:
         """Expand to the rows of a batch, if documents divide them (beams); raise ValueError otherwise."""
+        if rows == self.batch_size:
+            return
         if rows % self.batch_size:
             raise ValueError(
                 f"The memory holds {self.batch_size} documents, the batch has {rows} rows, which it neither equals "
                 "nor is a multiple of. Use memory.select(rows) or memory.expand(n)."
             )
-        if rows != self.batch_size:
-            self.expand(rows // self.batch_size)
+        self.expand(rows // self.batch_size)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.select(beam_idx.tolist())
