@@ -20,9 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from cacheformers.adapters.folders import check_base_folder, load_adapter_config, new_folder
-from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
+from cacheformers.modeling.architectures import find_decoder, unwrap
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM
 from cacheformers.modeling.method import is_method, method_named
+from cacheformers.modeling.segments import active_memories
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -75,18 +76,11 @@ def export(
 def to_model(adapted: PeftModel) -> CompositeForCausalLM:
     """Convert an adapted model into a model class that computes the same. The adapted model is consumed."""
     config: Any = adapted.active_peft_config
-    if not is_method(config.peft_type):
-        raise ValueError(f"An adapter of type {config.peft_type} is active: only memories can be exported.")
     model = unwrap(adapted)
     if getattr(model, "is_quantized", False):
         raise ValueError("LoRA cannot be merged exactly into a quantized base: load the base without quantization.")
     kind: Any = method_named(config.peft_type).causal_lm
-    name = adapted.active_adapter
-    trained = {
-        layer: attention.memory.parts(name)  # type: ignore[union-attr, operator]
-        for layer, attention in enumerate(attention_modules(find_decoder(model)))
-        if hasattr(attention, "memory") and name in attention.memory.adapter_options  # type: ignore[union-attr, operator]
-    }
+    trained = {memory.layer: memory.active_parts for memory in active_memories(find_decoder(model))}
     options = {field.name for field in fields(kind.config_class)} - {field.name for field in fields(CompositeConfig)}
     base = adapted.base_model.merge_lora()  # type: ignore[operator]
     exported: CompositeForCausalLM = kind.from_base(base, **{option: getattr(config, option) for option in options})

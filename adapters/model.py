@@ -76,6 +76,7 @@ class MemoryTuner(LoraModel):
         self._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
         decoder = find_decoder(model)
         attentions = attention_modules(decoder)
+        half = (torch.float16, torch.bfloat16)
         for layer in options.layers:
             attention = attentions[layer]
             if not hasattr(attention, "memory"):
@@ -86,24 +87,21 @@ class MemoryTuner(LoraModel):
             if layer in options.attention_layers and not low_cpu_mem_usage:
                 starts = projection_weights(attention, model.config)  # type: ignore[arg-type]
             device = torch.device("meta") if low_cpu_mem_usage else weight.device
-            memory.add_adapter(
-                adapter_name, options, starts, device, self._part_dtype(weight.dtype, autocast_adapter_dtype)
-            )
+            rounded = weight.dtype in half or not weight.is_floating_point()  # then float32, like LoRA in PEFT
+            dtype = torch.float32 if rounded and autocast_adapter_dtype else weight.dtype
+            memory.add_adapter(adapter_name, options, starts, device, dtype)
             memory.train(attention.training)
             memory.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
             if config.inference_mode:
                 memory.awaited.add(adapter_name)
         lowest: Any = attentions[options.layers[0]].memory
-        lowest.beside[adapter_name] = adapter_modules(model, adapter_name)
+        kinds = ("lora_A", "lora_B", "modules_to_save")
+        names = tuple(f".{kind}.{adapter_name}" for kind in kinds)  # what an adapter trains besides its memory
+        lowest.beside[adapter_name] = [named for named in model.named_modules() if named[0].endswith(names)]
         if not hasattr(decoder, "memory_hooks"):
             checks = [GenerationChecks(model)] if isinstance(model, GenerationMixin) else []
             decoder.memory_hooks = [*add_hooks(model), *checks]  # type: ignore[assignment]
             self.register_load_state_dict_post_hook(check_complete)  # type: ignore[no-untyped-call]
-
-    def _part_dtype(self, base: torch.dtype, autocast: bool) -> torch.dtype:
-        """Return the precision of parts: float32 on a half-precision or quantized base, like LoRA in PEFT."""
-        half = not base.is_floating_point or base in (torch.float16, torch.bfloat16)
-        return torch.float32 if half and autocast else base
 
     def _check_alone(self, adapter_name: str) -> None:
         """Raise ValueError for two methods on one base: a cache holds one memory. (LoRA alone may be there.)"""
@@ -200,12 +198,3 @@ def projection_weights(attention: nn.Module, config: PretrainedConfig) -> tuple[
         module = getattr(attention, name)
         modules.append(module.get_base_layer() if hasattr(module, "get_base_layer") else module)
     return split_projections([dequantize_module_weight(module).detach() for module in modules], base_shape(config))
-
-
-def adapter_modules(model: nn.Module, adapter: str) -> list[tuple[str, nn.Module]]:
-    """Return what an adapter trains besides its memory: LoRA's matrices and saved modules."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if name.endswith((f".lora_A.{adapter}", f".lora_B.{adapter}", f".modules_to_save.{adapter}"))
-    ]

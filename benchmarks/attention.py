@@ -4,8 +4,8 @@
     python benchmarks/attention.py --training --tokens 4096 16384       # forward and backward
     python benchmarks/attention.py --quick                              # short texts, to see that it runs
 
-12 heads of 64, one row, random numbers; full attention is torch's own fused one, and Infini-attention reads four
-segments at a time. Runs of one length take turns in one process; a ratio is of two runs of the same round. Peak memory
+12 heads of 64, one row, random numbers; full attention is torch's own fused one, and Infini-attention goes from
+segment to segment. Runs of one length take turns in one process; a ratio is of two runs of the same round. Peak memory
 is what a run holds at most beyond its inputs, its output included. Gated attention counts its pairs itself. Results:
 attention.json, .md and .png (--training: attention_training).
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from cacheformers.methods import infini_attention
 from cacheformers.methods.cacheformer import cacheformer
 from cacheformers.methods.cacheformer.attention import attend
 from cacheformers.methods.gated_attention.near_far import Reads, one_pass
+from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.memory import BaseShape
 
 HEADS, WIDTH = 12, 64
@@ -116,7 +118,7 @@ def kinds(tokens: int, options: argparse.Namespace, reads: dict[str, Reads]) -> 
 
 
 def infini(options: argparse.Namespace) -> Attention:
-    """Return Infini-attention, linear rule, four segments at a time; M and z pass from part to part."""
+    """Return Infini-attention, linear rule, segment by segment; M and z pass from segment to segment."""
     size = options.segment_tokens
     base = BaseShape("llama", HEADS * WIDTH, HEADS, HEADS, WIDTH, 1, 1, size, rotary=True)
     chosen = infini_attention.InfiniAttentionOptions(base=base, layers=(0,), segment_tokens=size)
@@ -124,13 +126,16 @@ def infini(options: argparse.Namespace) -> Attention:
     parts = infini_attention.InfiniParts(**made)  # type: ignore[arg-type]
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        outputs, held = [], None
-        for queries, keys, values in zip(*(tensor.split(4 * size, 2) for tensor in (q, k, v)), strict=True):
-            output, held = infini_attention.attend_segments(
-                chosen, parts, queries, keys, values, queries, keys, SCALING, held=held
-            )
-            outputs.append(output)
-        return torch.cat(outputs, 2)
+        memory = MemoryCache(chosen.new_state(1, {0: q.device}, q.dtype), chosen.window, 1, {})
+        outputs = []
+        for queries, keys, values in zip(*(tensor.split(size, 2) for tensor in (q, k, v)), strict=True):
+            memory.close(memory.timeline.full_rows(), None)
+            call = memory.begin(torch.ones(1, queries.shape[2], dtype=torch.bool))
+            near = F.scaled_dot_product_attention(queries, keys, values, is_causal=True).transpose(1, 2)
+            inputs: Any = SimpleNamespace(local=near, plain_query=queries, plain_key=keys, new_value=values, call=call)
+            outputs.append(infini_attention.attend(chosen, 0, parts, inputs))
+            memory.end(call)
+        return torch.cat(outputs, 1).transpose(1, 2)
 
     return attention
 

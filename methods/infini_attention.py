@@ -11,9 +11,8 @@ M and z are float32 or better, because sums in half precision stall after a few 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +23,12 @@ from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
 from cacheformers.modeling.attention import AttentionInputs, by_head, by_kv_head
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
-from cacheformers.modeling.memory import MemoryState, SegmentCall, joined, keep_columns, part
+from cacheformers.modeling.memory import BaseShape, ColumnState, Reading, joined, part
 from cacheformers.modeling.method import MemoryMethod, Share, share_statistics
 from cacheformers.modeling.settings import (
     LocalWindowOptions,
     LocalWindowSettings,
     check_choices,
-    check_layers,
     chosen_layers,
     setting,
 )
@@ -64,13 +62,8 @@ class InfiniAttentionOptions(InfiniAttentionSettings, LocalWindowOptions):
 
     def __post_init__(self) -> None:
         self.layers = chosen_layers(self.layers, self.base)
-        check_layers(self.layers, self.base)
         check_choices(self, rule=("linear", "delta"), empty=("bypass", "literal"))
         self.check_local_window()
-
-    @property
-    def attention_layers(self) -> tuple[int, ...]:
-        return self.layers
 
 
 class InfiniParts(NamedTuple):
@@ -94,9 +87,9 @@ class Compressed(NamedTuple):
     """The memory of one layer.
 
     Attributes:
-        matrix: M `[rows, kv_heads, ..., d_k, d_v]`.
-        norm: z `[rows, kv_heads, ..., d_k]`.
-        known: whether anything is stored, `[rows, ...]`. It is not read off z, so no epsilon is needed.
+        matrix: M `[rows, kv_heads, d_k, d_v]`.
+        norm: z `[rows, kv_heads, d_k]`.
+        known: whether anything is stored, `[rows]`. It is not read off z, so no epsilon is needed.
     """
 
     matrix: Tensor
@@ -104,9 +97,9 @@ class Compressed(NamedTuple):
     known: Tensor
 
     def recall(self, features: Tensor) -> Tensor:
-        """Return A_mem for s(Q) or s(K) `[rows, kv_heads, ..., tokens, d_k]`; exactly 0 where nothing is known."""
+        """Return A_mem for s(Q) or s(K) `[rows, kv_heads, tokens, d_k]`; exactly 0 where nothing is known."""
         weights = features @ self.norm[..., None]
-        return features @ self.matrix / torch.where(self.known[:, None, ..., None, None], weights, 1)
+        return features @ self.matrix / torch.where(self.known[:, None, None, None], weights, 1)
 
     def update(self, rule: str, keys: Tensor, values: Tensor) -> Compressed:
         """Return the memory after one more segment of tokens, `keys` `[rows, kv_heads, tokens, d_k]`."""
@@ -121,176 +114,37 @@ class Compressed(NamedTuple):
         return Compressed(*map(change, self))
 
 
-def empty_memory(rows: int, kv_heads: int, sizes: tuple[int, int], dtype: torch.dtype, device: Any) -> Compressed:
-    """Make an empty memory. `sizes` are d_k and d_v; `dtype` is that of the activations."""
+def empty_memory(rows: int, base: BaseShape, dtype: torch.dtype, device: torch.device) -> Compressed:
+    """Make an empty memory; `dtype` is that of the activations."""
     dtype = torch.promote_types(dtype, torch.float32)
-    return Compressed(
-        torch.zeros(rows, kv_heads, *sizes, dtype=dtype, device=device),
-        torch.zeros(rows, kv_heads, sizes[0], dtype=dtype, device=device),
-        torch.zeros(rows, dtype=torch.bool, device=device),
-    )
+    norm = torch.zeros(rows, base.kv_heads, base.head_dim, dtype=dtype, device=device)
+    matrix = norm.new_zeros(rows, base.kv_heads, base.head_dim, base.head_dim)
+    return Compressed(matrix, norm, torch.zeros(rows, dtype=torch.bool, device=device))
 
 
-def mix(options: InfiniAttentionOptions, shares: Tensor, near: Tensor, far: Tensor, known: Tensor) -> Tensor:
-    """Return sigmoid(beta) A_mem + (1 - sigmoid(beta)) A_dot, in the dtype of `near`.
-
-    Shapes: shares (sigmoid(beta)) `[heads]`; near (A_dot) and far (A_mem) `[rows, heads, ..., tokens, d_v]`; known
-    `[rows, ...]`.
-    """
-    shares = shares.view(1, -1, *[1] * (near.dim() - 2))
-    if options.empty == "bypass":
-        shares = shares * known[:, None, ..., None, None]
-    return (shares * far + (1 - shares) * near.to(far.dtype)).to(near.dtype)
-
-
-def attend(
-    options: InfiniAttentionOptions,
-    layer: int,
-    parts: InfiniParts,
-    near: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    call: SegmentCall,
-) -> Tensor:
-    """Compute Infini-attention of new columns in which no segment closes, `[rows, time, heads, d_v]`.
-
-    Args:
-        near: A_dot, `[rows, time, heads, d_v]`.
-        queries, keys: without rotary positions and scale, `[rows, (kv_)heads, time, d_k]`.
-        values: `[rows, kv_heads, time, d_v]`.
-    """
-    reading: InfiniReading = call.reading
-    reading.new_keys[layer], reading.new_values[layer] = keys, values
-    held = reading.held[layer]
+def attend(options: InfiniAttentionOptions, layer: int, parts: InfiniParts, inputs: AttentionInputs) -> Tensor:
+    """Compute Infini-attention of new columns in which no segment closes, `[rows, time, heads, d_v]`."""
+    near, queries, reading = inputs.local, inputs.plain_query, inputs.call.reading
+    reading.new["keys"][layer], reading.new["values"][layer] = inputs.plain_key, inputs.new_value
+    held: Compressed = reading.stores[layer]
     far = by_head(held.recall(feature(by_kv_head(queries, options.base.kv_heads))), queries.shape[2])
-    return mix(options, parts.beta.shares(), near.transpose(1, 2), far, held.known).transpose(1, 2)
+    shares = parts.beta.shares()[:, None, None]
+    if options.empty == "bypass":
+        shares = shares * held.known[:, None, None, None]
+    return (shares * far + (1 - shares) * near.transpose(1, 2).to(far.dtype)).to(near.dtype).transpose(1, 2)
 
 
-def attend_inputs(options: InfiniAttentionOptions, layer: int, parts: InfiniParts, inputs: AttentionInputs) -> Tensor:
-    """Call `attend` with what the attention module computes."""
-    near, _ = inputs.local
-    return attend(options, layer, parts, near, inputs.plain_query, inputs.plain_key, inputs.new_value, inputs.call)
-
-
-def attend_segments(
-    options: InfiniAttentionOptions,
-    parts: InfiniParts,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    local_queries: Tensor,
-    local_keys: Tensor,
-    scaling: float,
-    real: Tensor | None = None,
-    held: Compressed | None = None,
-    segments_at_once: int = 4,
-) -> tuple[Tensor, Compressed]:
-    """Compute Infini-attention of rows that begin with a segment, several segments at once.
-
-    With the linear rule M and z before each segment are prefix sums, taken over `segments_at_once` segments so that
-    memory does not grow with the text. The delta rule goes from segment to segment.
-
-    Args:
-        queries, keys: without rotary positions and scale, `[rows, (kv_)heads, time, d_k]`.
-        values: `[rows, kv_heads, time, d_v]`.
-        local_queries, local_keys, scaling: as local attention takes them.
-        real: which columns are tokens, `[rows, time]`; None for all. Segments count from each row's first token.
-        held: the memory of earlier segments; None for an empty one.
-
-    Returns:
-        A `[rows, heads, time, d_v]`, and the memory of all complete segments.
-
-    Raises:
-        ValueError: the local window keeps tokens of closed segments.
-    """
-    if options.window.kept_tokens or options.window.sink_tokens:
-        raise ValueError("Local windows that keep earlier tokens are read one segment at a time.")
-    rows, kv_heads, time, _ = keys.shape
-    inputs: tuple[Tensor, ...] = (queries, keys, values, local_queries, local_keys)
-    order, counts = None, torch.full((rows,), time, device=keys.device)
-    if real is not None and not bool(real.all()):
-        order = torch.argsort((~real).long(), dim=1, stable=True).to(keys.device)  # tokens first
-        inputs = tuple(keep_columns(tensor, order, 2) for tensor in inputs)
-        counts = real.sum(1).to(keys.device)
-    if held is None:
-        held = empty_memory(rows, kv_heads, (keys.shape[-1], values.shape[-1]), keys.dtype, keys.device)
-    shares, outputs, start = parts.beta.shares(), [], 0
-    while start < time:
-        length = min(options.segment_tokens, time - start)
-        segments = min(segments_at_once, (time - start) // length)
-        end = start + segments * length
-        q, k, v, local_q, local_k = (tensor[:, :, start:end].unflatten(2, (segments, length)) for tensor in inputs)
-        ends = start + length * torch.arange(1, segments + 1, device=keys.device)
-        complete = (ends <= counts[:, None]) & (length == options.segment_tokens)  # [rows, segments]
-        before, held = scan(options, held, k, v, complete)
-        far = by_head(before.recall(feature(by_kv_head(q, kv_heads))), length)
-        near = local_attention(local_q, local_k, v, scaling)
-        outputs.append(mix(options, shares, near, far, before.known).flatten(2, 3))
-        start = end
-    output = torch.cat(outputs, 2)
-    return (output if order is None else keep_columns(output, torch.argsort(order, dim=1), 2)), held
-
-
-def scan(
-    options: InfiniAttentionOptions, held: Compressed, keys: Tensor, values: Tensor, complete: Tensor
-) -> tuple[Compressed, Compressed]:
-    """Return the memory before each segment, and the memory after the last one.
-
-    Args:
-        keys, values: `[rows, kv_heads, segments, tokens, d]`.
-        complete: which segments are stored, `[rows, segments]`.
-    """
-    stored = complete[:, None, :, None, None]
-    known = torch.cat([held.known[:, None], complete], 1).cummax(1).values
-    if options.rule == "linear":
-        features = feature(keys)
-        new = features.mT @ values.to(features.dtype) * stored, features.sum(-2) * stored[..., 0]
-        matrix, norm = (
-            torch.cat([old[:, :, None], added.detach() if options.truncated else added], 2).cumsum(2)
-            for old, added in zip(held[:2], new, strict=True)
-        )
-    else:
-        steps = [held]
-        for segment in range(keys.shape[2]):
-            old, keep = steps[-1]._replace(known=known[:, segment]), stored[:, :, segment]
-            new_one = old.update("delta", keys[:, :, segment], values[:, :, segment])
-            step = old._replace(
-                matrix=torch.where(keep, new_one.matrix, old.matrix),
-                norm=torch.where(keep[..., 0], new_one.norm, old.norm),
-            )
-            steps.append(step.each(Tensor.detach) if options.truncated else step)
-        matrix, norm = (torch.stack(list(side), 2) for side in list(zip(*steps, strict=True))[:2])
-    before = Compressed(matrix[:, :, :-1], norm[:, :, :-1], known[:, :-1])
-    return before, Compressed(matrix[:, :, -1], norm[:, :, -1], known[:, -1])
-
-
-def local_attention(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """Compute causal attention within each segment, `[rows, heads, segments, tokens, d_v]`."""
-    rows = len(queries)
-    queries, keys, values = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (queries, keys, values))
-    output = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
-    return output.unflatten(0, (rows, -1)).transpose(1, 2)
-
-
-@dataclass
-class InfiniReading:
-    """What one forward reads and leaves behind, by layer."""
-
-    held: dict[int, Compressed]
-    new_keys: dict[int, Tensor] = field(default_factory=dict)
-    new_values: dict[int, Tensor] = field(default_factory=dict)
-
-
-class InfiniState(MemoryState):
+class InfiniState(ColumnState):
     """M and z of every layer, and the keys and values of open segments. Nothing is written in place.
 
     `MemoryMethod.new_state` has the arguments. With cache_size 0 the memory stays empty.
 
     Attributes:
         held: memories by layer.
-        keys, values: of open segments by layer, without rotary positions, `[rows, kv_heads, columns, d_head]`.
+        tensors: `keys` and `values` of open segments, without rotary positions, `[rows, kv_heads, columns, d_head]`.
     """
+
+    columns_dim = 2
 
     def __init__(
         self,
@@ -303,31 +157,12 @@ class InfiniState(MemoryState):
     ) -> None:
         if cache_size:
             raise ValueError("Infini-attention has a memory of one size: leave cache_size out, or 0 for none.")
+        super().__init__()
         self.rule, self.truncated, self.stays_empty = options.rule, options.truncated, cache_size == 0
-        sizes = (options.base.head_dim, options.base.head_dim)
-        self.held = {
-            layer: empty_memory(rows, options.base.kv_heads, sizes, dtype, devices[layer]) for layer in options.layers
-        }
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
+        self.held = {layer: empty_memory(rows, options.base, dtype, devices[layer]) for layer in options.layers}
 
-    def begin(self) -> InfiniReading:
-        return InfiniReading(dict(self.held))
-
-    def end(self, reading: InfiniReading) -> None:
-        for held, new in ((self.keys, reading.new_keys), (self.values, reading.new_values)):
-            for layer, tensor in new.items():
-                held[layer] = torch.cat([held[layer], tensor], 2) if layer in held else tensor
-
-    def check(self, row: int, columns: Tensor) -> None:
-        for layer in self.held:
-            for held in (self.keys[layer], self.values[layer]):
-                if not bool(torch.isfinite(held[row][:, columns.to(held.device)]).all()):
-                    raise ValueError(
-                        f"The open segment of row {row} holds NaN or Inf in layer {layer}; nothing was stored, and "
-                        "what was read before is unchanged. Check the model's weights and dtype (float16 overflows in "
-                        f"many models: use bfloat16), then go on from a clone() taken before, or reset([{row}])."
-                    )
+    def begin(self) -> Reading:
+        return Reading(dict(self.held))
 
     def commit(self, row: int, columns: Tensor) -> None:
         if self.stays_empty:
@@ -335,7 +170,7 @@ class InfiniState(MemoryState):
         for layer, held in self.held.items():
             index = torch.tensor([row], device=held.norm.device)
             chosen = columns.to(index.device)
-            keys, values = (side[layer][row : row + 1, :, chosen] for side in (self.keys, self.values))
+            keys, values = (self.tensors[side][layer][row : row + 1, :, chosen] for side in ("keys", "values"))
             new = held.each(lambda tensor: tensor[row : row + 1]).update(self.rule, keys, values)
             new = new.each(Tensor.detach) if self.truncated else new
             pairs = zip(held, new, strict=True)
@@ -343,53 +178,36 @@ class InfiniState(MemoryState):
 
     def detach(self) -> None:
         """Cut the autograd graph, so that no gradient of the next step reaches what this one stored."""
-        self._change(Tensor.detach)
+        self.change(Tensor.detach)
 
     def kept(self, row: int, closed: int) -> int:
         return 0 if self.stays_empty else closed
 
-    def keep(self, columns: Tensor) -> None:
-        for held in (self.keys, self.values):
-            held.update({layer: keep_columns(tensor, columns, 2) for layer, tensor in held.items()})
-
     def reset(self, rows: Sequence[int]) -> None:
         for layer, held in self.held.items():
             index = torch.tensor(rows, dtype=torch.long, device=held.norm.device)
-            self.held[layer] = Compressed(*(tensor.index_fill(0, index, 0) for tensor in held))
+            self.held[layer] = held.each(lambda tensor, index=index: tensor.index_fill(0, index, 0))
 
-    def select(self, rows: Sequence[int]) -> None:
-        self._change(lambda tensor: tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)])
-
-    def clone(self) -> InfiniState:
-        twin = copy.copy(self)
-        twin.held, twin.keys, twin.values = dict(self.held), dict(self.keys), dict(self.values)
-        return twin
-
-    def to(self, device: torch.device | str) -> None:
-        self._change(lambda tensor: tensor.to(device))
-
-    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.held = {layer: held.each(change) for layer, held in self.held.items()}
-        for waiting in (self.keys, self.values):
-            waiting.update({layer: change(tensor) for layer, tensor in waiting.items()})
-
-    def state_dict(self) -> dict[str, Tensor]:
-        held = joined(**{str(layer): held._asdict() for layer, held in self.held.items()})
-        return joined(held=held, keys=self.keys, values=self.values)
-
-    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
-        devices = {layer: held.norm.device for layer, held in self.held.items()}
-        for layer, device in devices.items():
-            saved = part(tensors, f"held.{layer}")
-            self.held[layer] = Compressed(**{name: tensor.to(device) for name, tensor in saved.items()})
-        self.keys, self.values = (
-            {int(layer): held.to(devices[int(layer)]) for layer, held in part(tensors, name).items()}
-            for name in ("keys", "values")
-        )
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().change(function)
+        self.held = {layer: held.each(function) for layer, held in self.held.items()}
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.state_dict().values())
+        return super().nbytes + sum(tensor.nbytes for held in self.held.values() for tensor in held)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        held = joined(**{str(layer): held._asdict() for layer, held in self.held.items()})
+        return joined(held=held, **self.tensors)
+
+    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
+        super().load_state_dict(tensors)
+        for layer in self.held:
+            saved = part(tensors, f"held.{layer}")
+            self.held[layer] = Compressed(**saved).each(lambda tensor, layer=layer: tensor.to(self.device(layer)))
+
+    def device(self, layer: int) -> torch.device:
+        return self.held[layer].norm.device
 
 
 class NaiveDocument(NamedTuple):
@@ -419,7 +237,11 @@ def naive(
 ) -> NaiveDocument:
     """Specify Infini-attention: one document, token by token, in the plainest way.
 
-    Arguments are those of `attend_segments`, of one row; `beta` is `[heads]`.
+    Args:
+        beta: `[heads]`.
+        queries, keys: without rotary positions and scale, `[(kv_)heads, time, d_k]`.
+        values: `[kv_heads, time, d_v]`.
+        local_queries, local_keys, scaling: as local attention takes them.
     """
     heads, time, _ = queries.shape
     kv_heads, length = len(keys), options.segment_tokens
@@ -490,7 +312,7 @@ register(
         new_state=InfiniState,
         parts=InfiniParts,
         make_parts=make_parts,
-        attend=attend_inputs,
+        attend=attend,
         title="Infini-attention",
         paper="[Munkhdalai et al. 2024](https://arxiv.org/abs/2404.07143)",
         citation="""@article{munkhdalai2024infini,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +28,10 @@ from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
 from cacheformers.modeling.attention import AttentionInputs
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
-from cacheformers.modeling.memory import RingReading, RingState, SegmentCall, token_numbers
+from cacheformers.modeling.memory import Reading, RingState, SegmentCall, token_numbers
 from cacheformers.modeling.method import MemoryMethod, PerHead, Share, share_statistics
 from cacheformers.modeling.search import get_search
-from cacheformers.modeling.search.store import Entries, Ring
+from cacheformers.modeling.search.store import Entries, Ring, vectors
 from cacheformers.modeling.settings import (
     STORE_DTYPES,
     LocalWindowOptions,
@@ -114,13 +114,6 @@ def make_parts(options: MemorizingOptions, *_: Any) -> dict[str, nn.Module]:
     return {"gate": Share(heads, options.gate_start), "scale": PerHead(heads, options.base.head_dim**0.5)}
 
 
-@dataclass
-class MemorizingReading(RingReading):
-    """What one forward reads and leaves behind; `hits` `[rows, heads, time, k]` by layer."""
-
-    hits: dict[int, Tensor] = field(default_factory=dict)
-
-
 class MemorizingState(RingState):
     """A ring of pairs per layer, with all heads of a token side by side; see `MemoryMethod.new_state`.
 
@@ -145,12 +138,9 @@ class MemorizingState(RingState):
         )
         self.last: dict[int, Tensor] = {}
 
-    def begin(self) -> MemorizingReading:
-        return MemorizingReading({layer: ring.view() for layer, ring in self.rings.items()})
-
-    def end(self, reading: MemorizingReading) -> None:
+    def end(self, reading: Reading) -> None:
         super().end(reading)
-        self.last = {layer: side_by_side(hits) for layer, hits in reading.hits.items()}
+        self.last = {layer: side_by_side(hits) for layer, hits in reading.new["hits"].items()}
 
     def retrieved(self) -> dict[int, Tensor]:
         return {layer: token_numbers(self.rings[layer], hits) for layer, hits in self.last.items()}
@@ -171,16 +161,16 @@ def unit(states: Tensor) -> Tensor:
 
 def mix(options: MemorizingOptions, layer: int, parts: MemorizingParts, inputs: AttentionInputs) -> Tensor:
     """Mix self-attention with attention to the memory, head by head (equation 1), `[rows, time, heads, d_head]`."""
-    reading: MemorizingReading = inputs.call.reading
-    ring = reading.stores[layer]
+    reading: Reading = inputs.call.reading
+    ring, hits = reading.stores[layer], reading.new["hits"]  # [rows, heads, time, k]
     queries = unit(inputs.plain_query)
     with torch.no_grad():
         reading.new["keys"][layer] = side_by_side(unit(inputs.plain_key)).to(ring.keys.dtype)
         reading.new["values"][layer] = side_by_side(inputs.new_value).to(ring.keys.dtype)
-    if layer not in reading.hits:  # activation checkpointing runs this twice, and searches once
-        reading.hits[layer] = search_heads(options, ring, queries, inputs.call)
-    local, _ = inputs.local
-    remembered, anything = recall(options, ring, queries, reading.hits[layer], parts.scale.weight)
+    if layer not in hits:  # activation checkpointing runs this twice, and searches once
+        hits[layer] = search_heads(options, ring, queries, inputs.call)
+    local = inputs.local
+    remembered, anything = recall(options, ring, queries, hits[layer], parts.scale.weight)
     gate = torch.sigmoid(parts.gate.weight).to(local.dtype)[:, None] * anything[..., None].to(local.dtype)
     return local + gate * (remembered.to(local.dtype) - local)
 
@@ -201,8 +191,7 @@ def search_heads(options: MemorizingOptions, ring: Ring, queries: Tensor, call: 
     rows, heads, time, size = queries.shape
     groups = heads // base.kv_heads
     hits = torch.full((rows, heads, time, options.topk), -1, dtype=torch.long, device=queries.device)
-    for physical in sorted(set(ring.owner)):
-        sharing = [row for row in range(rows) if ring.owner[row] == physical]
+    for sharing in ring.sharing():
         entries = ring.entries(sharing[0])
         if entries.count == 0:
             continue
@@ -246,11 +235,6 @@ def recall(
     weights = torch.softmax(scores.masked_fill(~filled, torch.finfo(scores.dtype).min), -1) * filled
     found = torch.einsum("bhtk,bhtkd->bthd", weights, values.to(queries.device, queries.dtype))
     return found, filled.any(-1).transpose(1, 2)
-
-
-def vectors(store: Tensor, size: int) -> Tensor:
-    """View a store as vectors of heads, `[rows * allocated * kv_heads, size]`; an empty one as a vector of zeros."""
-    return store.new_zeros(store.shape[-1] // size, size) if store.shape[1] == 0 else store.reshape(-1, size)
 
 
 def naive(

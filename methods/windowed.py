@@ -13,8 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
@@ -61,12 +59,6 @@ class WindowedState(RingState):
         if cache_size:
             raise ValueError("A local window remembers nothing beside it: leave cache_size out.")
         super().__init__({})
-
-    def kept(self, row: int, closed: int) -> int:
-        return 0
-
-    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
-        """Do nothing: there are no tensors."""
 
 
 @dataclass

@@ -60,9 +60,9 @@ class AttentionInputs:
     rotation: tuple[Tensor, Tensor] | None
 
     @cached_property
-    def local(self) -> tuple[Tensor, Tensor | None]:
-        """What self-attention returns without the memory, `[rows, time, heads, d_head]`, and its weights."""
-        return self.compute()
+    def local(self) -> Tensor:
+        """What self-attention returns without the memory, `[rows, time, heads, d_head]`."""
+        return self.compute()[0]
 
     @cached_property
     def plain_query(self) -> Tensor:
@@ -98,30 +98,31 @@ def turn(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin: `[rows, time, rotated]`; channels beyond `rotated` are left as they are.
     """
     cos, sin = cos[:, None].to(states.dtype), sin[:, None].to(states.dtype)
-    turning, rest = states[..., : cos.shape[-1]], states[..., cos.shape[-1] :]
+    size = cos.shape[-1]
+    turning, rest = states[..., :size], states[..., size:]
     first, second = turning.chunk(2, dim=-1)
-    return torch.cat([turning * cos + torch.cat([-second, first], -1) * sin, rest], -1)
+    turned = turning * cos + torch.cat([-second, first], -1) * sin
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 
 def unrotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Undo the rotary embedding of `[rows, heads, time, d_head]`, with whatever factor cos and sin are scaled by."""
     size = cos.to(states.dtype).square() + sin.to(states.dtype).square()
-    size = F.pad(size, (0, states.shape[-1] - size.shape[-1]), value=1.0)
-    return turn(states, cos, -sin) / size[:, None]
+    beyond = states.shape[-1] - size.shape[-1]
+    return turn(states, cos, -sin) / (F.pad(size, (0, beyond), value=1.0) if beyond else size)[:, None]
 
 
 def by_kv_head(queries: Tensor, kv_heads: int) -> Tensor:
-    """Group queries `[rows, heads, ..., tokens, d]` by kv head, `[rows, kv_heads, ..., group*tokens, d]`.
+    """Group queries `[rows, heads, tokens, d]` by kv head, `[rows, kv_heads, group*tokens, d]`.
 
     The tokens of one query head stay together.
     """
-    grouped = queries.unflatten(1, (kv_heads, -1)).movedim(2, -3)  # [rows, kv_heads, ..., group, tokens, d]
-    return grouped.flatten(-3, -2)
+    return queries.unflatten(1, (kv_heads, -1)).flatten(2, 3)
 
 
 def by_head(grouped: Tensor, tokens: int) -> Tensor:
     """Undo `by_kv_head`."""
-    return grouped.unflatten(-2, (-1, tokens)).movedim(-3, 2).flatten(1, 2)
+    return grouped.unflatten(2, (-1, tokens)).flatten(1, 2)
 
 
 def attention(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from cacheformers.modeling.files.save import save_memory
 from cacheformers.modeling.memory import LocalWindow, MemoryState, SegmentCall, joined, keep_columns, part
@@ -65,32 +65,18 @@ class LocalCache(Cache):
 Rotate = Callable[[Tensor, Tensor], Tensor]
 
 
-class MemoryCache(Cache):
-    """Local keys and values of every layer, and the memory of augmented layers, for a batch of documents.
+class DocumentsCache(Cache):
+    """A cache whose rows are documents, which come, go and repeat; `generate` skips the ids that they have seen.
 
-    `cacheformers.read` creates it, and so does a forward without one. Like every transformers cache it is passed as
-    `past_key_values`, comes back in the output, and changes in place; `clone()` it first to ask more than once.
+    Like every transformers cache it is passed as `past_key_values`, comes back in the output, and changes in place.
 
-    Args:
-        state: the method's memory.
-        window: the local window.
-        signature: what a model must have to use this memory (compared before each forward).
+    Attributes:
+        visible: number of columns of ids that it has seen, including padding.
     """
 
-    def __init__(self, state: MemoryState, window: LocalWindow, batch_size: int, signature: dict[str, Any]) -> None:
+    def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=DynamicLayer)
-        self.state, self.window, self.signature = state, window, signature
-        self.timeline = Timeline(batch_size, window)
-        self.local: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys, values [rows, heads, columns, dim]
         self.visible = 0
-        self.seen = SeenIds(batch_size)  # ids of the visible columns
-        self.fingerprint: tuple[float, ...] = ()  # of the adapter that reads; empty while it is trained
-        self.options: Any = None  # of the state, without which it cannot be saved to a file
-        self.origin = Origin(sources=[None] * batch_size)
-
-    @property
-    def batch_size(self) -> int:
-        return self.timeline.rows
 
     @property
     def is_compileable(self) -> bool:
@@ -100,28 +86,40 @@ class MemoryCache(Cache):
     def is_initialized(self) -> bool:
         return self.visible > 0
 
-    def __len__(self) -> int:
-        return len(self.local)
+    @property
+    def tokens_read(self) -> list[int]:
+        """Number of tokens that each row has read."""
+        raise NotImplementedError
 
-    def __repr__(self) -> str:
-        read, kept = (", ".join(f"{tokens:,}" for tokens in count) for count in (self.tokens_read, self.tokens_kept))
-        return f"MemoryCache(tokens_read=[{read}], tokens_kept=[{kept}], nbytes={self.nbytes:,})"
+    @property
+    def batch_size(self) -> int:
+        return len(self.tokens_read)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Count the ids seen since the last `read()`, which `generate` skips in its prompt."""
+        """Return `visible`."""
         return self.visible
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
 
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        raise RuntimeError(
-            "A MemoryCache was given to a model without an active memory adapter. Enable the adapter, or pass a "
-            "plain cache."
-        )
+    def select(self, rows: Sequence[int]) -> None:
+        """Make row i what row `rows[i]` was. Rows may be left out, or taken several times (they share the memory)."""
+        raise NotImplementedError
 
-    def activate_past_recording(self) -> None:
-        raise ValueError("Assisted decoding cannot undo what a memory has read: call generate() without an assistant.")
+    def expand(self, repeats: int) -> None:
+        """Repeat every row `repeats` times in place (row 0, row 0, ..., row 1, ...), as `generate` does with beams."""
+        self.select([row for row in range(self.batch_size) for _ in range(repeats)])
+
+    def match_rows(self, rows: int) -> None:
+        """Expand to the rows of a batch, if documents divide them (beams); raise ValueError otherwise."""
+        if rows == self.batch_size:
+            return
+        if rows % self.batch_size:
+            raise ValueError(
+                f"The memory holds {self.batch_size} documents, the batch has {rows} rows, which it neither equals "
+                "nor is a multiple of. Use memory.select(rows) or memory.expand(n)."
+            )
+        self.expand(rows // self.batch_size)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.select(beam_idx.tolist())
@@ -133,6 +131,58 @@ class MemoryCache(Cache):
         if indices.dtype == torch.bool:
             indices = indices.nonzero()[:, 0]
         self.select(indices.tolist())
+
+
+def check_blank(cache: Cache | None) -> None:
+    """Raise ValueError for any cache but the empty plain one that `generate` passes."""
+    if cache is not None and (type(cache) is not DynamicCache or getattr(cache, "offloading", False)):
+        raise ValueError(
+            f"{type(cache).__name__} (static, quantized, offloaded or assisted) cannot carry a memory: leave "
+            "past_key_values and cache_implementation out, or pass a cache that this model returned."
+        )
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(
+            "A plain cache that already holds tokens was passed to a model with a memory: their states are not in the "
+            "memory. Start without past_key_values, or from cacheformers.read()."
+        )
+
+
+class MemoryCache(DocumentsCache):
+    """Local keys and values of every layer, and the memory of augmented layers, for a batch of documents.
+
+    `cacheformers.read` creates it, and so does a forward without one; `clone()` it first to ask more than once.
+
+    Args:
+        state: the method's memory.
+        window: the local window.
+        signature: what a model must have to use this memory (compared before each forward).
+    """
+
+    def __init__(self, state: MemoryState, window: LocalWindow, batch_size: int, signature: dict[str, Any]) -> None:
+        super().__init__()
+        self.state, self.window, self.signature = state, window, signature
+        self.timeline = Timeline(batch_size, window)
+        self.local: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys, values [rows, heads, columns, dim]
+        self.seen = SeenIds(batch_size)  # ids of the visible columns, since the last read()
+        self.fingerprint: tuple[float, ...] = ()  # of the adapter that reads; empty while it is trained
+        self.options: Any = None  # of the state, without which it cannot be saved to a file
+        self.origin = Origin(sources=[None] * batch_size)
+
+    def __len__(self) -> int:
+        return len(self.local)
+
+    def __repr__(self) -> str:
+        read, kept = (", ".join(f"{tokens:,}" for tokens in count) for count in (self.tokens_read, self.tokens_kept))
+        return f"MemoryCache(tokens_read=[{read}], tokens_kept=[{kept}], nbytes={self.nbytes:,})"
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise RuntimeError(
+            "A MemoryCache was given to a model without an active memory adapter. Enable the adapter, or pass a "
+            "plain cache."
+        )
+
+    def activate_past_recording(self) -> None:
+        raise ValueError("Assisted decoding cannot undo what a memory has read: call generate() without an assistant.")
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` columns; they must all hold tokens of open segments.
@@ -163,7 +213,6 @@ class MemoryCache(Cache):
 
     @property
     def tokens_read(self) -> list[int]:
-        """Number of tokens that each row has read."""
         return self.timeline.tokens_read
 
     @property
@@ -181,7 +230,6 @@ class MemoryCache(Cache):
         return kept
 
     def select(self, rows: Sequence[int]) -> None:
-        """Make row i what row `rows[i]` was. Rows may be left out, or taken several times (they share the memory)."""
         rows = list(rows)
         self.state.select(rows)
         self.timeline.select(rows)
@@ -192,10 +240,6 @@ class MemoryCache(Cache):
             layer: (keys[index.to(keys.device)], values[index.to(values.device)])
             for layer, (keys, values) in self.local.items()
         }
-
-    def expand(self, repeats: int) -> None:
-        """Repeat every row `repeats` times in place (row 0, row 0, ..., row 1, ...), as `generate` does with beams."""
-        self.select([row for row in range(self.batch_size) for _ in range(repeats)])
 
     def reset(self, rows: Sequence[int] | None = None) -> None:
         """Forget everything that the given rows (default: all) have read, so that new documents can begin there."""

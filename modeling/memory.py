@@ -77,6 +77,7 @@ class SegmentCall:
         real: which new columns are tokens and not padding, `[rows, time]`.
         open: which columns, old and new, belong to each row's open segment, `[rows, columns + time]`.
         visible: which columns, old and new, hold a token that self-attention may see, `[rows, columns + time]`.
+        padded: whether a column, old or new, holds no token for one of the rows.
         positions: position of each column in its row's local window, `[rows, columns + time]`.
         window_tokens: number of tokens of closed segments that each row still sees (without sinks), `[rows]`.
         ids: of the new columns, `[rows, time]`.
@@ -92,6 +93,7 @@ class SegmentCall:
         timeline = memory.timeline
         self.open = torch.cat([timeline.open, real], 1)
         self.visible = torch.cat([timeline.used, real], 1)
+        self.padded = not bool(self.visible.all())
         self.positions = torch.cat([timeline.position, timeline.new_positions(real)], 1)
         self.window_tokens: list[int] = (timeline.kept & ~timeline.sink).sum(1).tolist()
         self.rotate: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -100,11 +102,6 @@ class SegmentCall:
         self.returned = True
         self.forgets = False
         self.scratch: dict[str, Any] = {}
-
-    @property
-    def padded(self) -> bool:
-        """Whether a column, old or new, holds no token for one of the rows."""
-        return not bool(self.visible.all())
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,11 @@ class MemoryState(ABC):
     `MemoryCache` calls `begin` before a forward, `end` after it, and `commit` when a row's segment closes. Data of open
     segments is held in columns, the same columns in which `MemoryCache` holds local keys and values.
 
+    Args:
+        names: of `tensors`.
+
     Attributes:
+        tensors: what is held by name and layer, `[rows, ...]`; a method may hold more (see `change`).
         forward_is_segment: each forward is one segment, whatever its length.
         rings: stores that get one entry per token, by layer; `state_dict` names their tensors `rings.LAYER...`. Files
             hold them in pieces, and the rest of a state as a whole.
@@ -149,20 +150,21 @@ class MemoryState(ABC):
     gold: Gold | None = None
     rings: dict[int, Ring] = {}
 
+    def __init__(self, *names: str) -> None:
+        self.tensors: dict[str, dict[int, Tensor]] = {name: {} for name in names}
+
     @abstractmethod
     def begin(self) -> Any:
         """Return what one forward reads: a frozen view of the memory, and room for what the forward leaves behind."""
 
     @abstractmethod
     def end(self, reading: Any) -> None:
-        """Append what a forward left behind as new columns."""
+        """Take up what a forward left behind, as new columns."""
 
-    @abstractmethod
-    def check(self, row: int, columns: Tensor) -> None:
+    def check(self, row: int, columns: Tensor) -> None:  # noqa: B027  # as in `commit`
         """Raise ValueError if `commit` with the same arguments would store NaN or Inf."""
 
-    @abstractmethod
-    def commit(self, row: int, columns: Tensor) -> None:
+    def commit(self, row: int, columns: Tensor) -> None:  # noqa: B027  # some methods store at the end of a forward
         """Move one row's open segment into the memory; `columns` `[length]` are its tokens in order."""
 
     def detach(self) -> None:  # noqa: B027  # most states hold no graph
@@ -180,38 +182,52 @@ class MemoryState(ABC):
         """
         return {}
 
-    @abstractmethod
-    def keep(self, columns: Tensor) -> None:
+    def keep(self, columns: Tensor) -> None:  # noqa: B027  # some methods have no columns
         """Keep only the columns `[rows, kept]`, chosen for each row."""
 
     @abstractmethod
     def reset(self, rows: Sequence[int]) -> None:
         """Forget what the given rows, possibly none, have read."""
 
-    @abstractmethod
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor by a function of it, in new dictionaries."""
+        self.tensors = {
+            name: {layer: function(tensor) for layer, tensor in held.items()} for name, held in self.tensors.items()
+        }
+
     def select(self, rows: Sequence[int]) -> None:
         """Make row i what row `rows[i]` was; a row may be taken several times."""
+        self.change(lambda tensor: tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)])
 
-    @abstractmethod
-    def clone(self) -> MemoryState:
-        """Return an independent copy."""
+    def clone(self) -> Self:
+        """Return an independent copy; tensors that are never changed in place may be shared."""
+        twin = copy.copy(self)
+        twin.change(lambda tensor: tensor)
+        return twin
 
-    @abstractmethod
     def to(self, device: torch.device | str) -> None:
         """Move every tensor."""
+        self.change(lambda tensor: tensor.to(device))
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
         """Bytes of all tensors."""
+        return sum(tensor.nbytes for held in self.tensors.values() for tensor in held.values())
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
         """Return all tensors by name."""
+        return joined(**self.tensors)
 
-    @abstractmethod
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         """Take over the `state_dict` of a state with the same options and number of rows."""
+        self.tensors = {
+            name: {int(layer): tensor.to(self.device(int(layer))) for layer, tensor in part(tensors, name).items()}
+            for name in self.tensors
+        }
+
+    def device(self, layer: int) -> torch.device:
+        """Return the device on which a layer's `tensors` are."""
+        raise NotImplementedError
 
 
 def joined(**parts: Mapping[Any, Tensor]) -> dict[str, Tensor]:
@@ -224,11 +240,6 @@ def part(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     return {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
 
 
-def by_layer(tensors: Mapping[str, Tensor], device: torch.device | str) -> dict[int, Tensor]:
-    """Return tensors by layer number, on a device."""
-    return {int(layer): tensor.to(device) for layer, tensor in tensors.items()}
-
-
 def keep_columns(tensor: Tensor, columns: Tensor, dim: int) -> Tensor:
     """Select columns `[rows, kept]`, chosen for each row, along dimension `dim` of `[rows, ...]`."""
     shape = [1] * tensor.dim()
@@ -239,105 +250,108 @@ def keep_columns(tensor: Tensor, columns: Tensor, dim: int) -> Tensor:
 
 
 @dataclass
-class RingReading:
-    """What one forward reads, and what it leaves behind, by name (`keys`, `values`, ...) and layer."""
+class Reading:
+    """What one forward reads by layer, and what it leaves behind, by name (`keys`, `values`, ...) and layer.
 
-    stores: dict[int, Ring]
+    A state takes up what has a name of its `tensors`.
+    """
+
+    stores: dict[int, Any]
     new: dict[str, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
 
 
-class RingState(MemoryState):
-    """Rings of keys and values, filled when segments close.
-
-    A method whose forwards read or leave behind more than `RingReading` overrides `begin` and `end`.
+class ColumnState(MemoryState):
+    """A state whose `tensors` are columns of open segments, `keys`, `values` and others.
 
     Attributes:
-        rings: by layer.
-        open: by name and layer, `[rows, columns, ...]`. `keys`, and `values` where there are some, enter the ring of
-            their layer when a segment closes; the rest is dropped.
+        columns_dim: the dimension of columns in `tensors`.
     """
 
-    def __init__(self, rings: dict[int, Ring], beside: Sequence[str] = ()) -> None:
-        self.rings = rings
-        self.open: dict[str, dict[int, Tensor]] = {name: {} for name in ("keys", "values", *beside)}
+    columns_dim = 1
 
-    def begin(self) -> Any:
-        return RingReading({layer: ring.view() for layer, ring in self.rings.items()})
+    def __init__(self, *beside: str) -> None:
+        super().__init__("keys", "values", *beside)
 
     def end(self, reading: Any) -> None:
-        self.add(**reading.new)
-
-    def add(self, **new: Mapping[int, Tensor]) -> None:
-        """Append `[rows, time, ...]` as new columns, by name and layer."""
-        for name, tensors in new.items():
-            held = self.open[name]
-            for layer, tensor in tensors.items():
-                held[layer] = torch.cat([held[layer], tensor], 1) if layer in held else tensor
+        for name, held in self.tensors.items():
+            for layer, tensor in reading.new[name].items():
+                held[layer] = torch.cat([held[layer], tensor], self.columns_dim) if layer in held else tensor
 
     def check(self, row: int, columns: Tensor) -> None:
-        for held in (self.open["keys"], self.open["values"]):
+        for held in (self.tensors["keys"], self.tensors["values"]):
             for layer, tensor in held.items():
-                if not bool(torch.isfinite(tensor[row, columns.to(tensor.device)]).all()):
+                stored = tensor[row].index_select(self.columns_dim - 1, columns.to(tensor.device))
+                if not bool(torch.isfinite(stored).all()):
                     raise ValueError(
                         f"The open segment of row {row} holds NaN or Inf in layer {layer}; nothing was stored, and the "
                         "memory is unchanged. Check the model's weights and dtype (float16 overflows in "
                         f"many models: use bfloat16), then go on from a clone() taken before, or reset([{row}])."
                     )
 
+    def keep(self, columns: Tensor) -> None:
+        for held in self.tensors.values():
+            held.update({layer: keep_columns(tensor, columns, self.columns_dim) for layer, tensor in held.items()})
+
+
+class RingState(ColumnState):
+    """Rings of keys and values, which enter the ring of their layer when a segment closes; other columns are dropped.
+
+    A method whose forwards read or leave behind more than `Reading` overrides `begin` and `end`.
+
+    Attributes:
+        rings: by layer.
+    """
+
+    def __init__(self, rings: dict[int, Ring], beside: Sequence[str] = ()) -> None:
+        super().__init__(*beside)
+        self.rings = rings
+
+    def begin(self) -> Any:
+        return Reading({layer: ring.view() for layer, ring in self.rings.items()})
+
     def commit(self, row: int, columns: Tensor) -> None:
         for layer, ring in self.rings.items():
             chosen = columns.to(ring.keys.device)
-            values = self.open["values"].get(layer)
-            ring.append(row, self.open["keys"][layer][row, chosen], None if values is None else values[row, chosen])
+            values = self.tensors["values"].get(layer)
+            ring.append(row, self.tensors["keys"][layer][row, chosen], None if values is None else values[row, chosen])
 
     def kept(self, row: int, closed: int) -> int:
-        return min(ring.count(row) for ring in self.rings.values())
-
-    def keep(self, columns: Tensor) -> None:
-        for held in self.open.values():
-            for layer, tensor in held.items():
-                held[layer] = keep_columns(tensor, columns, 1)
+        return min((ring.count(row) for ring in self.rings.values()), default=0)
 
     def reset(self, rows: Sequence[int]) -> None:
         for ring in self.rings.values():
             ring.reset(rows)
 
     def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
         for ring in self.rings.values():
             ring.select(rows)
-        for held in self.open.values():
-            for layer, tensor in held.items():
-                held[layer] = tensor[torch.tensor(rows, device=tensor.device)]
 
     def clone(self) -> Self:
-        twin = copy.copy(self)
+        twin = super().clone()
         twin.rings = {layer: ring.clone() for layer, ring in self.rings.items()}
-        twin.open = {name: dict(held) for name, held in self.open.items()}
         return twin
 
     def to(self, device: torch.device | str) -> None:
+        super().to(device)
         for ring in self.rings.values():
             ring.to(device)
-        for held in self.open.values():
-            for layer, tensor in held.items():
-                held[layer] = tensor.to(device)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + sum(ring.nbytes for ring in self.rings.values())
 
     def state_dict(self) -> dict[str, Tensor]:
-        rings = {
-            f"{layer}.{name}": held for layer, ring in self.rings.items() for name, held in ring.state_dict().items()
-        }
-        return joined(rings=rings, **self.open)
+        rings = {str(layer): ring.state_dict() for layer, ring in self.rings.items()}
+        return joined(rings=joined(**rings), **self.tensors)
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         for layer, ring in self.rings.items():
             ring.load_state_dict(part(tensors, f"rings.{layer}"))
-        device = next(iter(self.rings.values())).keys.device
-        self.open = {name: by_layer(part(tensors, name), device) for name in self.open}
+        super().load_state_dict(tensors)
 
-    @property
-    def nbytes(self) -> int:
-        waiting = sum(tensor.nbytes for held in self.open.values() for tensor in held.values())
-        return waiting + sum(ring.nbytes for ring in self.rings.values())
+    def device(self, layer: int) -> torch.device:
+        return next(iter(self.rings.values())).keys.device
 
 
 def token_numbers(ring: Ring, hits: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -123,6 +124,13 @@ def first_numbers(*parameters: Tensor) -> tuple[float, ...]:
     if any(isinstance(parameter, DTensor) for parameter in parameters):
         return ()
     return tuple(number for parameter in parameters for number in parameter.detach().flatten()[:4].tolist())
+
+
+def normalize(norm: nn.LayerNorm, inputs: Tensor) -> Tensor:
+    """Apply LayerNorm in float32 or better."""
+    dtype = torch.promote_types(inputs.dtype, torch.float32)
+    weight, bias = norm.weight.to(dtype), norm.bias.to(dtype)
+    return F.layer_norm(inputs.to(dtype), norm.normalized_shape, weight, bias, norm.eps)
 
 
 class PerHead(nn.Module):

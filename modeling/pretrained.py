@@ -83,20 +83,15 @@ class MemoryPreTrainedModel(Uploads, PreTrainedModel):
     def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
         # Not in from_pretrained: its report differs if it goes on to load an adapter.
         super()._adjust_missing_and_unexpected_keys(loading_info)
-        check_complete(loading_info)
-
-
-def check_complete(loading_info: Any) -> None:
-    """Raise ValueError if a file lacks tensors of the model, or has tensors of unknown memories."""
-    missing = sorted(loading_info.missing_keys)
-    foreign = sorted(key for key in loading_info.unexpected_keys if ".memory." in key)
-    if missing or foreign:
-        what = "has no tensors for" if missing else "holds tensors that the configuration does not describe:"
-        keys = missing or foreign
-        raise ValueError(
-            f"The file {what} {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}. It is "
-            "damaged, or belongs to another configuration or version: save or export the model again."
-        )
+        missing = sorted(loading_info.missing_keys)
+        foreign = sorted(key for key in loading_info.unexpected_keys if ".memory." in key)
+        if missing or foreign:
+            what = "has no tensors for" if missing else "holds tensors that the configuration does not describe:"
+            keys = missing or foreign
+            raise ValueError(
+                f"The file {what} {', '.join(keys[:5])}{f' and {len(keys) - 5} more' if len(keys) > 5 else ''}. It is "
+                "damaged, or belongs to another configuration or version: save or export the model again."
+            )
 
 
 class ForwardWithHead:

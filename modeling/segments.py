@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache
 
 from cacheformers.modeling.architectures import architecture, attention_modules, find_decoder, layer_devices, unwrap
 from cacheformers.modeling.attention import former_attention, keep_inputs
-from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.cache import MemoryCache, check_blank
 from cacheformers.modeling.inputs import check_arguments, check_positions, real_tokens, watch_training
 from cacheformers.modeling.memory import SegmentCall
 from cacheformers.modeling.method import MethodOnLayer
@@ -125,7 +124,11 @@ def before_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
     check_arguments(decoder, options, kwargs, keep)
     ids = kwargs["input_ids"]
     passed = given if given is not None else cache
-    memory = passed if isinstance(passed, MemoryCache) else as_memory(decoder, passed, ids.shape[0])
+    if isinstance(passed, MemoryCache):
+        memory = passed
+    else:
+        check_blank(passed)
+        memory = new_memory(decoder, ids.shape[0])
     match_rows(decoder, memory, ids.shape[0], options)
     real = real_tokens(kwargs.get("attention_mask"), ids, memory.visible)
     check_positions(kwargs.get("position_ids"), real)
@@ -268,21 +271,6 @@ def wanted(decoder: nn.Module, kwargs: dict[str, Any], name: str) -> bool:
     return bool(getattr(decoder.config, name, False) if value is None else value)
 
 
-def as_memory(decoder: nn.Module, cache: Cache | None, rows: int) -> MemoryCache:
-    """Create a memory in place of the empty cache that `generate` passes; raise ValueError for any other cache."""
-    if cache is not None and (type(cache) is not DynamicCache or getattr(cache, "offloading", False)):
-        raise ValueError(
-            f"{type(cache).__name__} (static, quantized, offloaded or assisted) cannot carry a memory: leave "
-            "past_key_values and cache_implementation out, or pass a MemoryCache."
-        )
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError(
-            "A plain cache that already holds tokens was passed to a model with a memory: their states are not in the "
-            "memory. Start without past_key_values, or from cacheformers.read()."
-        )
-    return new_memory(decoder, rows)
-
-
 def match_rows(decoder: nn.Module, memory: MemoryCache, rows: int, options: Any) -> None:
     """Raise ValueError unless a memory fits model and batch; expand it if its rows divide the batch (beams)."""
     if memory.signature != options.signature:
@@ -297,14 +285,7 @@ def match_rows(decoder: nn.Module, memory: MemoryCache, rows: int, options: Any)
             "This memory was made with another adapter, or with this one in another precision: read the text again."
         )
     check_origin(decoder, memory)
-    if rows == memory.batch_size:
-        return
-    if rows % memory.batch_size:
-        raise ValueError(
-            f"The memory holds {memory.batch_size} documents, the batch has {rows} rows, which it neither equals "
-            "nor is a multiple of. Use memory.select(rows) or memory.expand(n)."
-        )
-    memory.expand(rows // memory.batch_size)
+    memory.match_rows(rows)
 
 
 def check_origin(decoder: nn.Module, memory: MemoryCache) -> None:

@@ -79,11 +79,6 @@ class StoreOptions:
 
     cache_dtype: str | None
 
-    @property
-    def entry_numbers(self) -> int:
-        """Count the numbers that one token's entries take in all layers that store."""
-        raise NotImplementedError
-
     def new_ring(
         self,
         rows: int,
@@ -112,11 +107,17 @@ class MethodOptions:
     It also has, as fields or properties:
         window: the local window.
         layers: layers with a memory.
-        attention_layers: layers whose output the method changes, and which get LoRA by default.
+        entry_numbers: the numbers that one token's entries take in all layers that store, in a method with entries.
         near_tokens: the longest text that does not read the memory, in tokens; None where training needs no reading.
     """
 
     base: BaseShape
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers whose output the method changes, and which get LoRA by default."""
+        layers: tuple[int, ...] = self.layers  # type: ignore[attr-defined]  # a field in some methods
+        return layers
 
     @property
     def method(self) -> MemoryMethod:
@@ -183,11 +184,12 @@ class LocalWindowOptions(MethodOptions, LocalWindowSettings):
 
 
 def chosen_layers(layers: Sequence[int] | None, base: BaseShape) -> tuple[int, ...]:
-    """Sort layers; None stands for all layers of the base model."""
+    """Sort and check layers; None stands for all layers of the base model."""
     if layers is None:
         return tuple(range(base.layers))
     if not isinstance(layers, list | tuple) or any(type(layer) is not int for layer in layers):
         raise ValueError(f"layers must be a list of whole numbers such as [0, 1], got {layers!r}.")
+    check_layers(layers, base)
     return tuple(sorted(layers))
 
 

@@ -11,7 +11,7 @@ from cacheformers.methods.cacheformer.cacheformer import (
     CacheFormerParts,
     Projected,
     Rotate,
-    normalize,
+    normed,
     pool,
 )
 from cacheformers.methods.cacheformer.selection import Chooser
@@ -95,10 +95,10 @@ def make_stores(
     nothing = (keys[:, :, :0], None if values is None else keys[:, :, :0])
     long = compress(0) if options.long or options.cache else nothing
     overlap = compress(half) if options.overlap else nothing
-    normed = normalize(parts.local_norm, keys).contiguous()
+    near = normed(parts.local_norm, keys).contiguous()
     if values is None:
-        return Stores(normed, long[0], overlap[0])
-    return Stores(normed, long[0], overlap[0], normalize(parts.local_norm, values).contiguous(), long[1], overlap[1])
+        return Stores(near, long[0], overlap[0])
+    return Stores(near, long[0], overlap[0], normed(parts.local_norm, values).contiguous(), long[1], overlap[1])
 
 
 def document_batches(documents: Tensor, alike: bool = False) -> list[tuple[Tensor, Tensor]]:

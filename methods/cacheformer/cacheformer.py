@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cacheformers.modeling.method import normalize
 from cacheformers.modeling.settings import check_at_least, check_choices, setting
 
 NORM_EPS = 1e-5
@@ -97,8 +98,9 @@ class CacheFormerOptions(CacheFormerSettings):
             if allowed_kinds and type(value) not in allowed_kinds:
                 raise ValueError(f"{entry.name} must be {entry.type}, got {value!r}.")
         check_at_least(1, self, "heads", "kv_heads", "head_dim", "window_tokens", "pool_tokens", "pool_vectors", "topk")
-        if self.neighbors < 1:
-            raise ValueError(f"neighbors counts the segment itself: it must be at least 1, got {self.neighbors}.")
+        check_at_least(1, self, "neighbors")
+        if self.select_rows is not None:
+            check_at_least(1, self, "select_rows")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}.")
         check_choices(
@@ -114,8 +116,6 @@ class CacheFormerOptions(CacheFormerSettings):
             )
         if self.overlap and self.pool_tokens % 2:
             raise ValueError(f"overlap shifts segments by half: pool_tokens must be even, got {self.pool_tokens}.")
-        if self.select_rows is not None and self.select_rows < 1:
-            raise ValueError(f"select_rows must be at least 1, got {self.select_rows}.")
         if self.selection == "token" and self.select_rows not in (None, 1):
             raise ValueError(f"selection='token' chooses for each row: leave out select_rows={self.select_rows}.")
         if self.selection == "previous_block" and self.block_rows > self.window_tokens and not self.wide_blocks:
@@ -270,15 +270,9 @@ class Projected(NamedTuple):
         return self._replace(**{name: change(tensor) for name, tensor in tensors.items()})  # type: ignore[arg-type]
 
 
-def normalize(norm: nn.LayerNorm | None, vectors: Tensor) -> Tensor:
+def normed(norm: nn.LayerNorm | None, vectors: Tensor) -> Tensor:
     """Apply LayerNorm in float32 or better; None changes nothing."""
-    if norm is None:
-        return vectors
-    dtype = torch.promote_types(vectors.dtype, torch.float32)
-    normed = F.layer_norm(
-        vectors.to(dtype), norm.normalized_shape, norm.weight.to(dtype), norm.bias.to(dtype), NORM_EPS
-    )
-    return normed.to(vectors.dtype)
+    return vectors if norm is None else normalize(norm, vectors).to(vectors.dtype)
 
 
 def pool(
@@ -310,11 +304,11 @@ def pool(
         blank = (numbers == 0)[:, :, None] & (torch.arange(size, device=numbers.device) < half)
         scores = scores.masked_fill(blank[:, None, :, :, None], float("-inf"))
     weights = torch.softmax(scores, -2).to(keys.dtype).transpose(-1, -2)
-    pooled_keys = normalize(parts.global_norm, weights @ keys).flatten(2, 3)
+    pooled_keys = normed(parts.global_norm, weights @ keys).flatten(2, 3)
     if options.pretrained and rotate is not None:
         center = numbers * size + (size - 1) / 2 - (half if overlap else 0)
         center = center.repeat_interleave(options.pool_vectors, 1).expand(len(keys), -1)
         pooled_keys = rotate(pooled_keys, center)
     if values is None:
         return pooled_keys, None
-    return pooled_keys, normalize(parts.global_norm, weights @ values).flatten(2, 3)
+    return pooled_keys, normed(parts.global_norm, weights @ values).flatten(2, 3)

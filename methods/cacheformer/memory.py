@@ -26,15 +26,9 @@ from cacheformers.methods.cacheformer.cacheformer import (
 )
 from cacheformers.methods.cacheformer.state import CacheFormerState
 from cacheformers.modeling.attention import AttentionInputs, unrotated
+from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.modeling.memory import EVERYTHING, BaseShape, LocalWindow, MemoryState, SegmentCall, joined, part
-from cacheformers.modeling.settings import (
-    MethodOptions,
-    MethodSettings,
-    check_at_least,
-    check_layers,
-    chosen_layers,
-    setting,
-)
+from cacheformers.modeling.settings import MethodOptions, MethodSettings, check_at_least, chosen_layers, setting
 
 
 @dataclass(repr=False)  # transformers prints a configuration
@@ -67,7 +61,6 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
     def __post_init__(self) -> None:
         super().__post_init__()
         self.layers = chosen_layers(self.layers, self.base)
-        check_layers(self.layers, self.base)
         check_at_least(1, self, "segment_tokens")
         own = self.base.sliding_window
         if own is not None and self.window_tokens > own:
@@ -75,10 +68,6 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
                 f"window_tokens {self.window_tokens} is more than the {own} tokens that this base's layers see: choose "
                 f"window_tokens <= {own}."
             )
-
-    @property
-    def attention_layers(self) -> tuple[int, ...]:
-        return self.layers
 
     @property
     def near_tokens(self) -> int:
@@ -101,10 +90,7 @@ def attend(
     """
     if not options.causal:
         if call.visible.shape[1] > call.real.shape[1]:
-            raise ValueError(
-                "selection='paper_block' chooses with tokens that do not exist while decoding: it cannot generate or "
-                "go on from a memory. Pass whole documents in one forward, or use selection='previous_block'."
-            )
+            refuse_looking_ahead(options)
         if call.padded:
             raise ValueError("selection='paper_block' is for study and takes no padding: pass documents one by one.")
         return attend_documents(options, parts, projected, call.rotate).transpose(1, 2)
@@ -179,19 +165,10 @@ class CacheFormerMemory(MemoryState):
     def end(self, reading: CacheFormerReading) -> None:
         self.layers = {**self.layers, **reading.after}
 
-    def check(self, row: int, columns: Tensor) -> None:
-        """Do nothing: the forward has stored everything."""
-
-    def commit(self, row: int, columns: Tensor) -> None:
-        """Do nothing: the method does not know the segments of a forward."""
-
     def detach(self) -> None:
         """Cut the autograd graph, so that no gradient of the next step reaches what this one read."""
         for state in self.layers.values():
             state.detach()
-
-    def keep(self, columns: Tensor) -> None:
-        """Do nothing: there are no columns."""
 
     def reset(self, rows: Sequence[int]) -> None:
         for state in self.layers.values():

@@ -33,8 +33,9 @@ from cacheformers.methods.cacheformer.cacheformer import (
     make_parts,
 )
 from cacheformers.methods.cacheformer.configuration import CacheFormerConfig
-from cacheformers.methods.cacheformer.state import CacheFormerCache, CacheFormerState, is_blank
+from cacheformers.methods.cacheformer.state import CacheFormerCache, CacheFormerState
 from cacheformers.modeling.architectures import device_of
+from cacheformers.modeling.cache import check_blank
 from cacheformers.modeling.inputs import check_shape, real_tokens, refuse_looking_ahead
 from cacheformers.modeling.pretrained import ForwardWithHead, MemoryPreTrainedModel
 
@@ -300,25 +301,24 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
         use_cache: bool,
     ) -> tuple[CacheFormerCache | None, Places]:
         """Return the cache to read into, and the tokens' places; see `forward`."""
-        wanted = use_cache or past_key_values is not None
-        cache = self.find_cache(past_key_values, len(hidden)) if wanted else None
+        cache = None
+        if use_cache or past_key_values is not None:
+            if torch.is_grad_enabled():
+                raise ValueError(
+                    "A cache carries no gradient: decode under torch.no_grad(), or leave use_cache and past_key_values "
+                    "out."
+                )
+            if isinstance(past_key_values, CacheFormerCache):
+                cache = past_key_values
+                if cache.states[0].options != self.options or len(cache) != len(self.layers):
+                    raise ValueError("This cache was made by a model with another configuration.")
+                cache.match_rows(len(hidden))
+            else:
+                check_blank(past_key_values)
+                cache = self.new_cache(len(hidden))
         real = real_tokens(attention_mask, hidden[..., 0], 0 if cache is None else cache.visible)
         places = documents_of(real, position_ids) if cache is None else continued(real, position_ids, cache.tokens_read)
         return cache, places._replace(positions=places.positions.to(hidden.device))
-
-    def find_cache(self, passed: Cache | None, rows: int) -> CacheFormerCache:
-        """Return the cache to read into."""
-        if torch.is_grad_enabled():
-            raise ValueError(
-                "A cache carries no gradient: decode under torch.no_grad(), or leave use_cache and past_key_values out."
-            )
-        if passed is None or is_blank(passed):
-            return self.new_cache(rows)
-        assert isinstance(passed, CacheFormerCache)
-        if passed.states[0].options != self.options or len(passed) != len(self.layers):
-            raise ValueError("This cache was made by a model with another configuration.")
-        passed.match_rows(rows)
-        return passed
 
     def new_cache(self, rows: int) -> CacheFormerCache:
         """Make an empty cache for a batch of documents; raise ValueError with `selection="paper_block"`."""

@@ -5,13 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cacheformers.methods.cacheformer.cacheformer import (
-    CacheFormerOptions,
-    CacheFormerParts,
-    Projected,
-    Rotate,
-    normalize,
-)
+from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions, CacheFormerParts, Projected, Rotate, normed
 
 Vectors = list[tuple[Tensor, Tensor]]  # a key and a value each
 
@@ -33,7 +27,7 @@ def naive(
         keys = projected.k[0, kv_head]
         values = keys if projected.v is None else projected.v[0, kv_head]
         source = projected.pooled_keys(options)[0, kv_head]
-        near = list(zip(normalize(parts.local_norm, keys), normalize(parts.local_norm, values), strict=True))
+        near = list(zip(normed(parts.local_norm, keys), normed(parts.local_norm, values), strict=True))
         segments, half = time // options.pool_tokens, options.pool_tokens // 2
         long = [compress(options, parts, source, values, c, 0, rotate) for c in range(segments)]
         shifted = [compress(options, parts, source, values, c, half, rotate) for c in range(segments + 1)]
@@ -85,8 +79,8 @@ def compress(
     weights = torch.softmax(keys[segment] @ projection.weight.T.to(keys.dtype), 0)  # [s, r_s]
     vectors = []
     for column in range(options.pool_vectors):
-        key = normalize(parts.global_norm, (weights[:, column, None] * keys[segment]).sum(0))
-        value = normalize(parts.global_norm, (weights[:, column, None] * values[segment]).sum(0))
+        key = normed(parts.global_norm, (weights[:, column, None] * keys[segment]).sum(0))
+        value = normed(parts.global_norm, (weights[:, column, None] * values[segment]).sum(0))
         if options.pretrained and rotate is not None:
             center = torch.tensor([[start + (options.pool_tokens - 1) / 2]], dtype=torch.float64)
             key = rotate(key[None, None, None], center)[0, 0, 0]

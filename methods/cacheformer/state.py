@@ -9,18 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from cacheformers.methods.cacheformer.cacheformer import (
     CacheFormerOptions,
     CacheFormerParts,
     Projected,
     Rotate,
-    normalize,
+    normed,
     pool,
 )
 from cacheformers.methods.cacheformer.selection import Chooser
 from cacheformers.methods.cacheformer.tiles import Run, Stores, TiledAttention
+from cacheformers.modeling.cache import DocumentsCache
+from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.modeling.memory import joined, keep_columns, part
 
 
@@ -82,11 +83,7 @@ class CacheFormerState:
     def __init__(
         self, options: CacheFormerOptions, rows: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
-        if not options.causal:
-            raise ValueError(
-                "selection='paper_block' chooses with tokens that do not exist while decoding: it cannot generate. Use "
-                "selection='previous_block' (or 'token', 'prefix')."
-            )
+        refuse_looking_ahead(options)
         self.options = options
         self.tokens_read = [0] * rows
         blank = torch.zeros(rows, options.kv_heads, 0, options.head_dim, dtype=dtype, device=device)
@@ -131,7 +128,7 @@ class CacheFormerState:
         starts = tuple(self.tokens_read[:1] if alike else self.tokens_read)
         new = {"keys": projected.k} if projected.v is None else {"keys": projected.k, "values": projected.v}
         for name, tokens in new.items():
-            self.shelves[name] = self.shelves[name].written(starts, normalize(parts.local_norm, tokens))
+            self.shelves[name] = self.shelves[name].written(starts, normed(parts.local_norm, tokens))
         self.compress(parts, {**new, "keys": projected.pooled_keys(options)}, rotate, starts, counts)
 
         size, most = options.pool_tokens, max(self.tokens_read) + time
@@ -195,7 +192,6 @@ class CacheFormerState:
         self.shelves = {name: Shelf(vectors, private) for name, vectors in part(tensors, "shelves").items()}
         self.tail = list(part(tensors, "tail").values())
         if self.chooser is not None:
-            self.chooser = copy.copy(self.chooser)
             self.chooser.lists, self.chooser.evidence = tensors["chooser.lists"], tensors["chooser.evidence"]
 
     def change(self, function: Callable[[Tensor], Tensor], private: bool = False) -> None:
@@ -215,7 +211,6 @@ class CacheFormerState:
         index = torch.tensor(rows, dtype=torch.long)
         self.tail = [side.index_fill(0, index.to(side.device), 0.0) for side in self.tail]
         if self.chooser is not None:
-            self.chooser = copy.copy(self.chooser)
             index = index.to(self.chooser.lists.device)
             self.chooser.lists = self.chooser.lists.index_fill(0, index, -1)
             self.chooser.evidence = self.chooser.evidence.index_fill(0, index, 0.0)
@@ -265,45 +260,29 @@ class CacheFormerState:
         self.tokens_read = tensors["tokens_read"].tolist()
 
 
-class CacheFormerCache(Cache):
+class CacheFormerCache(DocumentsCache):
     """The decoding state of a CacheFormer model for a batch of documents.
 
-    A forward with `use_cache=True` makes one. It is passed as `past_key_values`, comes back in the output, and is
-    changed in place like every transformers cache; `clone()` it to go on from it more than once.
+    A forward with `use_cache=True` makes one; `clone()` it to go on from it more than once.
 
     Attributes:
         states: one per layer.
-        visible: the number of columns of ids that it has seen, including padding.
     """
 
     def __init__(
         self, options: CacheFormerOptions, rows: int, dtype: torch.dtype, devices: Sequence[torch.device]
     ) -> None:
-        super().__init__(layer_class_to_replicate=DynamicLayer)
+        super().__init__()
         self.states = [CacheFormerState(options, rows, dtype, device) for device in devices]
-        self.visible = 0
-
-    @property
-    def batch_size(self) -> int:
-        return self.states[0].rows
 
     @property
     def tokens_read(self) -> list[int]:
-        """The number of tokens that each row has read."""
         return self.states[0].tokens_read
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(state.nbytes for state in self.states)
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
-
-    @property
-    def is_initialized(self) -> bool:
-        return self.visible > 0
 
     def __len__(self) -> int:
         return len(self.states)
@@ -312,15 +291,6 @@ class CacheFormerCache(Cache):
         read = ", ".join(f"{tokens:,}" for tokens in self.tokens_read)
         return f"CacheFormerCache(tokens_read=[{read}], nbytes={self.nbytes:,})"
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of columns seen, which `generate` does not feed again."""
-        return self.visible
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length  # the name of older transformers releases
-
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         raise RuntimeError("A CacheFormerCache was given to another model: only CacheFormer models can use it.")
 
@@ -328,25 +298,9 @@ class CacheFormerCache(Cache):
         """Raise ValueError: tokens cannot be removed."""
         raise ValueError("A CacheFormerCache cannot forget tokens. To go back, clone() it before they are read.")
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.select(beam_idx.tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.expand(repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero()[:, 0]
-        self.select(indices.tolist())
-
     def select(self, rows: Sequence[int]) -> None:
-        """Make row i what row `rows[i]` was. Rows may be left out or repeated."""
         for state in self.states:
             state.select(rows)
-
-    def expand(self, repeats: int) -> None:
-        """Repeat every row `repeats` times in place (row 0, row 0, ..., row 1, ...), as `generate` does for beams."""
-        self.select([row for row in range(self.batch_size) for _ in range(repeats)])
 
     def reset(self, rows: Sequence[int] | None = None) -> None:
         """Forget what the given rows (default: all) have read, so that a new document can begin there."""
@@ -361,26 +315,3 @@ class CacheFormerCache(Cache):
         twin = copy.copy(self)
         twin.states = [state.clone() for state in self.states]
         return twin
-
-    def match_rows(self, rows: int) -> None:
-        """Expand to the number of rows of a batch (beams); raise ValueError unless the cache's rows divide it."""
-        if rows % self.batch_size:
-            raise ValueError(
-                f"The cache holds {self.batch_size} documents, the batch has {rows} rows, which it neither equals nor "
-                "is a multiple of. Use cache.select(rows) or cache.expand(n)."
-            )
-        self.expand(rows // self.batch_size)
-
-
-def is_blank(cache: Cache) -> bool:
-    """Tell the empty plain cache that `generate` passes from a CacheFormerCache; raise ValueError for any other."""
-    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
-        if isinstance(cache, CacheFormerCache):
-            return False
-        raise ValueError(
-            f"{type(cache).__name__} (static, quantized or offloaded) cannot hold CacheFormer's state: leave "
-            "past_key_values and cache_implementation out, or pass a CacheFormerCache."
-        )
-    if cache.get_seq_length() > 0:
-        raise ValueError("A plain cache that holds tokens was passed to a CacheFormer model: start without one.")
-    return True

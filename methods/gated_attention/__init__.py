@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
-from cacheformers.methods.gated_attention.gated_attention import GatedParts, attend_inputs, make_parts
+from cacheformers.methods.gated_attention.gated_attention import GatedParts, attend, make_parts
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions, GatedAttentionSettings
 from cacheformers.methods.gated_attention.state import GatedState, token_gate_statistics
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
@@ -47,7 +47,7 @@ register(
         new_state=GatedState,
         parts=GatedParts,
         make_parts=make_parts,
-        attend=attend_inputs,
+        attend=attend,
         title="Gated attention",
         paper="Liao & Chang, MIT 6.7960 course report",
         citation="""@misc{liao2024gated,

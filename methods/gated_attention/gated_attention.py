@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions
 from cacheformers.methods.gated_attention.state import GatedReading
 from cacheformers.modeling.attention import AttentionInputs
-from cacheformers.modeling.memory import SegmentCall
 from cacheformers.modeling.method import first_numbers
 
 STRETCH = (-0.1, 1.1)  # hard-concrete gates (Louizos et al. 2018, arXiv 1712.01312) are stretched to this, then clipped
@@ -98,7 +97,7 @@ def fix_heads(options: GatedAttentionOptions, means: dict[int, Tensor], least: f
     """Return options in which each head sees either everything or its window, for good.
 
     Args:
-        means: mean gates by layer, `[channels]` (`GatedState.gate_means` over some text).
+        means: mean gates over some text by layer, `[channels]`.
         least: a kv head sees everything if the mean gate of one of its query heads is at least this.
     """
     kv_heads, fixed = options.base.kv_heads, []
@@ -108,60 +107,31 @@ def fix_heads(options: GatedAttentionOptions, means: dict[int, Tensor], least: f
     return replace(options, far_heads=tuple(fixed))
 
 
-def attend(
-    options: GatedAttentionOptions,
-    layer: int,
-    parts: GatedParts,
-    hidden: Tensor,
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scaling: float,
-    call: SegmentCall,
-    training: bool,
-) -> Tensor:
-    """Compute gated attention of new columns to all visible ones, `[rows, time, heads, d]`.
-
-    Args:
-        hidden: x, `[rows, time, h]`.
-        queries, keys, values: of the new columns, as local attention takes them, `[rows, (kv_)heads, time, d]`.
-        training: compute gates as in training.
-    """
-    reading: GatedReading = call.reading
+def attend(options: GatedAttentionOptions, layer: int, parts: GatedParts, inputs: AttentionInputs) -> Tensor:
+    """Compute gated attention of new columns to all visible ones, `[rows, time, heads, d]`."""
+    call, reading = inputs.call, inputs.call.reading
     if reading.counted is None:
         time = call.real.shape[1]
         reading.counted = call.real & (call.visible.cumsum(1)[:, -time:] > options.window_tokens)
         reading.visible = call.visible
     fixed = () if reading.closed else options.fixed(layer)
     if fixed is not None:
-        return attend_fixed(options, layer, fixed, queries, keys, values, scaling, call).transpose(1, 2)
-    logits = parts.logits(hidden)
-    gates = gates_for_training(options, logits) if training else gates_for_inference(options, logits)
+        return attend_fixed(options, layer, fixed, inputs).transpose(1, 2)
+    logits = parts.logits(inputs.hidden)
+    make_gates = gates_for_training if inputs.module.training else gates_for_inference
     reading.gates[layer] = torch.sigmoid(logits)
-    held = reading.append("far", layer, keys, values)
-    output = reading.attention(layer, queries, held, gates, options.window_tokens, scaling, call)
+    held = reading.append("far", layer, inputs.new_key, inputs.new_value)
+    gates = make_gates(options, logits)
+    output = reading.attention(inputs.query, held, gates, options.window_tokens, inputs.scaling, call)
     return output.transpose(1, 2)
 
 
-def attend_inputs(options: GatedAttentionOptions, layer: int, parts: GatedParts, inputs: AttentionInputs) -> Tensor:
-    """Call `attend` with what the attention module computes."""
-    new = inputs.query, inputs.new_key, inputs.new_value
-    return attend(options, layer, parts, inputs.hidden, *new, inputs.scaling, inputs.call, inputs.module.training)
-
-
 def attend_fixed(
-    options: GatedAttentionOptions,
-    layer: int,
-    far_heads: tuple[int, ...],
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    scaling: float,
-    call: SegmentCall,
+    options: GatedAttentionOptions, layer: int, far_heads: tuple[int, ...], inputs: AttentionInputs
 ) -> Tensor:
     """Compute attention of a layer whose heads are fixed, `[rows, heads, time, d]`."""
-    reading: GatedReading = call.reading
-    kv_heads = options.base.kv_heads
+    reading: GatedReading = inputs.call.reading
+    kv_heads, window, queries = options.base.kv_heads, options.window_tokens, inputs.query
     near_heads = tuple(head for head in range(kv_heads) if head not in far_heads)
     by_group = queries.unflatten(1, (kv_heads, -1))
     mixed = torch.empty_like(by_group)
@@ -169,10 +139,10 @@ def attend_fixed(
         if not heads:
             continue
         index = torch.tensor(heads, device=queries.device)
-        held = reading.append(name, layer, keys[:, index], values[:, index])
+        held = reading.append(name, layer, inputs.new_key[:, index], inputs.new_value[:, index])
         gates = queries.new_full((len(queries), len(heads), queries.shape[2]), float(name == "far"))
         asked = by_group[:, index].flatten(1, 2)
-        found = reading.attention(layer, asked, held, gates, options.window_tokens, scaling, call)
+        found = reading.attention(asked, held, gates, window, inputs.scaling, inputs.call)
         mixed = mixed.index_copy(1, index, found.unflatten(1, (len(heads), -1)))
     return mixed.flatten(1, 2)
 

@@ -41,12 +41,6 @@ class Reads:
     near_pairs: int = 0
     far_pairs: int = 0
 
-    def add(self, other: Reads) -> None:
-        self.decisions += other.decisions
-        self.skipped += other.skipped
-        self.near_pairs += other.near_pairs
-        self.far_pairs += other.far_pairs
-
     @property
     def skipped_share(self) -> float:
         return self.skipped / self.decisions if self.decisions else 0.0

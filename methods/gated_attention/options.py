@@ -10,7 +10,6 @@ from cacheformers.modeling.settings import (
     MethodSettings,
     check_at_least,
     check_choices,
-    check_layers,
     chosen_layers,
     setting,
 )
@@ -68,8 +67,9 @@ class GatedAttentionOptions(GatedAttentionSettings, MethodOptions):
         if isinstance(self.far_heads, dict) or self.far_heads is None:
             heads = {int(layer): tuple(heads) for layer, heads in (self.far_heads or {}).items()}  # JSON has text keys
             self.far_heads = tuple(sorted(heads.items()))
-        check_layers(self.layers, self.base)
-        check_at_least(1, self, "window_tokens", "segment_tokens", *(["gate_hidden"] if self.gate_hidden else []))
+        check_at_least(1, self, "window_tokens", "segment_tokens")
+        if self.gate_hidden is not None:
+            check_at_least(1, self, "gate_hidden")
         check_at_least(0, self, "sparsity_weight", "mean_weight")
         check_choices(
             self,
@@ -77,8 +77,6 @@ class GatedAttentionOptions(GatedAttentionSettings, MethodOptions):
             gate_choice=("soft", "straight_through", "gumbel", "hard_concrete"),
             sparsity_sign=("+", "paper"),
         )
-        if self.gate_hidden == 0:
-            raise ValueError("gate_hidden 0 has no units: leave it out for a linear gate.")
         if not self.gate_temperature > 0:
             raise ValueError(f"gate_temperature must be positive, got {self.gate_temperature}.")
         if not 0 <= self.threshold <= 0.5:
@@ -94,10 +92,6 @@ class GatedAttentionOptions(GatedAttentionSettings, MethodOptions):
                     f"far_heads names layer {layer} with kv heads {list(kv_heads)}: the method's layers are "
                     f"{list(self.layers)}, and this base model has {self.base.kv_heads} kv heads."
                 )
-
-    @property
-    def attention_layers(self) -> tuple[int, ...]:
-        return self.layers
 
     @property
     def near_tokens(self) -> int:

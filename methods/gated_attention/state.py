@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cacheformers.methods.gated_attention.near_far import Reads, one_pass, two_passes
+from cacheformers.methods.gated_attention.near_far import one_pass, two_passes
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.memory import MemoryState, SegmentCall, joined, keep_columns, part
@@ -142,7 +142,6 @@ class GatedReading:
         counted: which new columns are tokens with something beyond their window, `[rows, time]`. Losses and statistics
             count only those.
         visible: which columns, old and new, hold a token, `[rows, columns + time]`.
-        reads: what each layer read.
         closed: all gates are 0, whatever the tokens.
     """
 
@@ -151,7 +150,6 @@ class GatedReading:
     gates: dict[int, Tensor] = field(default_factory=dict)
     counted: Tensor | None = None
     visible: Tensor | None = None
-    reads: dict[int, Reads] = field(default_factory=dict)
     closed: bool = False
 
     def append(self, name: str, layer: int, keys: Tensor, values: Tensor) -> KeyValues:
@@ -162,24 +160,14 @@ class GatedReading:
         return held
 
     def attention(
-        self,
-        layer: int,
-        queries: Tensor,
-        held: KeyValues,
-        gates: Tensor,
-        window: int,
-        scaling: float,
-        call: SegmentCall,
+        self, queries: Tensor, held: KeyValues, gates: Tensor, window: int, scaling: float, call: SegmentCall
     ) -> Tensor:
         """Compute P V, row by row where rows hold different tokens, `[rows, heads, time, d]`."""
-        reads = self.reads.setdefault(layer, Reads())
 
         def mixed(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
             if torch.is_grad_enabled():
                 return two_passes(q, k, v, g, window, scaling)
-            output, read = one_pass(q, k, v, g, window, scaling)
-            reads.add(read)
-            return output
+            return one_pass(q, k, v, g, window, scaling)[0]
 
         if not call.padded:
             return mixed(queries, held.keys, held.values, gates)
@@ -217,7 +205,6 @@ class GatedState(MemoryState):
     `MemoryMethod.new_state` has the arguments. With cache_size 0 all gates are closed.
 
     Attributes:
-        reads: what each layer read without gradients.
         last: gates of the last complete forward, without gradients; None before it.
     """
 
@@ -233,14 +220,10 @@ class GatedState(MemoryState):
         if cache_size:
             raise ValueError("Gated attention keeps every key and value: leave cache_size out, or 0 for closed gates.")
         self.options, self.devices, self.closed = options, devices, cache_size == 0
-        self.window_tokens = options.window_tokens
         self.own_layers = frozenset(options.layers)
         self.pieces: list[TokenGates] = []  # of the running forward
         self.last: TokenGates | None = None
         self.held: dict[tuple[str, int], KeyValues] = {}
-        self.reads: dict[int, Reads] = {layer: Reads() for layer in options.layers}
-        self.gate_sums: dict[int, Tensor] = {}  # layer -> [channels]
-        self.tokens_counted = 0
 
     def begin(self) -> GatedReading:
         return GatedReading(dict(self.held), closed=self.closed)
@@ -249,22 +232,11 @@ class GatedState(MemoryState):
         self.held = {**self.held, **reading.new}
         assert reading.visible is not None and reading.counted is not None
         near = {key: held for key, held in self.held.items() if key[0] == "near"}
-        needed = first_needed(reading.visible, self.window_tokens) if near else 0
+        needed = first_needed(reading.visible, self.options.window_tokens) if near else 0
         for key, held in near.items():
-            if needed - held.dropped > self.window_tokens:
+            if needed - held.dropped > self.options.window_tokens:
                 self.held[key] = held.without_first(needed)
         self.pieces.append(TokenGates(dict(reading.gates), reading.counted))
-        for layer, read in reading.reads.items():
-            self.reads[layer].add(read)
-        self.tokens_counted += int(reading.counted.sum())
-        for layer, gates in reading.gates.items():
-            counted = gates.detach().transpose(1, 2)[reading.counted.to(gates.device)].double().sum(0)
-            self.gate_sums[layer] = self.gate_sums[layer] + counted if layer in self.gate_sums else counted
-
-    @property
-    def gate_means(self) -> dict[int, Tensor]:
-        """The mean gate of each layer, `[channels]`, over counted tokens."""
-        return {layer: total / max(self.tokens_counted, 1) for layer, total in self.gate_sums.items()}
 
     def loss_targets(self, read: Sequence[int], new: Sequence[int]) -> int:
         """Count the tokens over which `loss` of the next forward is a mean.
@@ -272,13 +244,9 @@ class GatedState(MemoryState):
         Args:
             read, new: tokens that each row has read before, and reads in that forward.
         """
-        return sum(max(old + more - max(self.window_tokens, old), 0) for old, more in zip(read, new, strict=True))
-
-    def check(self, row: int, columns: Tensor) -> None:
-        """Do nothing: everything stored is visible already."""
-
-    def commit(self, row: int, columns: Tensor) -> None:
-        """Do nothing: closed segments stay where they are."""
+        return sum(
+            max(old + more - max(self.options.window_tokens, old), 0) for old, more in zip(read, new, strict=True)
+        )
 
     def detach(self) -> None:
         """Cut the autograd graph, so that no gradient of the next step reaches these keys and values.
@@ -286,7 +254,7 @@ class GatedState(MemoryState):
         `loss` becomes what gates add to the loss of the forward that ends here, with its graph.
         """
         if any(held.keys.requires_grad or held.values.requires_grad for held in self.held.values()):
-            self._change(Tensor.detach)
+            self.change(Tensor.detach)
         self.loss = None
         if not self.pieces:
             return
@@ -303,22 +271,17 @@ class GatedState(MemoryState):
     def reset(self, rows: Sequence[int]) -> None:
         """Do nothing: a row that begins again no longer sees its columns."""
 
-    def select(self, rows: Sequence[int]) -> None:
-        self._change(lambda tensor: tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)])
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.held = {key: held.each(function) for key, held in self.held.items()}
 
     def clone(self) -> GatedState:
         twin = copy.copy(self)
-        twin.held, twin.gate_sums, twin.pieces = dict(self.held), dict(self.gate_sums), []
-        twin.reads = {layer: replace(reads) for layer, reads in self.reads.items()}
+        twin.held, twin.pieces = dict(self.held), []
         return twin
 
     def to(self, device: torch.device | str) -> None:
-        self._change(lambda tensor: tensor.to(device))
+        super().to(device)
         self.devices = dict.fromkeys(self.devices, torch.device(device))
-        self.gate_sums = {layer: total.to(device) for layer, total in self.gate_sums.items()}
-
-    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.held = {key: held.each(change) for key, held in self.held.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         parts: dict[str, dict[str, Tensor]] = {"far": {}, "near": {}}
@@ -343,8 +306,7 @@ class GatedState(MemoryState):
 def first_needed(visible: Tensor, window: int) -> int:
     """Return the first column that the next token's window may reach in some row."""
     after = visible.flip(1).cumsum(1).flip(1)  # tokens from each column to the end
-    reached = visible & (after < window)
-    columns = reached.any(0).nonzero()[:, 0]
+    columns = (visible & (after < window)).any(0).nonzero()[:, 0]
     return int(columns[0]) if len(columns) else visible.shape[1]
 
 

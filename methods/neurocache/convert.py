@@ -64,7 +64,6 @@ def convert(
         settings = read_settings(published)
         weights = read_weights(published)
         base_config = AutoConfig.from_pretrained(base)
-        check_hidden_size(weights, settings, base_config)
         config = adapter_config(settings, weights, heads, lora_alpha)
         location = Path(base)
         config.base_model_name_or_path = str(location.resolve()) if location.is_dir() else str(base)
@@ -109,18 +108,6 @@ def read_settings(folder: Path) -> dict[str, Any]:
             "least-recently-used cache evicts different slots for keys and values, so the checkpoint learned from "
             "mismatched pairs."
         )
-    repeated = settings["attention_layers"] or []
-    if len(set(repeated)) < len(repeated):
-        raise ValueError(
-            f"{path}: attention_layers {repeated} repeats a layer. The package runs that, with cache attentions "
-            "counted by their place in this list; here a layer has one cache attention, so it would compute something "
-            "else."
-        )
-    if settings["topk"] > settings["cache_size"]:
-        raise ValueError(
-            f"{path}: topk {settings['topk']} is larger than cache_size {settings['cache_size']}. The package then "
-            "retrieves fewer states than it asks for from the second segment on; here topk must not exceed cache_size."
-        )
     if settings.get("global_cache"):
         raise ValueError(
             f"{path}: global_cache is not offered. It lets documents share one cache; here documents never mix."
@@ -142,20 +129,6 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     if not isinstance(weights, dict) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
         raise ValueError(f"{path} does not hold a dictionary of tensors.")
     return weights
-
-
-def check_hidden_size(weights: dict[str, Tensor], settings: dict[str, Any], base_config: PretrainedConfig) -> None:
-    """Raise ValueError for a checkpoint of a base with another hidden size, before shapes are compared one by one."""
-    size = base_shape(base_config).hidden_size
-    found = {
-        tensor.shape[1] for name, tensor in weights.items() if re.fullmatch(r"h_proj.*|cache_attns.*q_proj.*", name)
-    }
-    if found - {size}:
-        named = settings.get("base_model_name_or_path")
-        raise ValueError(
-            f"The checkpoint belongs to a base model of hidden size {max(found - {size})}, but this one has {size}"
-            + (f"; the checkpoint names {named!r} as its base." if named else ".")
-        )
 
 
 def adapter_config(

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from cacheformers.methods.neurocache.options import NeurocacheOptions
-from cacheformers.modeling.memory import Gold, RingState, SegmentCall, keep_columns, token_numbers
-from cacheformers.modeling.method import gathered, tenths
+from cacheformers.modeling.memory import Gold, Reading, RingState, SegmentCall, keep_columns, token_numbers
+from cacheformers.modeling.method import PerHead, gathered, normalize, tenths
 from cacheformers.modeling.search import get_search
-from cacheformers.modeling.search.store import Ring
+from cacheformers.modeling.search.store import Ring, vectors
 
 COMPRESSION_EPS = 1e-5
 
@@ -37,12 +37,8 @@ NOTHING_STEP = 3.0  # of the score of nothing, for a parameter that moves by one
 TEMPERATURE = 0.05  # of `retrieval_loss`; scores lie between -2 and 0 for entries that the norm leaves as they are
 
 
-class Gate(nn.Module):
+class Gate(PerHead):
     """One learned number per query head, whose tanh scales the head's output. At zero the base model is unchanged."""
-
-    def __init__(self, heads: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(heads))
 
     def forward(self, per_head: Tensor) -> Tensor:
         return per_head * torch.tanh(self.weight).to(per_head.dtype)[:, None]
@@ -118,14 +114,6 @@ def project(linear: nn.Linear, inputs: Tensor) -> Tensor:
     return F.linear(inputs, linear.weight.to(inputs.dtype))
 
 
-def normalize(norm: nn.LayerNorm, inputs: Tensor) -> Tensor:
-    """Apply LayerNorm in float32 or better."""
-    dtype = torch.promote_types(inputs.dtype, torch.float32)
-    return F.layer_norm(
-        inputs.to(dtype), norm.normalized_shape, norm.weight.to(dtype), norm.bias.to(dtype), COMPRESSION_EPS
-    )
-
-
 def make_parts(options: NeurocacheOptions, layer: int, base_weights: tuple[Tensor, ...] | None) -> dict[str, nn.Module]:
     """Make the parts of one layer, initialized for adaptation (section 4.2).
 
@@ -177,16 +165,16 @@ class Retrieved(NamedTuple):
 
 
 @dataclass
-class NeurocacheReading:
-    """What one forward reads and leaves behind: `stores` and new entries by storing layer, hits by retrieval layer."""
+class NeurocacheReading(Reading):
+    """What one forward reads and leaves behind: `keys` and `values` by storing layer, the rest by retrieval layer.
 
-    stores: dict[int, Ring]
-    past_hits: dict[int, Tensor]
-    past_queries: dict[int, Tensor]
-    new_entries: dict[int, Tensor] = field(default_factory=dict)
-    new_values: dict[int, Tensor] = field(default_factory=dict)
-    new_hits: dict[int, Tensor] = field(default_factory=dict)
-    new_queries: dict[int, Tensor] = field(default_factory=dict)
+    Attributes:
+        past: hits and queries of the open segments before this forward.
+        retrieved, losses: of this forward.
+        encoder: the parts with W_p.
+    """
+
+    past: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     retrieved: dict[int, Retrieved] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     gold: Gold | None = None
@@ -239,14 +227,7 @@ class NeurocacheState(RingState):
         value_width = options.base.hidden_size if keep_values and options.compression_factor > 1 else None
         capacity = options.cache_size if cache_size is None else cache_size
         rings = {
-            storing: Ring(
-                rows,
-                capacity,
-                options.width,
-                value_width,
-                options.store_dtype(devices[storing], dtype),
-                devices[storing],
-            )
+            storing: options.new_ring(rows, capacity, devices[storing], dtype, options.width, value_width)
             for _, storing in options.retrieval_map
         }
         super().__init__(rings, ("hits", "queries"))
@@ -255,14 +236,14 @@ class NeurocacheState(RingState):
     @property
     def hits(self) -> dict[int, Tensor]:
         """Hits of the tokens of open segments by layer, `[rows, columns, k]`, counted from the oldest entry."""
-        return self.open["hits"]
+        return self.tensors["hits"]
 
     def retrieved(self) -> dict[int, Tensor]:
         return {layer: token_numbers(self.rings[self.stores[layer]], hits) for layer, hits in self.hits.items()}
 
     def begin(self) -> NeurocacheReading:
-        stores = {layer: ring.view() for layer, ring in self.rings.items()}
-        return NeurocacheReading(stores, dict(self.hits), dict(self.open["queries"]), gold=self.gold)
+        past = {name: dict(self.tensors[name]) for name in ("hits", "queries")}
+        return NeurocacheReading(super().begin().stores, past=past, gold=self.gold)
 
     def loss_targets(self, read: Sequence[int], new: Sequence[int]) -> int:
         """How many tokens of the next forward `loss` is a mean over: those that ask."""
@@ -271,9 +252,7 @@ class NeurocacheState(RingState):
     def end(self, reading: NeurocacheReading) -> None:
         losses = list(reading.losses.values())
         self.loss = self.retrieval_weight * torch.stack(losses).mean() if losses else None
-        self.add(
-            keys=reading.new_entries, values=reading.new_values, hits=reading.new_hits, queries=reading.new_queries
-        )
+        super().end(reading)
 
 
 def branch(
@@ -296,37 +275,32 @@ def branch(
         with torch.no_grad():
             entries = reading.encoder.encode(hidden.detach())  # with a compression_factor of 1 the input itself
         if layer in retrieving:
-            retrieve(options, layer, retrieving[layer], entries, hidden, call, training)
+            retrieve(options, layer, entries, hidden, call, training)
             if training and options.retrieval_weight and reading.gold is not None and torch.is_grad_enabled():
                 ring = reading.stores[retrieving[layer]]
                 reading.losses[layer] = retrieval_loss(options, ring, reading.encoder, hidden, reading.gold)
         if layer in storing:
             ring = reading.stores[layer]
-            reading.new_entries[layer] = entries.to(ring.keys.dtype)
+            reading.new["keys"][layer] = entries.to(ring.keys.dtype)
             if ring.values is not None:
-                reading.new_values[layer] = hidden.detach().to(ring.keys.dtype)
+                reading.new["values"][layer] = hidden.detach().to(ring.keys.dtype)
     if layer in options.attention_layers:
         return attend(options, layer, parts, hidden, call)
     return None
 
 
 def retrieve(
-    options: NeurocacheOptions,
-    layer: int,
-    storing: int,
-    queries: Tensor,
-    hidden: Tensor,
-    call: SegmentCall,
-    training: bool,
+    options: NeurocacheOptions, layer: int, queries: Tensor, hidden: Tensor, call: SegmentCall, training: bool
 ) -> None:
     """Find each token's k nearest entries, widen them in time, and fetch the states (section 3.2)."""
     reading: NeurocacheReading = call.reading
-    ring = reading.stores[storing]
-    if layer not in reading.new_hits:  # activation checkpointing runs this twice, with the same hits
-        reading.new_hits[layer] = search_rows(options, ring, queries, call)
+    ring = reading.stores[dict(options.retrieval_map)[layer]]
+    new_hits = reading.new["hits"]
+    if layer not in new_hits:  # activation checkpointing runs this twice, with the same hits
+        new_hits[layer] = search_rows(options, ring, queries, call)
     sources = context_sources(options.context_size, call, hidden.device)
-    earlier = earlier_hits(reading.past_hits.get(layer), sources, options.topk)
-    hits = torch.cat([earlier, reading.new_hits[layer]], 1)
+    before = earlier(reading.past["hits"].get(layer), sources, new_hits[layer], -1)
+    hits = torch.cat([before, new_hits[layer]], 1)
 
     half = options.neighborhood_size // 2
     offsets = torch.arange(-half + 1, half + 1) if half else torch.zeros(1, dtype=torch.long)
@@ -339,8 +313,8 @@ def retrieve(
     states = fetch(options, ring, slots, reading.encoder, hidden.dtype, training)
     near = None
     if options.hit_scores:
-        reading.new_queries[layer] = queries.clone()  # files cannot hold one tensor as queries and entries
-        before = earlier_queries(reading.past_queries.get(layer), sources, queries)
+        reading.new["queries"][layer] = queries.clone()  # files cannot hold one tensor as queries and entries
+        before = earlier(reading.past["queries"].get(layer), sources, queries, 0)
         alone = states.unflatten(2, (options.topk, -1))[..., max(half - 1, 0), :]  # hits without neighbors
         near = cosines(torch.cat([before, queries], 1), alone)
     reading.retrieved[layer] = Retrieved(states, filled, near)
@@ -357,8 +331,7 @@ def search_rows(options: NeurocacheOptions, ring: Ring, queries: Tensor, call: S
     rows, time, width = queries.shape
     hits = torch.full((rows, time, options.topk), -1, dtype=torch.long, device=queries.device)
     real = call.real.to(queries.device)
-    for physical in sorted(set(ring.owner)):
-        sharing = [row for row in range(rows) if ring.owner[row] == physical]
+    for sharing in ring.sharing():
         groups = [[row] for row in sharing] if options.exclude_window else [sharing]
         for group in groups:
             entries = ring.entries(group[0]).oldest(searchable(options, ring, group[0], call))
@@ -444,22 +417,15 @@ def context_sources(context: int, call: SegmentCall, device: torch.device) -> Co
     return found
 
 
-def earlier_hits(past: Tensor | None, sources: ContextSources, topk: int) -> Tensor:
-    """Return hits of the c-1 tokens before the new ones, `[rows, c-1, k]`, -1 where there is no such token."""
-    if past is not None and past.shape[2] != topk:
+def earlier(past: Tensor | None, sources: ContextSources, new: Tensor, blank: int) -> Tensor:
+    """Return columns `[rows, c-1, ...]` of the c-1 tokens before the new ones, `blank` where there is no such token."""
+    if past is None or past.shape[1] == 0:
+        return new.new_full((*sources.columns.shape, new.shape[2]), blank)
+    if past.shape[2] != new.shape[2]:
         raise ValueError(
-            f"The open segment was read with topk={past.shape[2]}, not {topk}: close it with read() first."
+            f"The open segment was read with topk={past.shape[2]}, not {new.shape[2]}: close it with read() first."
         )
-    if past is None or past.shape[1] == 0:
-        return sources.columns.new_full((*sources.columns.shape, topk), -1)
-    return keep_columns(past, sources.columns, 1).masked_fill(~sources.present[..., None], -1)
-
-
-def earlier_queries(past: Tensor | None, sources: ContextSources, queries: Tensor) -> Tensor:
-    """Return entries of the c-1 tokens before the new ones, `[rows, c-1, d]`, 0 where there is no such token."""
-    if past is None or past.shape[1] == 0:
-        return queries.new_zeros(*sources.columns.shape, queries.shape[-1])
-    return keep_columns(past, sources.columns, 1)
+    return keep_columns(past, sources.columns, 1).masked_fill(~sources.present[..., None], blank)
 
 
 def cosines(queries: Tensor, entries: Tensor) -> Tensor:
@@ -484,20 +450,14 @@ def fetch(
     """Fetch entries at `slots` `[rows, time, N]`, `[rows, time, N, d]`; in training, encode them again from their x."""
     slots = slots.to(ring.keys.device)
     if not (training and options.compression_factor > 1):
-        stored = ring.keys.flatten(0, 1)
-        if len(stored) == 0:
-            stored = stored.new_zeros(1, options.width)
-        return stored[slots].to(dtype)
+        return vectors(ring.keys, options.width)[slots].to(dtype)
     if ring.values is None:
         raise ValueError(
             "This memory was begun in evaluation mode and keeps no values, so W_p would get no gradient. Begin it with "
             "the model in training mode (model.train())."
         )
-    values = ring.values.flatten(0, 1)
-    if len(values) == 0:
-        values = values.new_zeros(1, options.base.hidden_size)
     unique, place = torch.unique(slots, return_inverse=True)
-    return encoder.encode(values[unique].to(dtype)).to(dtype)[place]
+    return encoder.encode(vectors(ring.values, options.base.hidden_size)[unique].to(dtype)).to(dtype)[place]
 
 
 def attend(options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidden: Tensor, call: SegmentCall) -> Tensor:

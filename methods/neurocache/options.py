@@ -79,17 +79,15 @@ class NeurocacheOptions(StoreOptions, NeurocacheSettings, LocalWindowOptions):
             self.retrieval_map = ((3 * self.base.layers // 4,) * 2,)
         elif isinstance(self.retrieval_map, Mapping):
             self.retrieval_map = tuple(sorted(self.retrieval_map.items()))
+        if not self.retrieval_map or self.attention_layers in ([], ()):
+            raise ValueError("retrieval_map and attention_layers need at least one layer each.")
         if self.attention_layers is None:
-            lowest = min((retrieval for retrieval, _ in self.retrieval_map), default=0)
-            self.attention_layers = tuple(range(lowest, self.base.layers))
+            self.attention_layers = tuple(range(self.first_layer, self.base.layers))
         elif len(set(self.attention_layers)) != len(self.attention_layers):
             raise ValueError(f"attention_layers {list(self.attention_layers)} names a layer twice.")
         self.attention_layers = tuple(sorted(self.attention_layers))
         size = self.base.hidden_size
-        if self.layers:
-            check_layers(self.layers, self.base)
-        if not self.retrieval_map or not self.attention_layers:
-            raise ValueError("retrieval_map and attention_layers need at least one layer each.")
+        check_layers(self.layers, self.base)
         for retrieval, storing in self.retrieval_map:
             if storing < retrieval:
                 raise ValueError(
@@ -97,7 +95,7 @@ class NeurocacheOptions(StoreOptions, NeurocacheSettings, LocalWindowOptions):
                     "a search could find states of its own segment (the future leaks). Store at the retrieval layer or "
                     "above it."
                 )
-        lowest = min(retrieval for retrieval, _ in self.retrieval_map)
+        lowest = self.first_layer
         if min(self.attention_layers) < lowest:
             raise ValueError(
                 f"attention_layers {list(self.attention_layers)}: nothing has been retrieved before layer {lowest}. "

@@ -12,8 +12,7 @@ rows with padding retrieve something else from the next segment on. And its stor
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from cacheformers.methods.neurocache.neurocache import NeurocacheParts, project
 from cacheformers.methods.neurocache.options import NeurocacheOptions
-from cacheformers.modeling.memory import MemoryState, SegmentCall, by_layer, joined, part
+from cacheformers.modeling.memory import MemoryState, SegmentCall
 
 BUCKETS = 512
 EMPTY_SCORE = -1e8
@@ -29,13 +28,10 @@ EMPTY_SCORE = -1e8
 
 @dataclass
 class ReferenceReading:
-    """What one forward reads and leaves behind."""
+    """What one forward reads (`held`: keys, values and context), and leaves behind, by name and layer."""
 
-    keys: dict[int, Tensor]
-    values: dict[int, Tensor]
-    context: dict[int, Tensor]
-    new_entries: dict[int, Tensor] = field(default_factory=dict)
-    new_values: dict[int, Tensor] = field(default_factory=dict)
+    held: dict[str, dict[int, Tensor]]
+    new: dict[str, dict[int, Tensor]] = field(default_factory=lambda: {"keys": {}, "values": {}})
     slots: dict[int, Tensor] = field(default_factory=dict)
     states: dict[int, Tensor] = field(default_factory=dict)
     encoder: NeurocacheParts = NeurocacheParts()
@@ -45,6 +41,8 @@ class ReferenceState(MemoryState):
     """Zero-initialized rings, written after every forward, and the last retrieved states of the running generation.
 
     Attributes:
+        tensors: `keys` `[rows, m, d]` and `values` `[rows, m, h]` by storing layer, `context` `[rows, c-1, N, d]` by
+            retrieval layer.
         frozen: forwards read but do not store (the package's `generation_mode`).
     """
 
@@ -58,30 +56,28 @@ class ReferenceState(MemoryState):
         dtype: torch.dtype,
         keep_values: bool,
     ) -> None:
+        super().__init__("keys", "values", "context")
         self.context_size, self.frozen = options.context_size, False
-        self.keys: dict[int, Tensor] = {}  # storing layer -> [rows, m, d]
-        self.values: dict[int, Tensor] = {}  # storing layer -> [rows, m, h]
-        self.context: dict[int, Tensor] = {}  # retrieval layer -> [rows, c-1, N, d]
         self.written = torch.zeros(rows, dtype=torch.long)
-        for _, storing in options.retrieval_map:
-            kind = options.store_dtype(devices[storing], dtype)
-            self.keys[storing] = torch.zeros(
-                rows, options.cache_size, options.width, dtype=kind, device=devices[storing]
-            )
+        for storing in {storing for _, storing in options.retrieval_map}:
+            kind, size = options.store_dtype(devices[storing], dtype), (rows, options.cache_size)
+            keys = torch.zeros(*size, options.width, dtype=kind, device=devices[storing])
+            self.tensors["keys"][storing] = keys
             if keep_values and options.compression_factor > 1:
-                self.values[storing] = self.keys[storing].new_zeros(rows, options.cache_size, options.base.hidden_size)
+                self.tensors["values"][storing] = keys.new_zeros(*size, options.base.hidden_size)
 
     def begin(self) -> ReferenceReading:
-        return ReferenceReading(dict(self.keys), dict(self.values), dict(self.context))
+        return ReferenceReading({name: dict(held) for name, held in self.tensors.items()})
 
     def end(self, reading: ReferenceReading) -> None:
         if self.context_size > 1:
-            self.context = {
+            self.tensors["context"] = {
                 layer: states[:, -(self.context_size - 1) :].detach() for layer, states in reading.states.items()
             }
         if self.frozen:
             return
-        for stores, new in ((self.keys, reading.new_entries), (self.values, reading.new_values)):
+        for name, new in reading.new.items():
+            stores = self.tensors[name]
             for layer, tensor in new.items():
                 stores[layer] = stores[layer].clone()
                 size = stores[layer].shape[1]
@@ -90,59 +86,41 @@ class ReferenceState(MemoryState):
                 place = (self.written[:, None] + skipped + torch.arange(last.shape[1])) % size  # [rows, time]
                 row = torch.arange(len(tensor))[:, None]
                 stores[layer][row, place] = last.to(stores[layer])
-        self.written += next(iter(reading.new_entries.values())).shape[1]
-
-    def check(self, row: int, columns: Tensor) -> None:
-        """Do nothing: no segment is open."""
-
-    def commit(self, row: int, columns: Tensor) -> None:
-        """Do nothing: every forward was stored at its end."""
+        self.written += next(iter(reading.new["keys"].values())).shape[1]
 
     def kept(self, row: int, closed: int) -> int:
-        written, size = int(self.written[row]), next(iter(self.keys.values())).shape[1]
+        written, size = int(self.written[row]), next(iter(self.tensors["keys"].values())).shape[1]
         return max(min(written, size) - (written - closed), 0)  # what is still visible has been written, too
 
     def keep(self, columns: Tensor) -> None:
         if columns.shape[1] == 0:
-            self.context = {}
+            self.tensors["context"] = {}
 
     def reset(self, rows: Sequence[int]) -> None:
         chosen = list(rows)
         self.written[chosen] = 0
-        for stores in (self.keys, self.values):
+        for stores in (self.tensors["keys"], self.tensors["values"]):
             for layer, held in stores.items():
                 stores[layer] = held.index_fill(0, torch.tensor(chosen, dtype=torch.long, device=held.device), 0)
 
     def select(self, rows: Sequence[int]) -> None:
-        chosen = list(rows)
-        self.written = self.written[chosen]
-        self._change(lambda tensor: tensor[chosen])
+        super().select(rows)
+        self.written = self.written[list(rows)]
 
     def clone(self) -> ReferenceState:
-        twin = copy.copy(self)
+        twin = super().clone()
         twin.written = self.written.clone()
-        twin.keys, twin.values, twin.context = dict(self.keys), dict(self.values), dict(self.context)
         return twin
 
-    def to(self, device: torch.device | str) -> None:
-        self._change(lambda tensor: tensor.to(device))
-
-    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
-        for stores in (self.keys, self.values, self.context):
-            stores.update({layer: change(tensor) for layer, tensor in stores.items()})
-
     def state_dict(self) -> dict[str, Tensor]:
-        return {"written": self.written, **joined(keys=self.keys, values=self.values, context=self.context)}
+        return {"written": self.written, **super().state_dict()}
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
-        device = next(iter(self.keys.values())).device
+        super().load_state_dict(tensors)
         self.written = tensors["written"]
-        self.keys, self.values = by_layer(part(tensors, "keys"), device), by_layer(part(tensors, "values"), device)
-        self.context = by_layer(part(tensors, "context"), device)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for stores in (self.keys, self.values, self.context) for tensor in stores.values())
+    def device(self, layer: int) -> torch.device:
+        return next(iter(self.tensors["keys"].values())).device
 
 
 def reference_branch(
@@ -157,25 +135,20 @@ def reference_branch(
         with torch.no_grad():
             entries = reading.encoder.encode(hidden.detach())  # a factor of 1 gives back what it is given
         if layer in retrieving:
-            reference_retrieve(options, layer, retrieving[layer], entries, hidden, reading, training)
+            reference_retrieve(options, layer, entries, hidden, reading, training)
         if layer in retrieving.values():
-            reading.new_entries[layer] = entries
-            if layer in reading.values:
-                reading.new_values[layer] = hidden.detach()
+            reading.new["keys"][layer] = entries
+            if layer in reading.held["values"]:
+                reading.new["values"][layer] = hidden.detach()
     return reference_attend(options, layer, parts, hidden, call) if layer in options.attention_layers else None
 
 
 def reference_retrieve(
-    options: NeurocacheOptions,
-    layer: int,
-    storing: int,
-    queries: Tensor,
-    hidden: Tensor,
-    reading: ReferenceReading,
-    training: bool,
+    options: NeurocacheOptions, layer: int, queries: Tensor, hidden: Tensor, reading: ReferenceReading, training: bool
 ) -> None:
     """Search buckets, clip neighborhoods, and fetch states, as in the package's sections of these names."""
-    keys = reading.keys[storing]
+    storing = dict(options.retrieval_map)[layer]
+    keys = reading.held["keys"][storing]
     if layer not in reading.slots:
         hits = bucket_search(queries.to(keys.dtype), keys, options.topk, options.similarity)
         half = options.neighborhood_size // 2
@@ -184,11 +157,11 @@ def reference_retrieve(
         reading.slots[layer] = wide.clamp(0, keys.shape[1] - 1).flatten(2)  # [rows, time, N]
     rows = torch.arange(len(keys), device=keys.device)[:, None, None]
     if training and options.compression_factor > 1:
-        states = reading.encoder.encode(reading.values[storing][rows, reading.slots[layer]].to(hidden.dtype))
+        states = reading.encoder.encode(reading.held["values"][storing][rows, reading.slots[layer]].to(hidden.dtype))
     else:
         states = keys[rows, reading.slots[layer]]
     states = states.to(hidden.dtype)
-    past = reading.context.get(layer)
+    past = reading.held["context"].get(layer)
     if past is None:
         past = states[:, :1].expand(-1, options.context_size - 1, -1, -1)  # repeated, not truncated
     reading.states[layer] = torch.cat([past, states], 1)  # [rows, c-1+time, N, d]

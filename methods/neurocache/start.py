@@ -14,16 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor
 
-from cacheformers.adapters.layer import MemoryLayer
 from cacheformers.adapters.model import projection_weights
 from cacheformers.methods.neurocache.options import NeurocacheOptions
 from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
+from cacheformers.modeling.segments import active_memories, required_options
 
 RIDGE = 1e-3  # of the mean square of an entry's numbers
 
@@ -42,21 +43,14 @@ def start_from_states(model: PeftModel, segments: Sequence[Tensor]) -> None:
         ValueError: no memory is active, there are fewer tokens than numbers in an entry, or the base's states are not
             finite.
     """
-    attentions = attention_modules(find_decoder(unwrap(model)))
-    memories: dict[int, MemoryLayer] = {
-        layer: attention.memory  # type: ignore[misc]
-        for layer, attention in enumerate(attentions)
-        if getattr(getattr(attention, "memory", None), "options", None) is not None
-    }
-    if not memories:
-        raise ValueError("start_from_states needs a model with an active Neurocache adapter.")
-    options = next(iter(memories.values())).options
-    assert options is not None
+    decoder = find_decoder(unwrap(model))
+    attentions, options = attention_modules(decoder), required_options(decoder)
+    parts_of = {memory.layer: memory.active_parts for memory in active_memories(decoder)}
     tokens = sum(len(ids) for ids in segments)
     if tokens < options.width:
         raise ValueError(f"{tokens} tokens are too few: an entry has {options.width} numbers. Give more segments.")
 
-    encoder = memories[options.first_layer].parts(model.active_adapter)
+    encoder = parts_of[options.first_layer]
     searched = {layer for pair in options.retrieval_map for layer in pair}
     if encoder.down is not None:
         moments = sum(
@@ -68,8 +62,7 @@ def start_from_states(model: PeftModel, segments: Sequence[Tensor]) -> None:
     for states in base_states(model, {*options.attention_layers, *searched}, segments):
         fit.add(states, encoder.encode)
     for layer in options.attention_layers:
-        parts = memories[layer].parts(model.active_adapter)
-        assert parts.k is not None and parts.v is not None
+        parts = parts_of[layer]
         _, keys, values, _ = projection_weights(attentions[layer], unwrap(model).config)  # type: ignore[arg-type]
         back = fit.map(layer)
         parts.k.weight.copy_(keys.float() @ back)
@@ -81,16 +74,13 @@ def base_states(model: PeftModel, layers: Iterable[int], segments: Sequence[Tens
     attentions = attention_modules(find_decoder(unwrap(model)))
     found: States = {}
 
-    def keep(layer: int) -> Callable[..., None]:
-        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            found[layer] = hidden[0].float()
-
-        return hook
+    def keep(layer: int, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        found[layer] = hidden[0].float()
 
     with ExitStack() as stack:
         for layer in layers:
-            hook = attentions[layer].register_forward_pre_hook(keep(layer), with_kwargs=True)
+            hook = attentions[layer].register_forward_pre_hook(partial(keep, layer), with_kwargs=True)
             stack.callback(hook.remove)
         stack.callback(model.train, model.training)
         stack.enter_context(model.disable_adapter())

@@ -57,7 +57,8 @@ def assemble(
             f"{folder} was read with another tokenizer than this one: load the tokenizer of its base model."
         )
     try:
-        options = make_options(index.reader.method, index.reader.options)
+        values = {name: frozen(value) for name, value in index.reader.options.items()}
+        options = method_named(index.reader.method).options(**{**values, "base": BaseShape(**values["base"])})
     except (KeyError, TypeError, ValueError) as error:
         raise MemoryFileError(
             f"{folder} was read with options that this release does not know ({error}). Use the release that wrote "
@@ -98,12 +99,6 @@ def fill(memory: MemoryCache, index: Index, shards: Shards, device: torch.device
         if memory.tokens_read[number] != row.tokens_read or entries - {row.tokens_read - waiting[number]}:
             raise ValueError(f"row {number} has read {row.tokens_read} tokens")
     memory.origin.sources, memory.origin.saved = [source(shards, row) for row in index.rows], index.save
-
-
-def make_options(method: str, values: dict[str, Any]) -> Any:
-    """Make a method's options from JSON."""
-    plain = {name: frozen(value) for name, value in values.items() if name != "base"}
-    return method_named(method).options(base=BaseShape(**values["base"]), **plain)
 
 
 def frozen(value: Any) -> Any:

@@ -57,7 +57,9 @@ def save_memory(memory: Any, folder: Path, append: bool) -> None:
                 path.unlink()
             raise
         sync(folder)
-        clean(folder, set(index.files))
+        for path in folder.iterdir():  # of earlier saves, finished or not
+            if OWN_FILE.fullmatch(path.name) and path.name not in index.files:
+                path.unlink()
     memory.origin.saved = save
 
 
@@ -188,10 +190,3 @@ def reader(memory: Any) -> Reader:
         base=origin.base,
         adapter=origin.adapter,
     )
-
-
-def clean(folder: Path, used: set[str]) -> None:
-    """Remove unused files of earlier saves, finished or not."""
-    for path in folder.iterdir():
-        if OWN_FILE.fullmatch(path.name) and path.name not in used:
-            path.unlink()

@@ -8,21 +8,12 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from cacheformers.modeling.search.base import SIMILARITIES, Search, recall
+from cacheformers.modeling.search.base import Search, recall
 from cacheformers.modeling.search.exact import ExactSearch
 from cacheformers.modeling.search.faiss_search import FaissExact, FaissIndex
 from cacheformers.modeling.search.store import Entries
 
-__all__ = [
-    "SIMILARITIES",
-    "AutoSearch",
-    "ExactSearch",
-    "FaissExact",
-    "FaissIndex",
-    "Search",
-    "get_search",
-    "recall",
-]
+__all__ = ["AutoSearch", "ExactSearch", "FaissExact", "FaissIndex", "Search", "get_search", "recall"]
 
 
 # From this number of queries on, `faiss.knn` uses matrix products at every width; below it may take 7 times as long.

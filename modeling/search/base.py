@@ -10,7 +10,6 @@ from torch import Tensor
 
 from cacheformers.modeling.search.store import Entries
 
-SIMILARITIES = ("l2", "dot")
 TOLERANCE = 1e-6
 # Scores in float64 at a time, `[queries, entries]`.
 RECALL_SCORES = 1 << 22
@@ -40,10 +39,6 @@ class Search(ABC):
             entries are found, the hit is -1 and its score -inf; an exact search finds `min(topk, entries.count)`, an
             approximate one may find fewer.
         """
-        if similarity not in SIMILARITIES:
-            raise ValueError(f"similarity is {similarity!r}, it must be one of {', '.join(SIMILARITIES)}")
-        if topk < 1:
-            raise ValueError(f"topk is {topk}, it must be at least 1")
         found = min(topk, entries.count) if len(queries) else 0
         if found:
             # Autocast would round the products to half precision.
@@ -99,8 +94,6 @@ def recall(hits: Tensor, queries: Tensor, entries: Entries, topk: int, similarit
         queries: `[n, width]`.
         entries: the searched ones, or more exact ones (the float32 entries of a bfloat16 store).
     """
-    if similarity not in SIMILARITIES:
-        raise ValueError(f"similarity is {similarity!r}, it must be one of {', '.join(SIMILARITIES)}")
     count = entries.count
     wanted = min(topk, count)
     if not wanted or not len(queries):

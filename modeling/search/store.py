@@ -100,6 +100,11 @@ class Ring:
         spans = (keys[seam:], keys[:seam]) if seam else (keys,)
         return Entries(spans, written - self.capacity, self.index[physical])
 
+    def sharing(self) -> list[list[int]]:
+        """Return the batch rows that share each physical row."""
+        used = sorted(set(self.owner))
+        return [[row for row in range(self.rows) if self.owner[row] == physical] for physical in used]
+
     def slots(self, hits: Tensor) -> Tensor:
         """Return where hits `[rows, ...]`, counted from each row's oldest entry, are in `keys.flatten(0, 1)`."""
         written = torch.tensor([self.written[physical] for physical in self.owner])
@@ -111,13 +116,14 @@ class Ring:
 
     def append(self, row: int, keys: Tensor, values: Tensor | None = None) -> None:
         """Write entries `[time, width]` (and values `[time, value_width]`) of one batch row over its oldest ones."""
-        if (values is None) != (self.values is None):
-            raise ValueError("pass values if, and only if, this store keeps values beside its entries")
         length = len(keys)
         if length == 0 or self.capacity == 0:
             return
         physical = self._own(row)
-        self._grow(min(self.written[physical] + length, self.capacity))
+        needed, allocated = min(self.written[physical] + length, self.capacity), self.keys.shape[1]
+        if needed > allocated:
+            extra = min(max(2 * allocated, needed), self.capacity) - allocated
+            self._replace(lambda store: F.pad(store, (0, 0, 0, extra)))
         self._make_writable()
         skipped = max(length - self.capacity, 0)
         start = (self.written[physical] + skipped) % self.capacity
@@ -150,13 +156,6 @@ class Ring:
             self.index.append({})
         self.owner[row] = fresh
         return fresh
-
-    def _grow(self, needed: int) -> None:
-        allocated = self.keys.shape[1]
-        if needed <= allocated:
-            return
-        extra = min(max(2 * allocated, needed), self.capacity) - allocated
-        self._replace(lambda store: F.pad(store, (0, 0, 0, extra)))
 
     def _make_writable(self) -> None:
         if self._read_by_graph or self.keys.is_inference():
@@ -202,17 +201,11 @@ class Ring:
         """Take over the `state_dict` of a ring with the same arguments; raise ValueError for one with others."""
         for name, own in (("keys", self.keys), ("values", self.values)):
             saved = tensors.get(name)
-            if (own is None) != (saved is None):
-                raise ValueError(
-                    f"Only one of two stores holds {name}: saved {saved is not None}, here {own is not None}."
-                )
-            if own is None or saved is None:
+            if own is None and saved is None:
                 continue
-            if saved.dtype != own.dtype or saved.dim() != 3 or saved.shape[2] != own.shape[2]:
-                raise ValueError(
-                    f"The saved store holds {name} of width {saved.shape[-1]} in {saved.dtype}, this one of width "
-                    f"{own.shape[2]} in {own.dtype}."
-                )
+            if own is None or saved is None or saved.dtype != own.dtype or saved.shape[2:] != own.shape[2:]:
+                there, here = (None if store is None else (store.dtype, *store.shape[2:]) for store in (saved, own))
+                raise ValueError(f"The saved store holds {name} of another kind or width: {there}, here {here}.")
             if saved.shape[1] > self.capacity:
                 raise ValueError(
                     f"The saved store has {saved.shape[1]} entries a row, this one room for {self.capacity}."
@@ -226,3 +219,8 @@ class Ring:
     def to(self, device: torch.device | str) -> None:
         self.keys = self.keys.to(device)
         self.values = None if self.values is None else self.values.to(device)
+
+
+def vectors(store: Tensor, size: int) -> Tensor:
+    """View a store `[rows, allocated, n * size]` as vectors `[rows * allocated * n, size]`; an empty one as zeros."""
+    return store.new_zeros(store.shape[-1] // size, size) if store.shape[1] == 0 else store.reshape(-1, size)

@@ -125,8 +125,8 @@ PLAIN = without(random_weights(), "")
 REFUSED = {
     "an LRU cache": ({"cache_type": "LRU"}, PLAIN, "least-recently-used"),
     "a global cache": ({"global_cache": True}, PLAIN, "documents never mix"),
-    "a repeated layer": ({"attention_layers": [2, 3, 3]}, random_weights(layers=3), "a layer has one cache attention"),
-    "k above the store": ({"topk": 65}, PLAIN, "larger than cache_size 64.*second segment"),
+    "a repeated layer": ({"attention_layers": [2, 3, 3]}, random_weights(layers=3), "names a layer twice"),
+    "k above the store": ({"topk": 65}, PLAIN, "topk 65 .* must not exceed cache_size 64"),
     "release 0.0.1": ({"cache_layers": [2]}, PLAIN, "0.0.1"),
     "another kind": ({"neurocache_type": "REMOTE"}, PLAIN, "REMOTE"),
     "a wrong type": ({"topk": "4"}, PLAIN, "topk is '4'"),
@@ -137,7 +137,7 @@ REFUSED = {
     "half a LoRA": ({}, without(LORA, "model.layers.3.mlp.up_proj.lora_A.weight"), "Missing: .*3.mlp.up_proj.lora_A"),
     "an unknown tensor": ({}, {**PLAIN, "h_gate.weight": torch.ones(2)}, "unknown meaning: h_gate.weight"),
     "another base's shapes": ({"compression_factor": 2}, PLAIN, "has shape"),
-    "another hidden size": ({}, random_weights(hidden=64), "hidden size 64, but this one has 32.*somewhere/else"),
+    "another hidden size": ({}, random_weights(hidden=64), "has shape .*another base model"),
     "more than tensors": ({}, {"h_proj.weight": "text"}, "does not hold a dictionary of tensors"),
     "code in a pickle": ({}, {"h_proj.weight": Path("x")}, "holds more than tensors"),
 }

@@ -1,8 +1,11 @@
 """What the tests of gated attention share: options, gates that differ from token to token, and reading in pieces."""
 
+from types import SimpleNamespace
+
 import torch
 from attention_core import SHAPE, run_pieces
 
+from cacheformers.methods.gated_attention import near_far
 from cacheformers.methods.gated_attention.gated_attention import GatedParts, attend, make_parts, naive
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions
 
@@ -44,7 +47,8 @@ def close(ours, recorded, bound=1e-12):
 def layer_for(options, parts, training=False):
     def layer(call, q, k, v, x):
         call.local.update(k, v, 1)  # as a layer without gates does
-        return attend(options, 0, parts, x, q, k, v, SCALING, call, training)
+        inputs = {"hidden": x, "query": q, "new_key": k, "new_value": v, "scaling": SCALING, "call": call}
+        return attend(options, 0, parts, SimpleNamespace(**inputs, module=SimpleNamespace(training=training)))
 
     return layer
 
@@ -60,3 +64,24 @@ def upto(inputs, end):
 
 def since(inputs, start):
     return tuple(t[:, :, start:] if t.dim() == 4 else t[:, start:] for t in inputs)
+
+
+def mean_gates(memory):
+    """The mean gate of each layer over counted tokens of the forward that ends here, `[channels]`."""
+    if memory.state.pieces:
+        memory.detach()
+    gates, counted = memory.state.last
+    return {layer: tensor.transpose(1, 2)[counted].mean(0) for layer, tensor in gates.items()}
+
+
+def recorded_reads(monkeypatch):
+    """What attention reads without gradients from now on, one `Reads` for each layer and forward."""
+    found = []
+
+    def recording(*arguments):
+        output, reads = near_far.one_pass(*arguments)
+        found.append(reads)
+        return output, reads
+
+    monkeypatch.setattr("cacheformers.methods.gated_attention.state.one_pass", recording)
+    return found

@@ -259,7 +259,7 @@ def test_a_cache_goes_on():
 def test_what_a_cache_cannot_do_says_so():
     model, ids = tiny_model(), random_ids(2, 20)
     for arguments in ({"cache_implementation": "static"}, {"cache_implementation": "offloaded"}):
-        with pytest.raises(ValueError, match="cannot hold CacheFormer's state"):
+        with pytest.raises(ValueError, match="cannot carry a memory"):
             model.generate(ids, max_new_tokens=2, **arguments)
     offloaded = cpu_offload(tiny_model(), execution_device="cpu")
     with pytest.raises(ValueError, match="offloaded to CPU or disk"):

@@ -12,6 +12,7 @@ from gated_cases import (
     WINDOW,
     close,
     layer_for,
+    mean_gates,
     options_for,
     parts_for,
     since,
@@ -46,7 +47,7 @@ def test_pieces_equal_one_pass_and_single_steps(threshold, gate_per, gate_hidden
         output, memory = stream(options, parts, inputs, chunks=chunks)
         assert close(output, expected)
     means = gate_means(parts, inputs)
-    assert close(memory.state.gate_means[0], means)
+    assert close(mean_gates(memory)[0], means)
 
 
 def gate_means(parts, inputs):
@@ -158,7 +159,7 @@ def test_closed_gates_forget_what_is_far():
     output, memory = stream(options, parts, inputs, memory=memory, chunks=[7] * 5 + [1] * 5)
     expected = specified(*inputs[:3], torch.zeros(2, 1, 40, dtype=torch.float64))
     assert close(output, expected.transpose(1, 2))
-    assert memory.state.held["near", 0].keys.shape[2] <= 7 + 2 * WINDOW and not memory.state.gate_means
+    assert memory.state.held["near", 0].keys.shape[2] <= 7 + 2 * WINDOW and not mean_gates(memory)
 
 
 # Gates and losses
@@ -215,10 +216,11 @@ def test_losses_leave_out_tokens_with_nothing_far():
     real = torch.ones(2, 9, dtype=torch.bool)
     real[1, :3] = False
     _, memory = stream(options, parts, inputs, real=real)
-    assert memory.state.tokens_counted == (9 - WINDOW) + (6 - WINDOW)
+    means = mean_gates(memory)
+    assert int(memory.state.last.counted.sum()) == (9 - WINDOW) + (6 - WINDOW)
     gates = torch.sigmoid(parts.logits(inputs[3]))[:, 0]
     expected = torch.cat([gates[0, WINDOW:], gates[1, 3 + WINDOW :]]).mean()
-    assert close(memory.state.gate_means[0][0], expected)
+    assert close(means[0][0], expected)
     nothing = gate_losses(options, [gates[:, None]], torch.zeros(2, 9, dtype=torch.bool))
     assert float(nothing.total.detach()) == 0.0 and nothing.total.requires_grad
 
@@ -275,7 +277,7 @@ def test_heads_are_fixed_by_their_mean_gates(gate_per, means, expected):
     ("changes", "message"),
     [
         ({"window_tokens": 0}, "window_tokens must be at least 1"),
-        ({"gate_hidden": 0}, "leave it out for a linear gate"),
+        ({"gate_hidden": 0}, "gate_hidden must be at least 1"),
         ({"gate_per": "token"}, "gate_per must be one of"),
         ({"gate_choice": "hard"}, "gate_choice must be one of"),
         ({"gate_temperature": 0.0}, "gate_temperature must be positive"),

@@ -56,7 +56,7 @@ def check_entries(fixture, segment, when, state):
     for number, layer in enumerate(fixture.storing_layers):
         label = f"seg{segment}.cache{number}."
         if label + "key_db_" + when in fixture.tensors:
-            assert_entries_close(label + when, state.keys[layer], fixture.tensors[label + "key_db_" + when])
+            assert_entries_close(label + when, state.tensors["keys"][layer], fixture.tensors[label + "key_db_" + when])
             assert state.written.tolist() == fixture.tensors[label + "db_index_" + when].tolist()
 
 
@@ -174,7 +174,7 @@ def test_generate(base, name, kind):
     )
     assert output.sequences.tolist() == tensors[f"{kind}.sequences"].tolist()
     assert_close("step_logits", torch.stack(output.logits, 1), tensors[f"{kind}.step_logits"], fixture.tolerance)
-    (keys,) = output.past_key_values.state.keys.values()
+    (keys,) = output.past_key_values.state.tensors["keys"].values()
     assert_entries_close("key_db_after", keys, tensors[f"{kind}.key_db_after"])
     assert output.past_key_values.state.written.tolist() == tensors[f"{kind}.db_index_after"].tolist()
     assert memory.state.written.tolist() == [32, 32]
@@ -213,7 +213,9 @@ def test_padding_is_stored_as_the_model_sees_it(make_model, ids):
     one = cacheformers.new_memory(model, 1)
     model(padded[1:, :1], past_key_values=one, use_cache=False)
     assert memory.state.written.tolist() == [32, 32]
-    assert_close("padding", memory.state.keys[1][1, :5], one.state.keys[1][0, :1].expand(5, -1), 1e-12)
+    assert_close(
+        "padding", memory.state.tensors["keys"][1][1, :5], one.state.tensors["keys"][1][0, :1].expand(5, -1), 1e-12
+    )
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Infini-attention: recorded data, the specification, segments, states and padding."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from cacheformers.methods.infini_attention import (
     InfiniAttentionOptions,
     InfiniParts,
     attend,
-    attend_segments,
     feature,
     naive,
 )
@@ -47,7 +47,10 @@ def absolute(tensor):
 
 
 def document(options, parts, q, k, v, **more):
-    return attend_segments(options, parts, q, k, v, absolute(q), absolute(k), SCALING, **more)
+    """Outputs `[rows, heads, time, d_v]` of whole documents, and the memory of all complete segments."""
+    output, memory = stream(options, parts, (q, k, v, q[:, 0]), **more)
+    memory.close(memory.timeline.full_rows(), None)
+    return output.transpose(1, 2), memory.state.held[0]
 
 
 def specified(options, beta, q, k, v):
@@ -117,8 +120,7 @@ def close(ours, recorded, bound=1e-12):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("time", [3, 10, 23])
-@pytest.mark.parametrize("at_once", [1, 2, 16])
-def test_segments_equal_the_specification(variant, time, at_once):
+def test_segments_equal_the_specification(variant, time):
     options = options_for(**VARIANTS[variant])
     direction = torch.randn(2, 4, time, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     results = []
@@ -126,7 +128,7 @@ def test_segments_equal_the_specification(variant, time, at_once):
         q, k, v = (tensor.requires_grad_() for tensor in random_inputs(2, time)[:3])
         parts = parts_with(some_beta())
         if run == "fast":
-            output, _ = document(options, parts, q, k, v, segments_at_once=at_once)
+            output, _ = document(options, parts, q, k, v)
         else:
             output = outputs(specified(options, parts.beta.weight, q, k, v))
         gradients = torch.autograd.grad(
@@ -179,8 +181,8 @@ def test_padding_gives_no_nan_gradients():
 def test_a_thousand_segments_in_bfloat16(rule):
     options, parts = options_for(rule=rule, segment_tokens=64), parts_with(torch.zeros(4))
     q, k, v, _ = random_inputs(1, 64 * 1000, dtype=torch.bfloat16)
-    output, held = attend_segments(options, parts, q, k, v, q, k, SCALING)
-    exact, held_exact = attend_segments(options, parts, *(t.double() for t in (q, k, v, q, k)), scaling=SCALING)
+    output, held = document(options, parts, q, k, v)
+    exact, held_exact = document(options, parts, *(t.double() for t in (q, k, v)))
     assert output.dtype == torch.bfloat16 and held.norm.dtype == torch.float32
     assert bool(torch.isfinite(output).all())
     assert float(((held.norm.double() - held_exact.norm) / held_exact.norm).abs().max()) < 1e-3
@@ -218,14 +220,18 @@ def layer_for(options, parts):
         scores = rotate(q, new) @ keys.repeat_interleave(heads, 1).mT * SCALING
         scores = scores.masked_fill(~allowed(call)[:, None], torch.finfo(scores.dtype).min)
         near = (torch.softmax(scores, -1) @ values.repeat_interleave(heads, 1)).transpose(1, 2)
-        return attend(options, 0, parts, near, q, k, v, call)
+        inputs = SimpleNamespace(local=near, plain_query=q, plain_key=k, new_value=v, call=call)
+        return attend(options, 0, parts, inputs)
 
     return layer
 
 
 def stream(options, parts, inputs, memory=None, **more):
-    dtype = inputs[0].dtype
-    state = options.new_state(len(inputs[0]), DEVICES, dtype)
+    q, k, v = inputs[:3]
+    options = replace(options, base=replace(SHAPE, heads=q.shape[1], kv_heads=k.shape[1]))
+    state = options.new_state(len(q), DEVICES, q.dtype)
+    matrix = state.held[0].matrix  # recorded values are narrower than keys
+    state.held[0] = state.held[0]._replace(matrix=matrix[..., : v.shape[3]])
     return run_pieces(state, options.window, layer_for(options, parts), inputs, memory=memory, **more)
 
 
@@ -235,11 +241,15 @@ def stream(options, parts, inputs, memory=None, **more):
 def test_pieces_equal_one_pass_and_single_steps(rule, empty):
     options, parts = options_for(rule=rule, empty=empty), parts_with(some_beta())
     inputs = random_inputs(2, 23)
-    whole, held = document(options, parts, *inputs[:3])
+    documents = specified(options, parts.beta.weight, *inputs[:3])
+    whole = outputs(documents)
+    matrix, norm = (
+        torch.stack([sides[23 // N - 1] for sides in kind]) for kind in list(zip(*documents, strict=True))[3:]
+    )
     for chunks in ([23], [1] * 23, [7, 7, 7, 2], [4, 1, 18], [20, 1, 1, 1]):
         output, memory = stream(options, parts, inputs, chunks=chunks)
         assert close(output.transpose(1, 2), whole)
-        assert close(memory.state.held[0].matrix, held.matrix) and close(memory.state.held[0].norm, held.norm)
+        assert close(memory.state.held[0].matrix, matrix) and close(memory.state.held[0].norm, norm)
 
 
 @pytest.mark.parametrize("rule", ["linear", "delta"])
@@ -295,9 +305,6 @@ def test_nan_is_refused_and_nothing_is_stored():
     assert not bool(memory.state.held[0].known.any())
 
 
-# Training
-
-
 # Options
 
 
@@ -319,6 +326,3 @@ def test_wrong_options(changes, message):
 def test_what_a_call_cannot_do():
     with pytest.raises(ValueError, match="leave cache_size out"):
         options_for().new_state(1, DEVICES, torch.float32, cache_size=4)
-    q, k, v, _ = random_inputs(1, 10)
-    with pytest.raises(ValueError, match="one segment at a time"):
-        document(options_for(local_window="sliding", window_tokens=2), parts_with(some_beta()), q, k, v)

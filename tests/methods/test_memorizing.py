@@ -54,7 +54,7 @@ def observe(model, ids, layer):
     def watched(*arguments):
         *_, inputs = arguments
         mixed = method.attend(*arguments)
-        pieces.append((inputs.local[0], mixed))
+        pieces.append((inputs.local, mixed))
         return mixed
 
     memory.method = replace(method, attend=watched)

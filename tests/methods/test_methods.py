@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from gated_cases import mean_gates, recorded_reads
 from peft import PeftModel, get_peft_model
 
 import cacheformers
@@ -102,14 +103,15 @@ def test_keys_are_held_once(make_model, ids):
 
 
 @torch.no_grad()
-def test_closed_gates_read_nothing_far(make_model, ids):
+def test_closed_gates_read_nothing_far(make_model, ids, monkeypatch):
     model = make_model("llama_gqa", method="gated_attention", threshold=0.5)
     for name, parameter in model.named_parameters():
         if "lora_mem_token_gate" in name:
             parameter.zero_() if "weight" in name else parameter.fill_(-1.0)
+    reads = recorded_reads(monkeypatch)
     memory = cacheformers.read(model, ids, progress=False)
-    assert all(reads.skipped_share == 1 and reads.decisions == 2 * (75 - 6) for reads in memory.state.reads.values())
-    assert all(float(mean) == pytest.approx(0.2689, abs=1e-3) for mean in memory.state.gate_means.values())
+    assert sum(read.skipped for read in reads) == sum(read.decisions for read in reads) == 3 * 2 * (75 - 6)
+    assert all(float(mean) == pytest.approx(0.2689, abs=1e-3) for mean in mean_gates(memory).values())
 
 
 def test_what_gates_add_to_the_loss(make_model, ids):
@@ -117,7 +119,7 @@ def test_what_gates_add_to_the_loss(make_model, ids):
     model = make_model("llama_gqa", method="gated_attention", mean_weight=0.5).train()
     memory = cacheformers.new_memory(model, 2)
     model(ids[:, :40], past_key_values=memory)
-    means = torch.stack([mean.mean() for mean in memory.state.gate_means.values()])
+    means = torch.stack([mean.mean() for mean in mean_gates(memory).values()])
     assert float(memory.state.loss.detach()) == pytest.approx(0.5 * float(means.mean()), rel=1e-9)
     memory.state.loss.backward()
     gates = [p.grad for name, p in model.named_parameters() if "lora_mem_token_gate" in name]

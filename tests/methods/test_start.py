@@ -83,5 +83,5 @@ def test_bad_input(make_base, config_factory):
         cacheformers.start_from_states(model, segments())
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters() if "lora_mem_" in name)
     lora = get_peft_model(make_base("llama_gqa", torch.float32), LoraConfig(task_type="CAUSAL_LM"))
-    with pytest.raises(ValueError, match="active Neurocache adapter"):
+    with pytest.raises(ValueError, match="No memory adapter is active"):
         cacheformers.start_from_states(lora, segments())
