@@ -99,14 +99,14 @@ def test_the_adapter_is_one_file_with_everything_trained(saved, ids):
 
 
 LOST = {
-    **{part: 1 for part in ("lora_mem_down", "lora_mem_gate", "layers.2.self_attn.memory", "lora_A", "lm_head")},
+    **{part: 1 for part in ("lora_mem_down", "lora_mem_gate", "layers.2.self_attn.memory", "lora_A")},
     **{"lora_A|lora_B": None, "": None},  # all of LoRA, and everything
 }
 
 
 @pytest.mark.parametrize("door", ["PeftModel", "AutoModel", "load_adapter", "AutoPeft"])
 def test_a_missing_tensor_is_an_error(saved, ids, door):
-    base_folder, adapter_folder, _ = saved("llama_gqa", ids, modules_to_save=["lm_head"])
+    base_folder, adapter_folder, _ = saved("llama_gqa", ids)
     file = adapter_folder / "adapter_model.safetensors"
     tensors = load_file(file)
     for lost, count in LOST.items():
@@ -115,6 +115,14 @@ def test_a_missing_tensor_is_an_error(saved, ids, door):
         save_file(kept or {"foreign": torch.zeros(1)}, file)
         with pytest.raises(ValueError, match="incomplete|No tensor of the file fits"):
             DOORS[door](base_folder, adapter_folder)(ids)
+
+
+def test_a_lost_saved_module_is_an_error(saved, ids):
+    base_folder, adapter_folder, _ = saved("llama_gqa", ids, modules_to_save=["lm_head"])
+    file = adapter_folder / "adapter_model.safetensors"
+    save_file({key: tensor for key, tensor in load_file(file).items() if "lm_head" not in key}, file)
+    with pytest.raises(ValueError, match="incomplete"):
+        DOORS["AutoModel"](base_folder, adapter_folder)(ids)
 
 
 @pytest.mark.parametrize("door", ["PeftModel", "AutoModel"])

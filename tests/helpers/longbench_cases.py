@@ -36,7 +36,7 @@ def write_rows(path, rows):
 
 
 @pytest.fixture
-def longbench(byte_folder):
+def bench(byte_folder):
     """A tiny base model with its tokenizer in `base`, and five records of each of four tasks in `data`."""
     for task in TESTED:
         rows = [row(task, number, length) for number, length in enumerate(LENGTHS)]
@@ -63,10 +63,10 @@ SHORT = ("--tasks", *TESTED)
 
 
 @pytest.fixture
-def remembering(longbench):
+def remembering(bench):
     """A memory adapter with open gates."""
-    save_adapter(longbench / "base", longbench / "remembering", cache_size=800, segment_tokens=128)
-    return longbench / "remembering"
+    save_adapter(bench / "base", bench / "remembering", cache_size=800, segment_tokens=128)
+    return bench / "remembering"
 
 
 def predictions(folder, title="base-truncation"):

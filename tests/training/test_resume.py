@@ -32,16 +32,19 @@ def uninterrupted(built_documents):
     return built_documents / "whole"
 
 
-FAST = [AT_FILES.format(rank=0, moment=moment, events=TOUCHES) for moment in (9, 21)]
-SLOW = [AT_FILES.format(rank=0, moment=moment, events=TOUCHES) for moment in (1, 3, 7, 13, 17, 25, 40)]
-SLOW += [AT_FILES.format(rank=0, moment=moment, events=("os.rename",)) for moment in (2, 4)]  # 4 takes an old one away
-SLOW += [IN_FORWARD.format(rank=0, moment=moment, signal=9) for moment in (30, 700)]
+MOMENTS = {
+    **{f"file {n}": AT_FILES.format(rank=0, moment=n, events=TOUCHES) for n in (9, 21, 1, 3, 7, 13, 17, 25, 40)},
+    # The fourth also takes an old checkpoint away.
+    **{f"rename {n}": AT_FILES.format(rank=0, moment=n, events=("os.rename",)) for n in (2, 4)},
+    **{f"forward {n}": IN_FORWARD.format(rank=0, moment=n, signal=9) for n in (30, 700)},
+}
+FAST = ("file 9", "file 21")
 
 
-@pytest.mark.parametrize("before", [*FAST, *(pytest.param(before, marks=pytest.mark.slow) for before in SLOW)])
-def test_killed_at_a_file_or_in_a_forward(documents, uninterrupted, before):
+@pytest.mark.parametrize("moment", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in MOMENTS])
+def test_killed_at_a_file_or_in_a_forward(documents, uninterrupted, moment):
     """What it leaves is whole, and another run goes on from it to the end."""
-    recipe = Recipe(arguments(documents, *SETTINGS), documents / "killed.log", before=before)
+    recipe = Recipe(arguments(documents, *SETTINGS), documents / "killed.log", before=MOMENTS[moment])
     assert recipe.wait() == [-9], recipe.output()
     check_checkpoints(documents / "adapter", documents / "base")
     assert not (documents / "adapter" / "adapter_config.json").exists()

@@ -100,12 +100,12 @@ def test_a_run(folder, model):
 
 def test_autocast_keeps_weights_in_float32(folder):
     losses = {}
-    for precision in ("bf16", "no"):
+    for precision in ("bf16", "float32"):
         AcceleratorState._reset_state(reset_partial_state=True)
         train_adapt.main(arguments(folder, "neurocache", f"--precision={precision}", "--overwrite"))
         losses[precision] = result_of(folder)["losses"]
         assert AutoModelForCausalLM.from_pretrained(folder / "model").dtype == torch.float32
-    assert losses["bf16"] != losses["no"] and losses["bf16"] == pytest.approx(losses["no"], rel=1e-2)
+    assert losses["bf16"] != losses["float32"] and losses["bf16"] == pytest.approx(losses["float32"], rel=1e-2)
 
 
 SETTINGS = ("--lanes=4", "--accumulation=2", "--steps=8", "--checkpoint_every=2", "--log_every=3", "--gate_factor=5")
