@@ -1,6 +1,7 @@
 """Tiny random models for every test, and NaN in every tensor that nobody filled."""
 
 import os
+import shutil
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from cacheformers.modeling import method as method_registry
 
+pytest_plugins = ["longbench_cases"]
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 SEGMENT = 16
 
@@ -121,7 +123,16 @@ def poisoned_empty():
     torch.empty = empty
 
 
-@pytest.fixture
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_datasets(tmp_path_factory):
+    """What a test reads does not come from the cache of an earlier run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+        patch.setenv("HF_DATASETS_CACHE", str(datasets.config.HF_DATASETS_CACHE))
+        yield
+
+
+@pytest.fixture(scope="session")
 def make_base():
     """Build a tiny random base model by its name in the tables above."""
 
@@ -148,7 +159,7 @@ def trained_base(dtype, attn_implementation="sdpa"):
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attn_implementation, dtype=dtype).eval()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_model(make_base):
     """Build a tiny base with an adapter (default: Neurocache's) whose gates are open, so that the memory shows."""
 
@@ -192,14 +203,35 @@ def same_after_loading(found, expected, method):
     return torch.allclose(found, expected, atol=1e-5) if method == "gated_attention" else torch.equal(found, expected)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def config_factory():
     return adapter_config
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def opener():
     return open_gates
+
+
+def save_adapter(base, out, **options):
+    """A model folder with an adapter whose gates are open, which is saved."""
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), adapter_config(**options)).eval()
+    open_gates(model)
+    model.save_pretrained(out)
+    return model
+
+
+@pytest.fixture
+def refused(capsys):
+    """Call a command that must refuse its arguments; what it says."""
+
+    def call(main, arguments):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    return call
 
 
 @pytest.fixture(scope="session")
@@ -217,9 +249,7 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
 
 
-@pytest.fixture
-def byte_tokenizer():
-    """A token a byte, so that any text goes through it unchanged."""
+def tokenizer_of_bytes():
     names = ["<pad>", "<bos>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({name: place for place, name in enumerate(names)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -228,19 +258,55 @@ def byte_tokenizer():
 
 
 @pytest.fixture
-def folder(tmp_path, make_base, tokenizer, monkeypatch):
+def byte_tokenizer():
+    """A token a byte, so that any text goes through it unchanged."""
+    return tokenizer_of_bytes()
+
+
+@pytest.fixture(scope="session")
+def built_folder(tmp_path_factory, make_base, tokenizer):
+    folder = tmp_path_factory.mktemp("folder")
+    make_base("llama_gqa", torch.float32).save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    write_documents(folder / "train.jsonl", 60, 90, 20)
+    write_documents(folder / "valid.jsonl", 70, 50)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, built_folder):
     """A tiny base model with its tokenizer in `base`, and documents in `train.jsonl` and `valid.jsonl`."""
-    make_base("llama_gqa", torch.float32).save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    write_documents(tmp_path / "train.jsonl", 60, 90, 20)
-    write_documents(tmp_path / "valid.jsonl", 70, 50)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
-    return tmp_path
+    return shutil.copytree(built_folder, tmp_path, dirs_exist_ok=True)
+
+
+@pytest.fixture(scope="session")
+def built_byte_folder(tmp_path_factory, make_base):
+    folder = tmp_path_factory.mktemp("bytes")
+    base = make_base("llama_gqa", torch.float32, vocab_size=259, max_position_embeddings=1024)
+    base.generation_config.eos_token_id = None  # random models end where they like
+    base.save_pretrained(folder / "base")
+    tokenizer_of_bytes().save_pretrained(folder / "base")
+    return folder
+
+
+@pytest.fixture
+def byte_folder(tmp_path, built_byte_folder):
+    """A tiny base model that reads bytes, of 1,024 positions, with its tokenizer in `base`."""
+    return shutil.copytree(built_byte_folder, tmp_path, dirs_exist_ok=True)
+
+
+MORE = (60, 90, 20, 33, 47, 70)  # lengths of documents, so many that lanes change documents between checkpoints
+
+
+@pytest.fixture(scope="session")
+def built_documents(tmp_path_factory, built_folder):
+    folder = shutil.copytree(built_folder, tmp_path_factory.mktemp("documents"), dirs_exist_ok=True)
+    write_documents(folder / "train.jsonl", *MORE)
+    return folder
 
 
 @pytest.fixture
 def documents(folder):
-    """More documents than `folder` has, so that lanes change documents between checkpoints."""
-    write_documents(folder / "train.jsonl", 60, 90, 20, 33, 47, 70)
+    """More documents than `folder` has; `built_documents`, for fixtures of modules, is the same."""
+    write_documents(folder / "train.jsonl", *MORE)
     return folder

@@ -289,7 +289,7 @@ def completion(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
 def facts(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
     """Lay out facts, in order, between the lines of a book (the construction of BABILong, arXiv 2406.10149).
 
-    A question's `lines` says after how many facts it is asked, its `supports` which of them answer it (default: all may).
+    A question's `lines` says after how many facts it is asked, its `supports` which of them answer it (default: all).
     """
     document = rng.choice(pool.asked)
     questions = rng.sample(document["questions"], min(wanted.questions, len(document["questions"])))

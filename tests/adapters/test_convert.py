@@ -66,12 +66,6 @@ def base(tmp_path_factory):
     return folder
 
 
-def config_only(folder, config):
-    """A base model of which only the configuration is there: more is not read."""
-    config.save_pretrained(folder)
-    return folder
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("prefix", ["", "base_model.model."], ids=["injected", "wrapped by PEFT"])
 def test_lora_weights_come_along(tmp_path, base, prefix):
@@ -168,11 +162,14 @@ def test_alpha_is_asked_for(tmp_path, base):
 
 def test_wrong_bases_are_refused(tmp_path):
     publish(tmp_path / "published", SETTINGS, PLAIN)
-    shallow = config_only(tmp_path / "shallow", LlamaConfig(**{**BASE, "num_hidden_layers": 3}))
-    unknown = config_only(tmp_path / "unknown", GPT2Config(n_layer=1, n_embd=32, n_head=4))
-    assert_refused("this base model has layers 0 to 2", tmp_path / "published", tmp_path / "out", shallow)
-    assert_refused("'gpt2' is not supported", tmp_path / "published", tmp_path / "out", unknown)
-    assert_refused("nowhere", tmp_path / "published", tmp_path / "out", tmp_path / "nowhere")
+    LlamaConfig(**{**BASE, "num_hidden_layers": 3}).save_pretrained(tmp_path / "shallow")  # more is not read
+    GPT2Config(n_layer=1, n_embd=32, n_head=4).save_pretrained(tmp_path / "unknown")
+    for base, reason in (
+        ("shallow", "this base model has layers 0 to 2"),
+        ("unknown", "'gpt2' is not supported"),
+        ("nowhere", "nowhere"),
+    ):
+        assert_refused(reason, tmp_path / "published", tmp_path / "out", tmp_path / base)
 
 
 def test_damaged_folders_are_refused(tmp_path, base):
@@ -185,7 +182,7 @@ def test_damaged_folders_are_refused(tmp_path, base):
     assert_refused("has no weights", published, out, base)
     (published / "neurocache_model.bin").write_bytes(b"PK\x03\x04 and nothing else")
     assert_refused("is damaged", published, out, base)
-    config.write_text(json.dumps({name: value for name, value in SETTINGS.items() if name != "topk"}))
+    config.write_text(json.dumps(without(SETTINGS, "topk")))
     assert_refused("lacks topk", published, out, base)
     config.write_text("{")
     assert_refused("is damaged", published, out, base)

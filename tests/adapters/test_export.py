@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import other_cases
+from conftest import other_cases, save_adapter
 from golden import base_model, cases, load, publish
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -16,20 +16,14 @@ import cacheformers
 from cacheformers.adapters.export import export, main, to_model
 from cacheformers.methods.neurocache.convert import convert
 
-SMOLLM2 = Path(__file__).resolve().parents[2] / "data" / "smollm2-135m-instruct"
-
 
 @pytest.fixture
-def saved(make_base, config_factory, opener, tmp_path):
+def saved(make_base, tmp_path):
     """A base and an adapter on disk: the adapted model and the adapter's folder."""
 
     def build(name="llama_gqa", dtype=torch.float32, base=None, **options):
         make_base(name, dtype, **(base or {})).save_pretrained(tmp_path / "base")
-        pretrained = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-        model = get_peft_model(pretrained, config_factory(**options)).eval()
-        opener(model)
-        model.save_pretrained(tmp_path / "adapter")
-        return model, tmp_path / "adapter"
+        return save_adapter(tmp_path / "base", tmp_path / "adapter", **options), tmp_path / "adapter"
 
     return build
 
@@ -72,15 +66,6 @@ for folder, expected in zip(sys.argv[2::2], sys.argv[3::2]):
 
 
 @torch.no_grad()
-def expect(model, ids, file):
-    """Write down what a model computes."""
-    asked = {"input_ids": ids[:1], "attention_mask": torch.ones_like(ids[:1]), "pad_token_id": 0}
-    tokens = model.generate(**asked, max_new_tokens=20, do_sample=False)
-    torch.save({"ids": ids, "logits": model(ids).logits, "tokens": tokens}, file)
-    return file
-
-
-@torch.no_grad()
 @pytest.mark.parametrize(
     ("base", "options"),
     [
@@ -109,32 +94,57 @@ def test_same_logits(saved, ids, base, options, tmp_path):
 
 @pytest.fixture
 def exported(saved, ids, tmp_path):
-    """Exports of adapters on three bases, each with what the adapter computed."""
-
-    def build(base):
+    """Exports of adapters on three bases, each with a file of what the adapter computes."""
+    paths = []
+    for base in ("llama_gqa", "mistral", "opt"):
         model, adapter = saved(base)
-        folder = export(adapter, tmp_path / base / "model")
-        return [folder, expect(model, ids, tmp_path / base / "expected")]
+        expect(model, ids, tmp_path / f"{base}_expected")
+        paths += [export(adapter, tmp_path / base / "model"), tmp_path / f"{base}_expected"]
+    return paths
 
-    return [path for base in ("llama_gqa", "mistral", "opt") for path in build(base)]
+
+@torch.no_grad()
+def expect(model, ids, path):
+    """Write what an adapted model computes."""
+    asked = {"input_ids": ids[:1], "attention_mask": torch.ones_like(ids[:1]), "pad_token_id": 0}
+    tokens = model.generate(**asked, max_new_tokens=20, do_sample=False)
+    torch.save({"ids": ids, "logits": model(ids).logits, "tokens": tokens}, path)
+
+
+def check_lines(done, count):
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split() for line in done.stdout.splitlines() if "ForCausalLM" in line]
+    assert len(lines) == count
+    for kind, difference, same_tokens in lines:
+        assert kind == "NeurocacheForCausalLM" and float(difference) <= 1e-5 and same_tokens == "True"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["import", "remote code"])
 def test_fresh_process(exported, how, tmp_path):
-    done = run(COMPARE, how, *exported, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    check_lines(done.stdout, 3)
+    check_lines(run(COMPARE, how, *exported, cwd=tmp_path), 3)
 
 
-def check_lines(printed, models):
-    """What `COMPARE` prints."""
-    lines = [line.split() for line in printed.splitlines() if "ForCausalLM" in line]
-    assert len(lines) == models
-    for kind, difference, same_tokens in lines:
-        assert kind == "NeurocacheForCausalLM"
-        assert float(difference) <= 1e-5
-        assert same_tokens == "True"
+@pytest.mark.slow
+def test_smollm2(tmp_path):
+    root = Path(__file__).resolve().parents[2]
+    folder = root / "data" / "smollm2-135m-instruct"
+    if not folder.is_dir():
+        pytest.skip("SmolLM2 is not there: recipes/fetch_smollm2.py")
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        cacheformers.NeurocacheAdapterConfig(segment_tokens=128, cache_size=512, search="exact"),
+    ).eval()
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_mem_gate" in name or "lora_B" in name:
+            torch.nn.init.normal_(parameter, 0, 0.05)
+    model.save_pretrained(tmp_path / "adapter")
+    text = (root / "README.md").read_text()
+    ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids[:, :700]
+    expect(model, ids, tmp_path / "expected")
+    export(tmp_path / "adapter", tmp_path / "model", dtype="float32")
+    check_lines(run(COMPARE, "import", tmp_path / "model", tmp_path / "expected", cwd=tmp_path), 1)
 
 
 SAVE_AGAIN = """
@@ -247,33 +257,8 @@ def test_published_checkpoints(base, name, tmp_path):
     for door in ("adapter", "model"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / door, attn_implementation="eager").eval()
         memory = cacheformers.new_memory(model, 2)
-        for segment in range(1, len(fixture.meta["segment_lengths"]) + 1):
-            memory.reset(fixture.restarts(segment))
-            logits = model(fixture.inputs(segment), past_key_values=memory, use_cache=False).logits
+        for segment, ids in fixture.segments(memory):
+            logits = model(ids, past_key_values=memory, use_cache=False).logits
             if f"seg{segment}.logits" in fixture.tensors:
                 golden = fixture.tensors[f"seg{segment}.logits"]
                 assert float((logits - golden).abs().max()) <= fixture.tolerance, (door, segment)
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_smollm2(config_factory, opener, tmp_path):
-    if not SMOLLM2.is_dir():
-        pytest.skip("SmolLM2 is not there: recipes/fetch_smollm2.py")
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32),
-        cacheformers.NeurocacheAdapterConfig(segment_tokens=128, cache_size=512, search="exact"),
-    ).eval()
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if "lora_mem_gate" in name or "lora_B" in name:
-            parameter.normal_(0, 0.05)
-    model.save_pretrained(tmp_path / "adapter")
-    text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-    ids = AutoTokenizer.from_pretrained(SMOLLM2)(text, return_tensors="pt").input_ids[:, :700]
-    expected = expect(model, ids, tmp_path / "expected")
-    del model
-    export(tmp_path / "adapter", tmp_path / "model", dtype="float32")
-    done = run(COMPARE, "import", tmp_path / "model", expected, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
-    check_lines(done.stdout, 1)

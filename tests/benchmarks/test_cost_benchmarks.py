@@ -1,4 +1,4 @@
-"""The commands that measure costs, at sizes so small that only counts and bytes mean something."""
+"""The commands that measure costs, at sizes so small that only counts and bytes mean something; a short soak."""
 
 import json
 import subprocess
@@ -29,3 +29,21 @@ def test_attention_reads_nothing_far_where_gates_are_closed(tmp_path, training):
         assert some["far_pairs"] < 0.3 * every["far_pairs"]
         assert every["near_pairs"] == some["near_pairs"] == none["near_pairs"]
     assert all(row["ratio"] > 0 for row in rows.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "dtype", "entries"), [("neurocache", "bfloat16", [4096]), ("infini_attention", "float32", [])]
+)
+def test_memory_is_flat_and_all_is_finite(tmp_path, method, dtype, entries):
+    """Over a long text; `benchmarks/soak.py` runs a longer one."""
+    options = ["--tokens", "40000", "--decode", "600", "--dtype", dtype, "--method", method, "--output", str(tmp_path)]
+    subprocess.run([sys.executable, "benchmarks/soak.py", *options], cwd=ROOT, check=True)
+    result = json.loads((tmp_path / f"soak_{method}.json").read_text(encoding="utf-8"))["results"][dtype]
+    assert result["tokens_read"] == 40_600
+    assert result["entries"] == entries
+    for phase in ("reading", "decoding"):
+        start, highest, _ = result[phase]["process_mib_start_highest_end"]
+        assert highest - start < 8.0, phase
+        assert result[phase]["finite"], phase
+    assert (tmp_path / f"soak_{method}.md").is_file()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import save_adapter
 from memories import assert_equal
 from recipe import make_text
 from transformers import LogitsProcessorList
@@ -38,6 +39,14 @@ def command(*arguments, cwd):
     )
 
 
+def traced(model, question, memory, count):
+    """What is retrieved while `count` tokens are generated, and question and answer."""
+    trace = Trace(memory)
+    options = {"attention_mask": torch.ones_like(question), "past_key_values": memory, "do_sample": False}
+    processors = LogitsProcessorList([trace])
+    return trace, model.generate(question, **options, max_new_tokens=count, logits_processor=processors)
+
+
 @pytest.mark.slow
 def test_from_book_to_answer(folder, model, tokenizer):
     pytest.importorskip("matplotlib")
@@ -53,15 +62,7 @@ def test_from_book_to_answer(folder, model, tokenizer):
     asked = command("ask", folder / "book.memory", "w5 w6 ?", "--explain", "--max-new-tokens", "20", cwd=elsewhere)
     assert asked.returncode == 0, asked.stderr
     question = tokenizer("\nQuestion: w5 w6 ?\nAnswer:", return_tensors="pt").input_ids
-    trace = Trace(expected)
-    answer = model.generate(
-        question,
-        attention_mask=torch.ones_like(question),
-        past_key_values=expected,
-        max_new_tokens=20,
-        do_sample=False,
-        logits_processor=LogitsProcessorList([trace]),
-    )
+    trace, answer = traced(model, question, expected, 20)
     assert f"A: {tokenizer.decode(answer[0, question.shape[1] :], skip_special_tokens=True)}" in asked.stdout
     texts = make_text(WORDS).split()
     for passage in trace.passages(trace.asked + trace.chosen, 40, 3):
@@ -77,14 +78,28 @@ def test_from_book_to_answer(folder, model, tokenizer):
     assert f"of the tokens from {WORDS - 40}" in seen.stdout and "book.txt" in seen.stdout
 
 
+READ = ["read", "long.txt", "-o", "long.memory", "--adapter", "adapter", "--checkpoint", "4"]
+
+
+def stopped_while_reading(folder, stop):
+    """Exit status and stderr of the command, which is sent a signal as soon as it has saved something."""
+    (folder / "long.txt").write_text(make_text(6000))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-m", "cacheformers", *READ], cwd=folder, **pipes)
+    index = folder / "long.memory" / "index.json"
+    while process.poll() is None and not index.exists():
+        time.sleep(0.01)
+    process.send_signal(stop)
+    errors = process.communicate()[1]
+    return process.returncode, errors
+
+
 @pytest.mark.slow
 def test_killed_reading_goes_on(folder, model, tokenizer):
-    (folder / "long.txt").write_text(make_text(6000))
-    arguments = ["read", "long.txt", "-o", "long.memory", "--adapter", "adapter", "--checkpoint", "4"]
-    assert stopped_while_reading(folder, arguments, signal.SIGKILL)[0] == -signal.SIGKILL
+    assert stopped_while_reading(folder, signal.SIGKILL)[0] == -signal.SIGKILL
     before = read_index(folder / "long.memory").rows[0].tokens_read
     assert 0 < before < 6000 and before % 64 == 0
-    done = command(*arguments, cwd=folder)
+    done = command(*READ, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert f"holds the first {before:,} tokens" in done.stdout
     expected = cacheformers.read_text(model, tokenizer, make_text(6000), progress=False)
@@ -94,43 +109,21 @@ def test_killed_reading_goes_on(folder, model, tokenizer):
 
 @pytest.mark.slow
 def test_control_c(folder, model):
-    (folder / "long.txt").write_text(make_text(6000))
-    arguments = ["read", "long.txt", "-o", "long.memory", "--adapter", "adapter", "--checkpoint", "4"]
-    status, errors = stopped_while_reading(folder, arguments, signal.SIGINT)
+    status, errors = stopped_while_reading(folder, signal.SIGINT)
     assert status == 130 and "Traceback" not in errors
     remedy = "What was saved stays; give the same command again to continue from there."
     assert errors.endswith(f"\ncacheformers read: stopped. {remedy}\n")
     assert cacheformers.load_memory(folder / "long.memory").tokens_read[0] % 64 == 0
 
 
-def stopped_while_reading(folder, arguments, stop):
-    """Exit status and stderr of the command, which is sent a signal as soon as it has saved something."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cacheformers", *arguments],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    index = folder / "long.memory" / "index.json"
-    while process.poll() is None and not index.exists():
-        time.sleep(0.01)
-    process.send_signal(stop)
-    errors = process.communicate()[1]
-    return process.returncode, errors
-
-
-def test_refusals(folder, model, make_model, monkeypatch):
+def test_refusals(folder, model, monkeypatch):
     monkeypatch.chdir(folder)
     main(["read", "book.txt", "-o", "book.memory", "--adapter", "adapter"])
     (folder / "other.txt").write_text(make_text(30, seed=9))
-    other = make_model("llama_gqa", torch.float32)
+    other = save_adapter("base", "other_adapter")
     next(weight for name, weight in other.named_parameters() if "lora_mem_down" in name).data.mul_(1.1)
-    other.peft_config["default"].base_model_name_or_path = "base"
-    other.save_pretrained(folder / "other_adapter")
-    windowed = make_model("llama_gqa", torch.float32, method="windowed")
-    windowed.peft_config["default"].base_model_name_or_path = "base"
-    windowed.save_pretrained(folder / "windowed_adapter")
+    other.save_pretrained("other_adapter")
+    save_adapter("base", "windowed_adapter", method="windowed")
     main(["read", "book.txt", "-o", "windowed.memory", "--adapter", "windowed_adapter"])
     (folder / "latin.txt").write_bytes("w1 é w2".encode("latin-1"))
     with pytest.raises(SystemExit, match="empty question"):
@@ -236,15 +229,8 @@ def test_trace_is_what_one_forward_retrieves(make_model, ids, name):
     """Token by token with a segment closing on the way, against the hits of one forward over all of it."""
     model = make_model(name, retrieval_map={0: 0, 1: 2}, cache_size=40)
     memory = cacheformers.read(model, ids[:1], progress=False)
-    question, once = ids[1:, :5], memory.clone()
-    trace = Trace(memory)
-    answer = model.generate(
-        question,
-        past_key_values=memory,
-        max_new_tokens=20,
-        do_sample=False,
-        logits_processor=LogitsProcessorList([trace]),
-    )
+    once = memory.clone()
+    trace, answer = traced(model, ids[1:, :5], memory, 20)
     assert len(trace.asked) == 4 and len(trace.chosen) == answer.shape[1] - 5
     read = answer[:, :-1]
     with torch.no_grad():
@@ -270,15 +256,8 @@ def test_trace_of_a_memorizing_transformer(make_model, ids):
     """Token by token, against the keys that are nearest by the dot product, head by head."""
     model = make_model("llama_gqa", method="memorizing", attention_layers=[0])
     memory = cacheformers.read(model, ids[:1], progress=False)
-    question, once = ids[1:, :5], memory.clone()
-    trace = Trace(memory)
-    answer = model.generate(
-        question,
-        past_key_values=memory,
-        max_new_tokens=8,
-        do_sample=False,
-        logits_processor=LogitsProcessorList([trace]),
-    )
+    once = memory.clone()
+    trace, answer = traced(model, ids[1:, :5], memory, 8)
     with torch.no_grad():
         keys, queries = once.state.rings[0].entries(0), []
         attention = model.base_model.model.model.layers[0].self_attn
@@ -319,6 +298,7 @@ def test_options_take_dashes_and_underscores(command):
     assert dashed(["a_b", "--model=a_b", "-o", "c_d"]) == ["a_b", "--model=a_b", "-o", "c_d"]
 
 
+@pytest.mark.slow
 def test_reading_and_asking_start_without_slow_libraries():
     """datasets and matplotlib take a second each to import."""
     code = """

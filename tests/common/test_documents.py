@@ -4,7 +4,6 @@ import gzip
 import json
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -44,11 +43,6 @@ def tokenizer():
     words = Tokenizer(models.WordLevel({"<unk>": 0, **{f"w{i}": i + 1 for i in range(50)}}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words)
-
-
-@pytest.fixture(autouse=True)
-def cache_of_datasets(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
 
 
 def words(number, length=3):

@@ -81,7 +81,7 @@ def test_the_command(saved, capsys):
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
 
 
-def test_what_cannot_be_shown(saved, make_base, capsys):
+def test_what_cannot_be_shown(saved, make_base, refused):
     folder, _ = saved
     make_base("llama_mha", torch.float32).save_pretrained(folder / "llama")
     tiny_model(torch.float32, vocab_size=256, cache=False).save_pretrained(folder / "no_cache")
@@ -96,9 +96,8 @@ def test_what_cannot_be_shown(saved, make_base, capsys):
         ("model", "text.txt", ["--tokens", "-5"], "--tokens is not positive"),
         ("model", "text.txt", ["--layer", "2"], "--layer must be from 0 to 1, got 2"),
     ):
-        with pytest.raises(SystemExit):
-            main([str(folder / model), str(folder / text), *more, "--output", str(folder / "out")])
-        assert message in capsys.readouterr().err
+        given = [str(folder / model), str(folder / text), *more, "--output", str(folder / "out")]
+        assert message in refused(main, given)
         assert not (folder / "out").exists()
 
 

@@ -154,14 +154,6 @@ def test_a_loss_that_is_not_finite_is_found(make_model):
 # Controls
 
 
-def written_by(model, document, segments):
-    """A memory of a document's first segments, as far as they are full."""
-    full = min(segments, (len(document.ids) - 1) // N) * N
-    if full == 0:
-        return cacheformers.new_memory(model, 1)
-    return cacheformers.read(model, document.ids[:full], progress=False)
-
-
 @pytest.mark.parametrize("lengths", [(60, 58), (60, 20), (60, 59, 45), (60, 59, 50, 49, 40)])
 def test_other_document_reads_what_another_one_stored(make_model, lengths):
     """Equal to reading each segment with a memory made by hand. An odd one out makes a round of three."""
@@ -173,7 +165,9 @@ def test_other_document_reads_what_another_one_stored(make_model, lengths):
         other = index ^ 1 if place < 0 else round_of_three + (place + 1) % 3
         ids, expected = document.ids, []
         for start in range(0, len(ids) - 1, N):
-            memory = written_by(model, chosen[other], start // N)
+            read = chosen[other].ids[: min(start, (len(chosen[other].ids) - 1) // N * N)]  # as far as segments are full
+            memory = cacheformers.new_memory(model, 1)
+            memory = cacheformers.read(model, read, progress=False) if len(read) else memory
             labels = ids[start + 1 : start + 1 + N]
             expected.append(nats_of(model, ids[start : start + len(labels)], labels, past_key_values=memory))
         np.testing.assert_allclose(found[index], np.concatenate(expected), rtol=1e-6)

@@ -6,7 +6,8 @@ import re
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from conftest import save_adapter
+from peft import PeftModel
 from recipe import make_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -18,15 +19,12 @@ TOKENS = 60  # of the tiny base's 64 positions
 
 
 @pytest.fixture
-def save(folder, config_factory, opener):
+def save(folder):
     """Save an adapter whose gates differ from token to token, and a text in `text.txt`."""
     (folder / "text.txt").write_text(f"{make_text(20)}\n  <b> {make_text(50, seed=1)} ")
 
     def build(method, **options):
-        base = AutoModelForCausalLM.from_pretrained(folder / "base")
-        model = get_peft_model(base, config_factory(method, **options))
-        opener(model)
-        model.save_pretrained(str(folder / method))
+        save_adapter(folder / "base", folder / method, method=method, **options)
         return folder / method
 
     return build
@@ -142,9 +140,8 @@ def test_fixed_heads_drop_what_is_far(save, kind):
         ("gated_attention", ["--text={folder}/text.txt", "--fix-heads=1", "--save={folder}/base"], "exists already"),
     ],
 )
-def test_what_is_refused(save, folder, capsys, method, more, message):
+def test_what_is_refused(save, folder, refused, method, more, message):
     place = save(method) if method not in ("base", "nowhere") else folder / method
-    with pytest.raises(SystemExit) as stop:
-        draw(place, *(word.format(folder=folder) for word in more))
-    assert stop.value.code == 2 and message in capsys.readouterr().err
+    given = [str(place), f"--output={folder / 'out'}", *(word.format(folder=folder) for word in more)]
+    assert message in refused(main, given)
     assert not (folder / "out").exists()

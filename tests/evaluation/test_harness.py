@@ -8,10 +8,9 @@ import sys
 import pytest
 import torch
 from cacheformer_models import tiny_model
-from conftest import SHARED
+from conftest import SHARED, save_adapter
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
-from peft import get_peft_model
 from recipe import make_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -79,16 +78,9 @@ def write_tasks(folder, rows):
 
 
 @pytest.fixture
-def adapter(folder, config_factory, opener):
-    return make_adapter(folder / "base", folder / "remembering", config_factory(), opener)
-
-
-def make_adapter(base, out, config, opener):
-    """A memory adapter with open gates."""
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
-    opener(model)
-    model.save_pretrained(out)
-    return out
+def adapter(folder):
+    save_adapter(folder / "base", folder / "remembering")
+    return folder / "remembering"
 
 
 def evaluated(tasks, batch_size=1, kind="cacheformers", **model_args):
@@ -152,10 +144,11 @@ def test_max_length_cuts_on_the_left(folder, tasks, adapter, tokenizer):
         assert float(sample["resps"][1][0][0]) == pytest.approx(expected, rel=1e-4)
 
 
-def test_embeddings_of_the_base_stay_as_they_are(folder, make_base, config_factory, opener):
+def test_embeddings_of_the_base_stay_as_they_are(folder, make_base):
     """Many models have more of them than their tokenizer has tokens."""
     make_base("llama_gqa", torch.float32, vocab_size=140).save_pretrained(folder / "base")
-    adapter = make_adapter(folder / "base", folder / "remembering", config_factory(), opener)
+    adapter = folder / "remembering"
+    save_adapter(folder / "base", adapter)
     own = harness.MemoryLM(str(adapter), device="cpu", dtype="float32").model
     assert own.get_output_embeddings().weight.shape[0] == 140
     ids = torch.arange(3, 53)[None]
@@ -194,11 +187,12 @@ def test_a_cacheformer_from_scratch_goes_with_hf(folder, tasks, tokenizer):
 
 
 @pytest.mark.slow
-def test_the_command_on_a_trained_model(tmp_path, config_factory, opener):
+def test_the_command_on_a_trained_model(tmp_path):
     """lm-eval's own command line, with a real tokenizer and a text far longer than the base's 512 positions."""
     if not STORIES.is_dir():
         pytest.skip("stories260K is not there")
-    adapter = make_adapter(STORIES, tmp_path / "adapter", config_factory(segment_tokens=128, cache_size=512), opener)
+    adapter = tmp_path / "adapter"
+    save_adapter(STORIES, adapter, segment_tokens=128, cache_size=512)
     text = "Once upon a time there was a little girl who lived by the sea." * 60
     rows = [{"context": text, "choices": ["She was happy.", "Zebra zebra zebra."], "answer": 0}]
     tasks = write_tasks(tmp_path / "tasks", rows)

@@ -11,16 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import SHARED
-from longbench_cases import (  # noqa: F401
-    TESTED,
-    adapter_fixture,
-    arguments,
-    data_fixture,
-    error_of,
-    predictions,
-    prompt_maker,
-    result,
-)
+from longbench_cases import KILLED, TESTED, arguments, predictions, prompt_maker, result
 from recipe import Recipe, make_text, run
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
 
@@ -37,16 +28,16 @@ from cacheformers.evaluation.longbench.tasks import TASKS, load_templates
 # Results
 
 
-def test_a_run_writes_predictions_in_the_official_layout_and_a_result(data, capsys):
-    given = arguments(data)
+def test_a_run_writes_predictions_in_the_official_layout_and_a_result(bench, capsys):
+    given = arguments(bench)
     eval_longbench.main(given)
-    files = predictions(data)
+    files = predictions(bench)
     assert set(files) == {f"{task}.jsonl" for task in TESTED}
     for task in TESTED:
         lines = [json.loads(line) for line in files[f"{task}.jsonl"].splitlines()]
         assert [line["_id"] for line in lines] == [f"{task}-{number}" for number in range(5)]
         assert all(list(line) == ["pred", "answers", "all_classes", "length", "_id"] for line in lines)
-    found = result(data)
+    found = result(bench)
     assert found["command"] == ["eval_longbench.py", *given] and found["settings"]["max_length"] == 200
     assert found["environment"]["torch"] == torch.__version__ and found["scored_with"]["rouge"] == "1.0.1"
     assert found["seconds_per_record"] > 0 and found["peak_bytes"] > 1e6
@@ -54,27 +45,22 @@ def test_a_run_writes_predictions_in_the_official_layout_and_a_result(data, caps
     parts = found["tasks"]["hotpotqa"]["buckets"]
     assert {name: part["records"] for name, part in parts.items()} == {"0-4k": 2, "4-8k": 2, "8k+": 1}
     assert found["average"] == pytest.approx(np.mean([task["score"] for task in found["tasks"].values()]))
-    table = (data / "out" / "base-truncation" / "table.md").read_text()
+    table = (bench / "out" / "base-truncation" / "table.md").read_text()
     assert table in capsys.readouterr().out
     order = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()]
     assert [name for name in order if name in TASKS] == list(TESTED)
 
 
-def test_methods_side_by_side_and_compared_later(data, adapter, capsys):
+def test_methods_side_by_side_and_compared_later(bench, remembering, capsys):
     methods = ["--methods", "truncation", "full", "retrieval", "position-interpolation", "memory"]
-    more = [f"--adapter={adapter}", "--rope_factor=4", "--chunk_words=10", "--chunks=2", "--plots=true"]
-    eval_longbench.main([*arguments(data), *methods, *more, "--tasks", "trec", "passage_count", "--limit=3"])
-    titles = [
-        "base-truncation",
-        "base-full",
-        "base-retrieval-bm25",
-        "base-position-interpolation",
-        "remembering-memory",
-    ]
-    files = [predictions(data, title) for title in titles]
+    more = [f"--adapter={remembering}", "--rope_factor=4", "--chunk_words=10", "--chunks=2", "--plots=true"]
+    eval_longbench.main([*arguments(bench), *methods, *more, "--tasks", "trec", "passage_count", "--limit=3"])
+    titles = [f"base-{method}" for method in ("truncation", "full", "retrieval-bm25", "position-interpolation")]
+    titles.append("remembering-memory")
+    files = [predictions(bench, title) for title in titles]
     texts = ["".join(each.values()) for each in files]
     assert texts[0] == texts[1] and len(set(texts)) == 4  # full with a max_length is truncation
-    out = data / "out"
+    out = bench / "out"
     assert all((out / title / name).exists() for title in titles for name in ("table.md", "tasks.png", "length.png"))
     table = (out / "table.md").read_text()
     assert f"| task | records | {' | '.join(titles)} |" in table
@@ -99,12 +85,12 @@ def test_intervals_are_of_the_paired_difference():
     assert paired_difference({"lcc": scores(1)}, {"lcc": scores(0)}) == (100, None)
 
 
-def test_results_of_different_records_are_not_compared(data, capsys):
-    eval_longbench.main(arguments(data, "--limit=2", "--tasks", "trec"))
-    eval_longbench.main(arguments(data, "--limit=3", "--tasks", "trec", f"--output={data / 'more'}"))
-    given = ["--compare", str(data / "out" / "base-truncation"), str(data / "more" / "base-truncation")]
-    assert "different records of trec" in error_of(given, capsys)
-    assert "no result of eval_longbench.py" in error_of(["--compare", str(data / "base" / "config.json")], capsys)
+def test_results_of_different_records_are_not_compared(bench, error_of):
+    eval_longbench.main(arguments(bench, "--limit=2", "--tasks", "trec"))
+    eval_longbench.main(arguments(bench, "--limit=3", "--tasks", "trec", f"--output={bench / 'more'}"))
+    given = ["--compare", str(bench / "out" / "base-truncation"), str(bench / "more" / "base-truncation")]
+    assert "different records of trec" in error_of(given)
+    assert "no result of eval_longbench.py" in error_of(["--compare", str(bench / "base" / "config.json")])
 
 
 def test_module_of_evaluate(monkeypatch, tmp_path):
@@ -126,83 +112,60 @@ def test_module_of_evaluate(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["truncation", "memory"])
-def test_two_processes_equal_one(data, adapter, method):
+def test_two_processes_equal_one(bench, remembering, method):
     tasks = ("hotpotqa", "trec", "passage_count")
-    given = [f"--adapter={adapter}", "--tasks", *tasks]
-    eval_longbench.main(arguments(data, *given, f"--output={data / 'one'}", method=method))
-    recipe = run(arguments(data, *given, method=method), data / "two.log", 2, recipe="eval_longbench")
+    given = [f"--adapter={remembering}", "--tasks", *tasks]
+    eval_longbench.main(arguments(bench, *given, f"--output={bench / 'one'}", method=method))
+    recipe = run(arguments(bench, *given, method=method), bench / "two.log", 2, recipe="eval_longbench")
     title = "remembering-memory" if method == "memory" else "base-truncation"
-    one = {file.name: file.read_text() for file in (data / "one" / "pred" / title).glob("*.jsonl")}
-    assert predictions(data, title) == one and len(one) == 3
-    assert result(data, title)["environment"]["processes"] == 2
+    one = {file.name: file.read_text() for file in (bench / "one" / "pred" / title).glob("*.jsonl")}
+    assert predictions(bench, title) == one and len(one) == 3
+    assert result(bench, title)["environment"]["processes"] == 2
     assert "average of tasks" in recipe.output(0) and "average of tasks" not in recipe.output(1)
-    times = [json.loads(line) for line in (data / "out" / "pred" / title / "times.ndjson").read_text().splitlines()]
+    times = [json.loads(line) for line in (bench / "out" / "pred" / title / "times.ndjson").read_text().splitlines()]
     assert sorted(line["_id"] for line in times) == sorted(f"{task}-{n}" for task in tasks for n in range(5))
 
 
-# Process `rank` kills itself when it appends for the n-th time (times and predictions in turn): before, or half way.
-KILLED = """
-from cacheformers.evaluation.longbench import predictions
-writes, whole = 0, predictions.append
-def append(path, lines):
-    global writes
-    writes += 1
-    if rank == {rank} and writes == {moment}:
-        if {half}:
-            text = predictions.as_text(lines).encode()
-            open(path, "ab").write(text[: len(text) // 2])
-        import os, signal
-        os.kill(os.getpid(), signal.SIGKILL)
-    whole(path, lines)
-predictions.append = append
-"""
-
-
 @pytest.mark.parametrize(("processes", "rank"), [(1, 0), (2, 1)])
-def test_killed_three_times_and_resumed_equals_uninterrupted(data, processes, rank):
-    eval_longbench.main(arguments(data, f"--output={data / 'whole'}"))
+def test_killed_three_times_and_resumed_equals_uninterrupted(bench, processes, rank):
+    eval_longbench.main(arguments(bench, f"--output={bench / 'whole'}"))
     title = "base-truncation"
     for moment, half in ((2, True), (4, True), (2, False)):
         before = KILLED.format(rank=rank, moment=moment, half=half)
-        killed = Recipe(arguments(data), data / "killed.log", processes, before, "eval_longbench")
+        killed = Recipe(arguments(bench), bench / "killed.log", processes, before, "eval_longbench")
         codes = killed.wait()
         assert codes[rank] == -9 and 0 not in codes, killed.output(rank)
-    assert "".join(predictions(data).values())
-    run(arguments(data), data / "resumed.log", processes, recipe="eval_longbench")
-    assert predictions(data) == {
-        file.name: file.read_text() for file in (data / "whole" / "pred" / title).glob("*.jsonl")
+    assert "".join(predictions(bench).values())
+    run(arguments(bench), bench / "resumed.log", processes, recipe="eval_longbench")
+    assert predictions(bench) == {
+        file.name: file.read_text() for file in (bench / "whole" / "pred" / title).glob("*.jsonl")
     }
-    whole = json.loads((data / "whole" / title / "result.json").read_text())
-    assert result(data)["tasks"] == whole["tasks"]
+    whole = json.loads((bench / "whole" / title / "result.json").read_text())
+    assert result(bench)["tasks"] == whole["tasks"]
 
 
-def test_a_finished_run_is_only_scored_again(data):
-    given = arguments(data, "--tasks", "trec")
-    eval_longbench.main(given)
-    times, files = (data / "out" / "pred" / "base-truncation" / "times.ndjson").read_text(), predictions(data)
-    (data / "out" / "base-truncation" / "result.json").unlink()
-    eval_longbench.main(given)
-    assert (data / "out" / "pred" / "base-truncation" / "times.ndjson").read_text() == times
-    assert predictions(data) == files and result(data)["average"] >= 0
-
-
-def test_a_batch_of_which_a_part_is_done_is_answered_as_it_would_have_been(data):
+def test_a_batch_of_which_a_part_is_done_is_answered_as_it_would_have_been(bench):
     """Rows that are padded differently may differ in half precision."""
-    half = arguments(data, "--dtype=bfloat16", "--batch=3", "--tasks", "hotpotqa")
+    half = arguments(bench, "--dtype=bfloat16", "--batch=3", "--tasks", "hotpotqa")
     eval_longbench.main(half)
-    files = predictions(data)
-    path = data / "out" / "pred" / "base-truncation" / "hotpotqa.jsonl"
+    files = predictions(bench)
+    path = bench / "out" / "pred" / "base-truncation" / "hotpotqa.jsonl"
     lines = files["hotpotqa.jsonl"].splitlines(keepends=True)
     path.write_text("".join(lines[:2]) + lines[3][:15])
     eval_longbench.main(half)
-    assert predictions(data) == files
+    assert predictions(bench) == files
 
 
-def test_tasks_can_be_added_later(data):
-    eval_longbench.main(arguments(data, "--tasks", "trec"))
-    eval_longbench.main(arguments(data, "--tasks", "hotpotqa"))
-    assert set(predictions(data)) == {"trec.jsonl", "hotpotqa.jsonl"} and list(result(data)["tasks"]) == ["hotpotqa"]
-    settings = json.loads((data / "out" / "pred" / "base-truncation" / "settings.json").read_text())
+def test_a_finished_run_is_only_scored_again_and_tasks_can_be_added(bench):
+    eval_longbench.main(arguments(bench, "--tasks", "trec"))
+    times, files = bench / "out" / "pred" / "base-truncation" / "times.ndjson", predictions(bench)
+    once = times.read_text()
+    (bench / "out" / "base-truncation" / "result.json").unlink()
+    eval_longbench.main(arguments(bench, "--tasks", "trec"))
+    assert times.read_text() == once and predictions(bench) == files and result(bench)["average"] >= 0
+    eval_longbench.main(arguments(bench, "--tasks", "hotpotqa"))
+    assert set(predictions(bench)) == {"trec.jsonl", "hotpotqa.jsonl"} and list(result(bench)["tasks"]) == ["hotpotqa"]
+    settings = json.loads((bench / "out" / "pred" / "base-truncation" / "settings.json").read_text())
     assert set(settings["data"]) == {"trec", "hotpotqa"}
 
 
@@ -210,11 +173,11 @@ def test_tasks_can_be_added_later(data):
 
 
 @pytest.mark.parametrize("name", ["hotpotqa", "samsum"])
-def test_full_equals_plain_generate(data, name):
+def test_full_equals_plain_generate(bench, name):
     """A batch with left padding against one prompt at a time, with ends in the middle."""
-    task, maker = TASKS[name], prompt_maker(data, "full")
-    model = AutoModelForCausalLM.from_pretrained(data / "base").eval()
-    prompts = [maker(record) for record in load_records(str(data / "data"), name)]
+    task, maker = TASKS[name], prompt_maker(bench, "full")
+    model = AutoModelForCausalLM.from_pretrained(bench / "base").eval()
+    prompts = [maker(record) for record in load_records(str(bench / "data"), name)]
     assert len({len(prompt.ids) for prompt in prompts}) == 5
     endless = answer(model, maker.tokenizer, prompts, task, remembers=False)
     assert {len(row) for row in endless} == {task.new_tokens}
@@ -231,8 +194,8 @@ def test_full_equals_plain_generate(data, name):
     assert len(found[0]) < task.new_tokens if name == "hotpotqa" else found[0][0] != endless[0][0]
 
 
-def test_generation_settings(data, byte_tokenizer):
-    model = AutoModelForCausalLM.from_pretrained(data / "base")
+def test_generation_settings(bench, byte_tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(bench / "base")
     model.generation_config.update(eos_token_id=[7, 8], temperature=0.6, top_p=0.9, do_sample=True, pad_token_id=0)
     config = generation_config(model, byte_tokenizer, TASKS["hotpotqa"])
     assert (config.eos_token_id, config.max_new_tokens, config.do_sample, config.num_beams) == ([7, 8], 32, False, 1)
@@ -256,12 +219,13 @@ def test_memory_reads_the_context_and_answers_from_the_question(make_model, toke
     assert answer(model, tokenizer, memory_of_another, task, remembers=True) != [together[1]]
 
 
-def test_chat_templates_are_for_some_tasks_only(data, byte_tokenizer):
+def test_chat_templates_are_for_some_tasks_only(bench, byte_tokenizer):
     byte_tokenizer.chat_template = "<User>{{ messages[0]['content'] }}<Model>"
-    byte_tokenizer.save_pretrained(data / "base")
-    eval_longbench.main(arguments(data, "--tasks", "trec", "passage_count"))
-    eval_longbench.main(arguments(data, "--tasks", "trec", "passage_count", "--chat=true", f"--output={data / 'chat'}"))
-    plain, chat = predictions(data), {file.name: file.read_text() for file in (data / "chat").rglob("*.jsonl")}
+    byte_tokenizer.save_pretrained(bench / "base")
+    more = ("--tasks", "trec", "passage_count")
+    eval_longbench.main(arguments(bench, *more))
+    eval_longbench.main(arguments(bench, *more, "--chat=true", f"--output={bench / 'chat'}"))
+    plain, chat = predictions(bench), {file.name: file.read_text() for file in (bench / "chat").rglob("*.jsonl")}
     assert chat["trec.jsonl"] == plain["trec.jsonl"] and chat["passage_count.jsonl"] != plain["passage_count.jsonl"]
 
 
@@ -290,15 +254,9 @@ def test_bm25_finds_the_passage(language):
 def test_an_encoder_retrieves_by_cosine(tmp_path, tokenizer):
     """Texts that are the query come first, whatever they are batched with."""
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=128,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=40,
-    )
-    BertModel(config).save_pretrained(tmp_path / "encoder")
+    sizes = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    encoder = BertModel(BertConfig(**sizes, intermediate_size=48, max_position_embeddings=40))
+    encoder.save_pretrained(tmp_path / "encoder")
     tokenizer.save_pretrained(tmp_path / "encoder")
     retriever = make_retriever(str(tmp_path / "encoder"), torch.device("cpu"))
     texts = [make_text(length, length) for length in (5, 60, 12, 30) * 10]
@@ -311,11 +269,11 @@ def test_an_encoder_retrieves_by_cosine(tmp_path, tokenizer):
 # Data
 
 
-def test_forms_of_data(data, tmp_path):
+def test_forms_of_data(bench, tmp_path):
     """JSON lines, compressed ones and parquet hold the same records; a limit takes the first or, seeded, some."""
-    expected = load_records(str(data / "data"), "trec")
+    expected = load_records(str(bench / "data"), "trec")
     assert [record.id for record in expected] == [f"trec-{number}" for number in range(5)]
-    rows = [json.loads(line) for line in (data / "data" / "trec.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (bench / "data" / "trec.jsonl").read_text().splitlines()]
     (tmp_path / "zipped" / "data").mkdir(parents=True)
     with gzip.open(tmp_path / "zipped" / "data" / "trec_e.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(each) + "\n" for each in rows)
@@ -323,20 +281,20 @@ def test_forms_of_data(data, tmp_path):
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "columns" / "trec.parquet")
     assert load_records(str(tmp_path / "zipped"), "trec", e=True) == expected
     assert load_records(str(tmp_path / "columns"), "trec") == expected
-    assert load_records(str(data / "data"), "trec", limit=2) == expected[:2]
-    chosen = load_records(str(data / "data"), "trec", limit=2, seed=2)
-    assert chosen == load_records(str(data / "data"), "trec", limit=2, seed=2) != expected[:2]
+    assert load_records(str(bench / "data"), "trec", limit=2) == expected[:2]
+    chosen = load_records(str(bench / "data"), "trec", limit=2, seed=2)
+    assert chosen == load_records(str(bench / "data"), "trec", limit=2, seed=2) != expected[:2]
 
 
-def test_longbench_e_goes_into_folders_of_its_own(data):
-    os.rename(data / "data" / "trec.jsonl", data / "data" / "trec_e.jsonl")
-    eval_longbench.main(arguments(data, "--longbench_e=true", "--tasks", "trec"))
-    assert (data / "out" / "pred_e" / "base-truncation" / "trec.jsonl").exists()
-    assert (data / "out" / "base-truncation_e" / "result.json").exists()
+def test_longbench_e_goes_into_folders_of_its_own(bench):
+    os.rename(bench / "data" / "trec.jsonl", bench / "data" / "trec_e.jsonl")
+    eval_longbench.main(arguments(bench, "--longbench_e=true", "--tasks", "trec"))
+    assert (bench / "out" / "pred_e" / "base-truncation" / "trec.jsonl").exists()
+    assert (bench / "out" / "base-truncation_e" / "result.json").exists()
 
 
 @pytest.mark.slow
-def test_real_records_with_a_real_model(tmp_path):
+def test_real_records_with_a_real_model():
     """`full` is plain `generate`, token for token, in float32 and in batches."""
     base, data = Path(__file__).parents[2] / "data" / "smollm2-135m-instruct", SHARED / "data" / "longbench_mini"
     if not (base.is_dir() and data.is_dir()):

@@ -4,18 +4,10 @@ import json
 
 import pytest
 import torch
-from longbench_cases import (
-    arguments,
-    data_fixture,  # noqa: F401
-    error_of,
-    prompt_maker,
-    result,
-    row,
-    write_rows,
-)
-from peft import get_peft_model
+from conftest import save_adapter
+from longbench_cases import arguments, prompt_maker, result, row, write_rows
 from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from cacheformers import eval_longbench
 from cacheformers.evaluation.longbench.prompts import cut_middle, encode, fill
@@ -28,7 +20,7 @@ POSITIONS = 512
 
 
 @pytest.fixture
-def fallback(data, make_base):
+def fallback(bench, make_base):
     """An OPT in `base`, whose tokenizer takes Chinese as bytes, and records in Chinese."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(33, 127)), "\n"]
     bytes_of = models.BPE({token: place for place, token in enumerate(tokens)}, [], byte_fallback=True)
@@ -37,12 +29,12 @@ def fallback(data, make_base):
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     base = make_base("opt", torch.float32, vocab_size=len(tokens), max_position_embeddings=POSITIONS)
     base.generation_config.eos_token_id = None
-    base.save_pretrained(data / "base")
+    base.save_pretrained(bench / "base")
     whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="</s>", bos_token="<s>", eos_token="</s>")
-    whole.save_pretrained(data / "base")
+    whole.save_pretrained(bench / "base")
     rows = [{**row(TASK, number, 1), "context": "长文" * (90 + 50 * number), "answers": ["文"]} for number in range(3)]
-    write_rows(data / "data" / f"{TASK}.jsonl", rows)
-    return data
+    write_rows(bench / "data" / f"{TASK}.jsonl", rows)
+    return bench
 
 
 def test_a_prompt_that_grows_is_cut_again(fallback):
@@ -75,31 +67,24 @@ def test_a_run_says_what_was_cut_again(fallback):
     assert all(line["prompt_tokens"] + TASKS[TASK].new_tokens <= POSITIONS for line in cut)
 
 
-def test_a_limit_that_cannot_fit_is_an_error_and_no_cut(fallback, capsys):
+def test_a_limit_that_cannot_fit_is_an_error_and_no_cut(fallback, error_of):
     """`full` would be truncation under another name."""
     given = arguments(fallback, "--tasks", TASK, "--max_length=5000", method="full")
-    assert "prompt and answer take" in error_of(given, capsys)
+    assert "prompt and answer take" in error_of(given)
 
 
 @pytest.mark.parametrize(
     ("method", "options"),
     [("gated_attention", {}), ("cacheformer_on_base", {"window_tokens": 64, "segment_tokens": 64})],
 )
-def test_a_text_that_a_memory_on_learned_positions_cannot_read(fallback, capsys, config_factory, method, options):
+def test_a_text_that_a_memory_on_learned_positions_cannot_read(fallback, error_of, refused, method, options):
     """Its positions count on: found before the run, with the record's name."""
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(fallback / "base"), config_factory(method=method, **options)
-    )
-    model.save_pretrained(fallback / "remembering")
+    save_adapter(fallback / "base", fallback / "remembering", method=method, **options)
     given = [f"--adapter={fallback / 'remembering'}", "--tasks", TASK]
     plain = [one for one in arguments(fallback, *given, method="memory") if not one.startswith("--max_length")]
-    said = " ".join(error_of(plain, capsys).split())
+    said = " ".join(error_of(plain).split())
     assert f"{TASK}, record {TASK}-0: prompt and answer take" in said and "the model has 512" in said
     assert not (fallback / "out").exists()
-    with pytest.raises(SystemExit):
-        passkey.main(
-            [f"--base={fallback / 'base'}", given[0], f"--output={fallback / 'out'}", "--lengths", "600"]
-            + ["--device=cpu", "--plots=false"]
-        )
-    said = " ".join(capsys.readouterr().err.split())
+    more = ["--lengths", "600", "--device=cpu", "--plots=false"]
+    said = refused(passkey.main, [f"--base={fallback / 'base'}", given[0], f"--output={fallback / 'out'}", *more])
     assert "A prompt of 600 tokens and its answer take" in said and "the model has 512" in said

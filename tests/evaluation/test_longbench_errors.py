@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from longbench_cases import adapter_fixture, arguments, data_fixture, error_of, predictions, row, write_rows  # noqa: F401
+from longbench_cases import arguments, predictions, row, write_rows
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -16,10 +16,7 @@ from cacheformers import eval_longbench
     ("more", "message"),
     [
         (["--tasks", "trec", "squad"], "squad does not exist; LongBench has narrativeqa, qasper"),
-        (
-            ["--tasks", "narrativeqa"],
-            "holds no narrativeqa.jsonl, .jsonl.gz or .parquet. Choose with --tasks among what ",
-        ),
+        (["--tasks", "narrativeqa"], "no narrativeqa.jsonl, .jsonl.gz or .parquet. Choose with --tasks among what "),
         (["--longbench_e=true", "--tasks", "lsht"], "lsht does not exist; LongBench-E has qasper"),
         (["--longbench_e=true", "--tasks", "trec"], "holds no trec_e.jsonl"),
         (["--data=no/such/folder/here"], "no/such/folder/here does not exist"),
@@ -34,89 +31,91 @@ from cacheformers import eval_longbench
         (["--prompts=no_such.json"], "no_such.json"),
     ],
 )
-def test_options_that_cannot_work(data, capsys, more, message):
-    assert message in error_of(arguments(data, *more), capsys)
-    assert not (data / "out").exists()
+def test_options_that_cannot_work(bench, error_of, more, message):
+    assert message in error_of(arguments(bench, *more))
+    assert not (bench / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("task", "change", "message"),
     [
-        ({"answers": []}, "hotpotqa.jsonl, line 3 has no answers: it cannot be scored"),
-        ({"context": " \n"}, "hotpotqa.jsonl, line 3 has an empty context"),
-        ({"input": None}, "line 3 has no input of LongBench's form"),
-        ({"_id": "hotpotqa-0"}, "several records of hotpotqa have the _id 'hotpotqa-0'"),
+        ("hotpotqa", {"answers": []}, "hotpotqa.jsonl, line 3 has no answers: it cannot be scored"),
+        ("hotpotqa", {"context": " \n"}, "hotpotqa.jsonl, line 3 has an empty context"),
+        ("hotpotqa", {"input": None}, "line 3 has no input of LongBench's form"),
+        ("hotpotqa", {"_id": "hotpotqa-0"}, "several records of hotpotqa have the _id 'hotpotqa-0'"),
+        ("trec", {"all_classes": None}, "line 3 has no all_classes, which trec is scored with"),
+        ("trec", {"all_classes": ["x", 3]}, "trec.jsonl, line 3 has all_classes that are not a list of texts"),
+        ("trec", {"all_classes": "xyz"}, "trec.jsonl, line 3 has all_classes that are not a list of texts"),
+        ("passage_retrieval_en", {"answers": ["3"]}, "passage_retrieval_en.jsonl, line 3 has the answer '3', in which"),
+        ("passage_retrieval_zh", {"answers": ["Paragraph 3"]}, "in which no number follows '段落'"),
+        ("hotpotqa", {"context": "a \ud800 b"}, "hotpotqa.jsonl, line 3 has half a surrogate pair in its context"),
+        ("hotpotqa", {"answers": ["\udc00"]}, "hotpotqa.jsonl, line 3 has half a surrogate pair in its answers"),
+        ("hotpotqa", {"_id": "\udc00"}, "hotpotqa.jsonl, line 3 has half a surrogate pair in its _id"),
     ],
 )
-def test_records_that_cannot_be_used(data, capsys, change, message):
-    rows = [row("hotpotqa", number, 20) for number in range(5)]
+def test_records_that_cannot_be_used(bench, error_of, task, change, message):
+    rows = [{**row(task, number, 20), "answers": ["Paragraph 1 段落1"]} for number in range(5)]
     rows[2] |= change
-    write_rows(data / "data" / "hotpotqa.jsonl", rows)
-    assert message in error_of(arguments(data), capsys)
+    write_rows(bench / "data" / f"{task}.jsonl", rows)
+    assert message in error_of(arguments(bench, "--tasks", task))
 
 
-def test_a_file_that_is_cut_off(data, capsys):
-    path = data / "data" / "hotpotqa.jsonl"
+def test_a_file_that_is_cut_off(bench, error_of):
+    path = bench / "data" / "hotpotqa.jsonl"
     path.write_text(path.read_text()[:-30])
-    assert "hotpotqa.jsonl, line 5 is not valid JSON" in error_of(arguments(data), capsys)
+    assert "hotpotqa.jsonl, line 5 is not valid JSON" in error_of(arguments(bench))
 
 
 @pytest.mark.parametrize("part", [slice(-30), slice(9, None), slice(3)])
-def test_a_damaged_archive(data, capsys, part):
+def test_a_damaged_archive(bench, error_of, part):
     """Cut off at its end, without its beginning, and hardly there."""
-    path = data / "data" / "hotpotqa.jsonl"
+    path = bench / "data" / "hotpotqa.jsonl"
     Path(f"{path}.gz").write_bytes(gzip.compress(path.read_bytes())[part])
     path.unlink()
-    assert "hotpotqa.jsonl.gz cannot be read" in error_of(arguments(data), capsys)
+    assert "hotpotqa.jsonl.gz cannot be read" in error_of(arguments(bench))
 
 
-def test_labels_are_needed_for_classification(data, capsys):
-    rows = [{**row("trec", number, 20), "all_classes": None} for number in range(2)]
-    write_rows(data / "data" / "trec.jsonl", rows)
-    assert "line 1 has no all_classes, which trec is scored with" in error_of(arguments(data), capsys)
+def test_no_official_limit(bench, error_of):
+    given = [argument for argument in arguments(bench) if not argument.startswith("--max_length")]
+    assert "no official limit for a model of 1,024 positions: give --max_length" in error_of(given)
 
 
-def test_no_official_limit(data, capsys):
-    given = [argument for argument in arguments(data) if not argument.startswith("--max_length")]
-    assert "no official limit for a model of 1,024 positions: give --max_length" in error_of(given, capsys)
-
-
-def test_prompts_that_do_not_fit(data, adapter, capsys):
+def test_prompts_that_do_not_fit(bench, remembering, error_of):
     """Found by reading all prompts, before the model is loaded."""
     rows = [row("hotpotqa", 0, 20), row("hotpotqa", 1, 500)]
-    write_rows(data / "data" / "hotpotqa.jsonl", rows)
-    given = [argument for argument in arguments(data) if not argument.startswith("--max_length")]
-    said = error_of([*given, "--methods", "full"], capsys)
+    write_rows(bench / "data" / "hotpotqa.jsonl", rows)
+    given = [argument for argument in arguments(bench) if not argument.startswith("--max_length")]
+    said = error_of([*given, "--methods", "full"])
     assert "hotpotqa, record hotpotqa-1: prompt and answer take" in said and "the model has 1,024. Cut prompts" in said
-    memory = [*given, "--methods", "memory", f"--adapter={adapter}"]
-    said = error_of(memory, capsys)
+    memory = [*given, "--methods", "memory", f"--adapter={remembering}"]
+    said = error_of(memory)
     assert "hotpotqa-1: " in said and "tokens stand before the question, but the memory holds 800" in said
-    assert not (data / "out").exists()
+    assert not (bench / "out").exists()
     eval_longbench.main([*memory, "--forget=true", "--tasks", "hotpotqa"])
-    assert len(predictions(data, "remembering-memory")["hotpotqa.jsonl"].splitlines()) == 2
+    assert len(predictions(bench, "remembering-memory")["hotpotqa.jsonl"].splitlines()) == 2
 
 
-def test_a_folder_of_other_settings(data, capsys):
-    eval_longbench.main(arguments(data, "--tasks", "trec"))
-    before = predictions(data)
-    said = error_of(arguments(data, "--batch=3", "--dtype=bfloat16"), capsys)
+def test_a_folder_of_other_settings(bench, error_of):
+    eval_longbench.main(arguments(bench, "--tasks", "trec"))
+    before = predictions(bench)
+    said = error_of(arguments(bench, "--batch=3", "--dtype=bfloat16"))
     assert "written with other settings: batch (2 in the checkpoint, 3 here), dtype ('auto'" in said
-    write_rows(data / "data" / "trec.jsonl", [row("trec", 8, 20)])
-    assert "records of trec" in error_of(arguments(data), capsys)
-    assert predictions(data) == before
-    eval_longbench.main(arguments(data, "--tasks", "trec", "--overwrite=true"))
-    assert [json.loads(line)["_id"] for line in predictions(data)["trec.jsonl"].splitlines()] == ["trec-8"]
-    (data / "out" / "pred" / "base-truncation" / "settings.json").unlink()
-    assert "predictions of unknown settings" in error_of(arguments(data), capsys)
+    write_rows(bench / "data" / "trec.jsonl", [row("trec", 8, 20)])
+    assert "records of trec" in error_of(arguments(bench))
+    assert predictions(bench) == before
+    eval_longbench.main(arguments(bench, "--tasks", "trec", "--overwrite=true"))
+    assert [json.loads(line)["_id"] for line in predictions(bench)["trec.jsonl"].splitlines()] == ["trec-8"]
+    (bench / "out" / "pred" / "base-truncation" / "settings.json").unlink()
+    assert "predictions of unknown settings" in error_of(arguments(bench))
 
 
-def test_every_adapter_file_counts(data, adapter, capsys):
+def test_every_adapter_file_counts(bench, remembering, error_of):
     """Predictions of an adapter are not continued with another one of the same name."""
-    given = [f"--adapter={adapter}", "--tasks", "trec"]
-    eval_longbench.main(arguments(data, *given, method="memory"))
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(data / "base"), adapter)
+    given = [f"--adapter={remembering}", "--tasks", "trec"]
+    eval_longbench.main(arguments(bench, *given, method="memory"))
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bench / "base"), remembering)
     for name, parameter in model.named_parameters():
         if "lora_mem_gate" in name:
             parameter.data.add_(0.1)
-    model.save_pretrained(adapter)
-    assert "adapter (" in error_of(arguments(data, *given, method="memory"), capsys)
+    model.save_pretrained(remembering)
+    assert "adapter (" in error_of(arguments(bench, *given, method="memory"))

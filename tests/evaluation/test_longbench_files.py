@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from longbench_cases import adapter_fixture, arguments, data_fixture, error_of, predictions, result, row, write_rows  # noqa: F401
+from longbench_cases import arguments, predictions, result
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel
 
@@ -18,12 +18,12 @@ TITLE = "base-truncation"
 ONE_TASK = ("--tasks", "trec")
 
 
-def folder_of(data, title=TITLE):
-    return data / "out" / "pred" / title
+def folder_of(bench, title=TITLE):
+    return bench / "out" / "pred" / title
 
 
-def times(data):
-    return [json.loads(line) for line in (folder_of(data) / "times.ndjson").read_text().splitlines()]
+def times(bench):
+    return [json.loads(line) for line in (folder_of(bench) / "times.ndjson").read_text().splitlines()]
 
 
 def identity(folder):
@@ -40,17 +40,17 @@ def train_further(folder, **options):
 # Whose predictions they are
 
 
-def test_predictions_are_those_of_the_weights(data, capsys):
+def test_predictions_are_those_of_the_weights(bench, error_of):
     """Neither another model in a folder of the same name nor the same one, trained further, takes them over."""
-    eval_longbench.main(arguments(data, *ONE_TASK))
-    shutil.copytree(data / "base", data / "other" / "base")
-    eval_longbench.main(arguments(data, *ONE_TASK, f"--base={data / 'other' / 'base'}"))  # the same model elsewhere
-    before = predictions(data)
-    train_further(data / "other" / "base")
-    assert "base_weights (" in error_of(arguments(data, *ONE_TASK, f"--base={data / 'other' / 'base'}"), capsys)
-    train_further(data / "base")
-    assert "base_weights (" in error_of(arguments(data, *ONE_TASK), capsys)
-    assert predictions(data) == before
+    eval_longbench.main(arguments(bench, *ONE_TASK))
+    shutil.copytree(bench / "base", bench / "other" / "base")
+    eval_longbench.main(arguments(bench, *ONE_TASK, f"--base={bench / 'other' / 'base'}"))  # the same model elsewhere
+    before = predictions(bench)
+    train_further(bench / "other" / "base")
+    assert "base_weights (" in error_of(arguments(bench, *ONE_TASK, f"--base={bench / 'other' / 'base'}"))
+    train_further(bench / "base")
+    assert "base_weights (" in error_of(arguments(bench, *ONE_TASK))
+    assert predictions(bench) == before
 
 
 def test_large_tensors_are_sampled(tmp_path):
@@ -72,9 +72,9 @@ def test_large_tensors_are_sampled(tmp_path):
         assert int(sampled(file, 0, 4_000_000, BLOCKS)) < 300_000
 
 
-def test_weights_are_the_same_in_any_files(data, tmp_path):
-    whole = identity(data / "base")
-    model = AutoModelForCausalLM.from_pretrained(data / "base")
+def test_weights_are_the_same_in_any_files(bench, tmp_path):
+    whole = identity(bench / "base")
+    model = AutoModelForCausalLM.from_pretrained(bench / "base")
     model.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
     assert identity(tmp_path / "sharded") == whole
@@ -82,8 +82,8 @@ def test_weights_are_the_same_in_any_files(data, tmp_path):
     assert identity(tmp_path / "sharded") != whole
 
 
-def test_weights_that_are_not_there_or_damaged(data, tmp_path):
-    shutil.copytree(data / "base", tmp_path / "damaged")
+def test_weights_that_are_not_there_or_damaged(bench, tmp_path):
+    shutil.copytree(bench / "base", tmp_path / "damaged")
     (tmp_path / "damaged" / "model.safetensors").write_bytes(b"<!DOCTYPE html>")
     with pytest.raises(ValueError, match=r"damaged/model.safetensors is not a safetensors file: .* again"):
         identity(tmp_path / "damaged")
@@ -105,97 +105,77 @@ def test_weights_that_are_not_there_or_damaged(data, tmp_path):
         (b'{"_id": "trec-1", "pred": "\xff"}', "utf-8"),
     ],
 )
-def test_a_damaged_line_of_predictions(data, capsys, line, message):
-    eval_longbench.main(arguments(data, *ONE_TASK))
-    path = folder_of(data) / "trec.jsonl"
+def test_a_damaged_line_of_predictions(bench, error_of, line, message):
+    eval_longbench.main(arguments(bench, *ONE_TASK))
+    path = folder_of(bench) / "trec.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([lines[0], line + b"\n", *lines[2:]]))
-    said = error_of(arguments(data, *ONE_TASK), capsys)
+    said = error_of(arguments(bench, *ONE_TASK))
     assert "trec.jsonl, line 2 is damaged" in said and message in said and "remove the line" in said
 
 
 @pytest.mark.parametrize("contents", [b"", b"[]", b'{"data": {}}', b'{"settings": {}, "data": []}', b"\xff"])
-def test_damaged_settings(data, capsys, contents):
-    eval_longbench.main(arguments(data, *ONE_TASK))
-    (folder_of(data) / "settings.json").write_bytes(contents)
-    said = error_of(arguments(data, *ONE_TASK), capsys)
+def test_damaged_settings(bench, error_of, contents):
+    eval_longbench.main(arguments(bench, *ONE_TASK))
+    (folder_of(bench) / "settings.json").write_bytes(contents)
+    said = error_of(arguments(bench, *ONE_TASK))
     assert "settings.json is damaged" in said and "--overwrite" in said
-    eval_longbench.main(arguments(data, *ONE_TASK, "--overwrite=true"))
+    eval_longbench.main(arguments(bench, *ONE_TASK, "--overwrite=true"))
 
 
-def test_times_that_are_missing(data, capsys):
+def test_times_that_are_missing(bench, error_of):
     """All of them: an error before anything is loaded. Those of a record: it is answered again."""
-    eval_longbench.main(arguments(data, *ONE_TASK))
-    whole, path = predictions(data), folder_of(data) / "times.ndjson"
+    eval_longbench.main(arguments(bench, *ONE_TASK))
+    whole, path = predictions(bench), folder_of(bench) / "times.ndjson"
     lines = path.read_text().splitlines(keepends=True)
     path.unlink()
-    said = error_of(arguments(data, *ONE_TASK), capsys)
+    said = error_of(arguments(bench, *ONE_TASK))
     assert "times.ndjson is missing" in said and "--overwrite" in said
     path.write_text("".join(lines[:3]))
-    eval_longbench.main(arguments(data, *ONE_TASK))
-    assert predictions(data) == whole and len({line["_id"] for line in times(data)}) == 5
+    eval_longbench.main(arguments(bench, *ONE_TASK))
+    assert predictions(bench) == whole and len({line["_id"] for line in times(bench)}) == 5
     path.write_text("{}\n")
-    assert "times.ndjson, line 1 is damaged (it has no _id" in error_of(arguments(data, *ONE_TASK), capsys)
-
-
-@pytest.mark.parametrize(
-    ("task", "change", "message"),
-    [
-        ("trec", {"all_classes": ["x", 3]}, "trec.jsonl, line 3 has all_classes that are not a list of texts"),
-        ("trec", {"all_classes": "xyz"}, "trec.jsonl, line 3 has all_classes that are not a list of texts"),
-        ("passage_retrieval_en", {"answers": ["3"]}, "passage_retrieval_en.jsonl, line 3 has the answer '3', in which"),
-        ("passage_retrieval_zh", {"answers": ["Paragraph 3"]}, "in which no number follows '段落'"),
-        ("hotpotqa", {"context": "a \ud800 b"}, "hotpotqa.jsonl, line 3 has half a surrogate pair in its context"),
-        ("hotpotqa", {"answers": ["\udc00"]}, "hotpotqa.jsonl, line 3 has half a surrogate pair in its answers"),
-        ("hotpotqa", {"_id": "\udc00"}, "hotpotqa.jsonl, line 3 has half a surrogate pair in its _id"),
-    ],
-)
-def test_records_that_cannot_be_scored_or_written(data, capsys, task, change, message):
-    rows = [{**row(task, number, 20), "answers": ["Paragraph 1 段落1"]} for number in range(5)]
-    rows[2] |= change
-    write_rows(data / "data" / f"{task}.jsonl", rows)
-    said = error_of(arguments(data, "--tasks", task), capsys)
-    assert message in said and "line" in said
+    assert "times.ndjson, line 1 is damaged (it has no _id" in error_of(arguments(bench, *ONE_TASK))
 
 
 # Going on with more records
 
 
-def test_a_larger_limit_goes_on(data):
+def test_a_larger_limit_goes_on(bench):
     more = ("--limit=2", "--batch=1", *ONE_TASK)
-    eval_longbench.main(arguments(data, *more))
-    first = times(data)
+    eval_longbench.main(arguments(bench, *more))
+    first = times(bench)
     assert len(first) == 2
-    eval_longbench.main(arguments(data, *more, "--limit=4"))
-    assert len(times(data)) == 4 and times(data)[:2] == first
-    eval_longbench.main(arguments(data, "--batch=1", *ONE_TASK))
-    assert len(times(data)) == 5 and len(result(data)["tasks"]["trec"]["records"]) == 5
-    eval_longbench.main(arguments(data, "--batch=1", *ONE_TASK, f"--output={data / 'at_once'}"))
-    at_once = (data / "at_once" / "pred" / TITLE / "trec.jsonl").read_text()
-    assert predictions(data) == {"trec.jsonl": at_once}
+    eval_longbench.main(arguments(bench, *more, "--limit=4"))
+    assert len(times(bench)) == 4 and times(bench)[:2] == first
+    eval_longbench.main(arguments(bench, "--batch=1", *ONE_TASK))
+    assert len(times(bench)) == 5 and len(result(bench)["tasks"]["trec"]["records"]) == 5
+    eval_longbench.main(arguments(bench, "--batch=1", *ONE_TASK, f"--output={bench / 'at_once'}"))
+    at_once = (bench / "at_once" / "pred" / TITLE / "trec.jsonl").read_text()
+    assert predictions(bench) == {"trec.jsonl": at_once}
 
 
-def test_a_smaller_limit_keeps_what_was_answered(data):
-    eval_longbench.main(arguments(data, *ONE_TASK))
-    whole = predictions(data)
-    eval_longbench.main(arguments(data, *ONE_TASK, "--limit=2"))
-    assert predictions(data) == whole and len(times(data)) == 5
-    found = result(data)
+def test_a_smaller_limit_keeps_what_was_answered(bench):
+    eval_longbench.main(arguments(bench, *ONE_TASK))
+    whole = predictions(bench)
+    eval_longbench.main(arguments(bench, *ONE_TASK, "--limit=2"))
+    assert predictions(bench) == whole and len(times(bench)) == 5
+    found = result(bench)
     assert [record["_id"] for record in found["tasks"]["trec"]["records"]] == ["trec-0", "trec-1"]
-    mine = [line["seconds"] for line in times(data) if line["_id"] in ("trec-0", "trec-1")]
+    mine = [line["seconds"] for line in times(bench) if line["_id"] in ("trec-0", "trec-1")]
     assert found["seconds_per_record"] == pytest.approx(sum(mine) / 2)
 
 
 # What the table and the pictures say
 
 
-def test_chunks_are_those_of_the_encoders_weights(data, capsys):
+def test_chunks_are_those_of_the_encoders_weights(bench, error_of):
     sizes = {"vocab_size": 259, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     encoder = BertModel(BertConfig(**sizes, intermediate_size=16, max_position_embeddings=2048))
-    encoder.save_pretrained(data / "encoder")
-    AutoTokenizer.from_pretrained(data / "base").save_pretrained(data / "encoder")
-    given = arguments(data, *ONE_TASK, f"--retriever={data / 'encoder'}", "--limit=1", method="retrieval")
+    encoder.save_pretrained(bench / "encoder")
+    AutoTokenizer.from_pretrained(bench / "base").save_pretrained(bench / "encoder")
+    given = arguments(bench, *ONE_TASK, f"--retriever={bench / 'encoder'}", "--limit=1", method="retrieval")
     eval_longbench.main(given)
     encoder.embeddings.word_embeddings.weight.data[5] += 0.1
-    encoder.save_pretrained(data / "encoder")
-    assert "retriever_weights (" in error_of(given, capsys)
+    encoder.save_pretrained(bench / "encoder")
+    assert "retriever_weights (" in error_of(given)

@@ -1,22 +1,8 @@
 """`--memory_prompt` and `--memory_content`: what self-attention sees after a memory has read, and what it has read."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from longbench_cases import (  # noqa: F401
-    adapter_fixture,
-    arguments,
-    data_fixture,
-    error_of,
-    predictions,
-    prompt_maker,
-    result,
-    row,
-    write_rows,
-)
+from longbench_cases import arguments, predictions, prompt_maker, result, row, write_rows
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -28,86 +14,85 @@ TASKS = ("--tasks", "hotpotqa", "trec")
 
 
 @pytest.fixture(name="closed")
-def closed_fixture(data, config_factory):
+def closed_fixture(bench, config_factory):
     """An adapter whose gates are closed, with segments shorter than the prompts."""
-    base = AutoModelForCausalLM.from_pretrained(data / "base")
+    base = AutoModelForCausalLM.from_pretrained(bench / "base")
     model = get_peft_model(base, config_factory(cache_size=800, segment_tokens=32))
-    model.save_pretrained(data / "closed")
-    return data / "closed"
+    model.save_pretrained(bench / "closed")
+    return bench / "closed"
 
 
-def run(folder, adapter, *more: str, method: str = "memory") -> None:
-    eval_longbench.main([*arguments(folder, f"--adapter={adapter}", *more, method=method), *TASKS])
+def run(folder, remembering, *more, method="memory"):
+    eval_longbench.main([*arguments(folder, f"--adapter={remembering}", *more, method=method), *TASKS])
 
 
 @pytest.mark.parametrize(
     ("prompt", "method", "title"),
     [("cut", "truncation", "base-truncation"), ("retrieved", "retrieval", "base-retrieval-bm25")],
 )
-def test_closed_gates_are_the_base_with_the_same_prompt(data, closed, prompt, method, title):
+def test_closed_gates_are_the_base_with_the_same_prompt(bench, closed, prompt, method, title):
     chunks = ("--chunk_words=10", "--chunks=2")
-    run(data, closed, *chunks, method=method)
-    run(data, closed, f"--memory_prompt={prompt}", *chunks)
-    assert predictions(data, f"closed-memory-{prompt}") == predictions(data, title)
+    run(bench, closed, *chunks, method=method)
+    run(bench, closed, f"--memory_prompt={prompt}", *chunks)
+    assert predictions(bench, f"closed-memory-{prompt}") == predictions(bench, title)
 
 
-def test_open_gates_change_the_answers_by_what_was_read(data, adapter):
+def test_open_gates_change_the_answers_by_what_was_read(bench, remembering):
     """The same prompts after the own context, another one, the own one shuffled, and none."""
     found = {}
     for content in ("own", "other", "shuffled", "none"):
-        run(data, adapter, "--memory_prompt=cut", f"--memory_content={content}")
+        run(bench, remembering, "--memory_prompt=cut", f"--memory_content={content}")
         title = "remembering-memory-cut" + ("" if content == "own" else f"-{content}")
-        found[content] = "".join(predictions(data, title).values())
-        settings = result(data, title)["settings"]
+        found[content] = "".join(predictions(bench, title).values())
+        settings = result(bench, title)["settings"]
         assert settings.get("memory_content", "own") == content
         assert settings["memory_prompt"]["max_length"] == 200
     assert len(set(found.values())) == 4
 
 
-def test_the_tail_is_the_end_of_the_prompt(data, closed):
-    maker = prompt_maker(data, "memory", memory_prompt="tail", max_length=400, adapter=str(closed))
-    record = load_records(str(data / "data"), "hotpotqa")[0]
+def test_the_tail_is_the_end_of_the_prompt(bench, closed):
+    maker = prompt_maker(bench, "memory", memory_prompt="tail", max_length=400, adapter=str(closed))
+    record = load_records(str(bench / "data"), "hotpotqa")[0]
     prompt = maker(record)
     assert prompt.shown is not None and prompt.asked == prompt.ids[-400:]
     assert prompt.read == prompt.ids[: prompt.question] and record.context in maker.tokenizer.decode(prompt.read)
     assert prompt.asking == len(prompt.ids) - prompt.question
 
 
-def test_prompts_need_a_window_of_their_own(data, config_factory, capsys):
-    base = AutoModelForCausalLM.from_pretrained(data / "base")
-    get_peft_model(base, cacheformers.GatedAttentionAdapterConfig(window_tokens=32)).save_pretrained(data / "gated")
-    given = arguments(data, f"--adapter={data / 'gated'}", "--memory_prompt=cut", method="memory")
-    assert "has no window of its own" in error_of([*given, *TASKS], capsys)
-    assert "memory_prompt must be one of question" in error_of([*given, "--memory_prompt=all"], capsys)
+def test_prompts_need_a_window_of_their_own(bench, config_factory, error_of):
+    base = AutoModelForCausalLM.from_pretrained(bench / "base")
+    get_peft_model(base, cacheformers.GatedAttentionAdapterConfig(window_tokens=32)).save_pretrained(bench / "gated")
+    given = arguments(bench, f"--adapter={bench / 'gated'}", "--memory_prompt=cut", method="memory")
+    assert "has no window of its own" in error_of([*given, *TASKS])
+    assert "memory_prompt must be one of question" in error_of([*given, "--memory_prompt=all"])
 
 
-def test_own_sets_take_the_prompt_and_metric_of_their_template(data, adapter, capsys):
+def test_own_sets_take_the_prompt_and_metric_of_their_template(bench, remembering, capsys, error_of):
     """Sets under names of their own, with a gold passage each: hits are counted by layer."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     for number in range(3):
         made = {**row("hotpotqa", number, 150), "template": "hotpotqa"}
         start = made["context"].index(" ", 200) + 1
         rows.append({**made, "gold": [[start, start + 40]]})
-    write_rows(data / "sets" / "wiki_qa.jsonl", rows)
-    given = arguments(data, f"--adapter={adapter}", f"--data={data / 'sets'}", "--max_length=4000", method="memory")
+    write_rows(bench / "sets" / "wiki_qa.jsonl", rows)
+    more = (f"--adapter={remembering}", f"--data={bench / 'sets'}", "--max_length=4000")
+    given = arguments(bench, *more, method="memory")
     given = [word for word in given if word not in ("--tasks", "hotpotqa", "trec", "samsum", "passage_count")]
     eval_longbench.main(given)
-    found = result(data, "remembering-memory")
+    found = result(bench, "remembering-memory")
     assert list(found["tasks"]) == ["wiki_qa"] and found["tasks"]["wiki_qa"]["metric"] == "qa_f1_score"
     assert found["gold_hits"]["records"] == 3 and "Multi-document QA" in found
     (layer,) = found["gold_hits"]["layers"].values()
     assert 0 < layer["passage"] <= 1 and 0 <= layer["tokens"] <= 1
     assert "answer's passage retrieved" in capsys.readouterr().out
     rows[0]["gold"] = [[0, 10**6]]
-    write_rows(data / "sets" / "wiki_qa.jsonl", rows)
-    assert "gold passage outside its context" in error_of([*given, "--overwrite"], capsys)
+    write_rows(bench / "sets" / "wiki_qa.jsonl", rows)
+    assert "gold passage outside its context" in error_of([*given, "--overwrite"])
 
 
-def test_dropped_questions_leave_no_trace(make_base, config_factory, opener):
+def test_dropped_questions_leave_no_trace(make_model):
     """After `drop`, a second question is answered as if the first had never been asked, in every row by itself."""
-    model = get_peft_model(make_base("llama_gqa", torch.float64), config_factory(segment_tokens=8, cache_size=64))
-    opener(model)
-    model.eval()
+    model = make_model("llama_gqa", segment_tokens=8, cache_size=64)
     ids = torch.randint(0, 60, (2, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         memory = cacheformers.read(model, ids[:, :20], progress=False)

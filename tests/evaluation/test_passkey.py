@@ -4,11 +4,12 @@ import importlib.util
 import json
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from conftest import save_adapter
+from longbench_cases import KILLED
+from peft import PeftModel
 from recipe import Recipe, run
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,30 +22,22 @@ from cacheformers.evaluation.passkey.main import parse_length
 from cacheformers.evaluation.passkey.prompts import INTRO, NEEDLES, REPEATED, Case, PromptMaker, load_filler, make_cases
 
 ROOT = Path(__file__).resolve().parents[2]
-POSITIONS = 1024
 LENGTHS = (420, 600)  # the sentences about the key alone take 290 bytes
 DEPTHS = (0, 50, 100)
 
 
 @pytest.fixture
-def data(tmp_path, make_base, byte_tokenizer, monkeypatch):
+def data(byte_folder):
     """A tiny base model with its tokenizer in `base`, and sentences of many lengths in `book.txt`."""
-    base = make_base("llama_gqa", torch.float32, vocab_size=259, max_position_embeddings=POSITIONS)
-    base.generation_config.eos_token_id = None  # random models end where they like
-    base.save_pretrained(tmp_path / "base")
-    byte_tokenizer.save_pretrained(tmp_path / "base")
     sentences = [f"Sentence {number} has {'very ' * (number % 7)}many words." for number in range(80)]
-    (tmp_path / "book.txt").write_text(" ".join(sentences))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    return tmp_path
+    (byte_folder / "book.txt").write_text(" ".join(sentences))
+    return byte_folder
 
 
 @pytest.fixture
-def adapter(data, config_factory, opener):
+def adapter(data):
     """A memory adapter with open gates, of 500 entries."""
-    base = AutoModelForCausalLM.from_pretrained(data / "base")
-    model = get_peft_model(base, config_factory(cache_size=500, segment_tokens=128))
-    opener(model)
+    model = save_adapter(data / "base", data / "remembering", cache_size=500, segment_tokens=128)
     for name, parameter in model.named_parameters():
         if "lora_mem_gate" in name:
             parameter.data.mul_(8)  # so that greedy answers show what is remembered
@@ -68,13 +61,6 @@ def answers(folder, output="out"):
 
 def result(folder, output="out"):
     return json.loads((folder / output / "result.json").read_text())
-
-
-def error_of(given, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        passkey.main(given)
-    assert stopped.value.code == 2
-    return capsys.readouterr().err
 
 
 # Prompts
@@ -232,26 +218,13 @@ def test_with_a_memory_the_context_is_read_and_the_question_is_a_segment(data, a
 
 # Going on, processes
 
-KILLED = """
-from cacheformers.evaluation.longbench import predictions
-writes, whole = 0, predictions.append
-def append(path, lines):
-    global writes
-    writes += 1
-    if writes == {moment}:
-        text = predictions.as_text(lines).encode()
-        open(path, "ab").write(text[: len(text) // 2])
-        import os, signal
-        os.kill(os.getpid(), signal.SIGKILL)
-    whole(path, lines)
-predictions.append = append
-"""
 RECIPE = "evaluation.passkey.main"
 
 
 def test_killed_and_resumed_by_two_processes_equals_uninterrupted(data):
     passkey.main(arguments(data, f"--output={data / 'whole'}"))
-    killed = Recipe(arguments(data), data / "killed.log", 1, KILLED.format(moment=6), RECIPE)  # times, answers, ...
+    before = KILLED.format(rank=0, moment=6, half=True)  # times, answers, times, ...
+    killed = Recipe(arguments(data), data / "killed.log", 1, before, RECIPE)
     assert killed.wait() == [-9], killed.output()
     assert sum(len((data / "out" / "answers" / name).read_bytes().splitlines()) for name in ("420.jsonl",)) == 3
     resumed = run(arguments(data), data / "resumed.log", 2, recipe=RECIPE)
@@ -261,17 +234,20 @@ def test_killed_and_resumed_by_two_processes_equals_uninterrupted(data):
     assert "| depth |" in resumed.output(0) and "| depth |" not in resumed.output(1)
 
 
-def test_lengths_can_be_added_and_settings_must_be_the_same(data, capsys):
-    given = ["--depths", "50", "--lengths"]
-    passkey.main(arguments(data, *given, "420"))
+def test_lengths_can_be_added_and_settings_must_be_the_same(data, refused):
+    given = ["--depths", "50", "--lengths", "420"]
+    passkey.main(arguments(data, *given))
     times = (data / "out" / "answers" / "times.ndjson").read_text()
-    passkey.main(arguments(data, *given, "420", "600"))
+    passkey.main(arguments(data, *given, "600"))
     assert (data / "out" / "answers" / "times.ndjson").read_text().startswith(times)
     assert result(data)["lengths"] == [420, 600] and len(result(data)["cases"]) == 2
-    assert "needle ('passkey' in the checkpoint" in error_of(arguments(data, *given, "420", "--needle=number"), capsys)
-    assert "filler" in error_of(arguments(data, *given, "420", f"--filler={data / 'book.txt'}"), capsys)
-    assert "records of 420" in error_of(arguments(data, *given, "420", "--trials=2"), capsys)
-    passkey.main(arguments(data, *given, "420", "--trials=2", "--overwrite=true"))
+    for more, message in {
+        "--needle=number": "needle ('passkey' in the checkpoint",
+        f"--filler={data / 'book.txt'}": "filler",
+        "--trials=2": "records of 420",
+    }.items():
+        assert message in refused(passkey.main, arguments(data, *given, more))
+    passkey.main(arguments(data, *given, "--trials=2", "--overwrite=true"))
     assert len(result(data)["cases"]) == 2
 
 
@@ -300,10 +276,9 @@ def test_lengths_can_be_added_and_settings_must_be_the_same(data, capsys):
         (["--adapter={data}/nothing"], "nothing"),
     ],
 )
-def test_errors(data, adapter, capsys, given, message):
+def test_errors(data, adapter, refused, given, message):
     (data / "short.txt").write_text("Too short. " * 9)
-    said = error_of(arguments(data, *(text.format(data=data) for text in given)), capsys)
-    assert message in " ".join(said.split())
+    assert message in refused(passkey.main, arguments(data, *(text.format(data=data) for text in given)))
     assert not (data / "out").exists()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cacheformer_models import tiny_model
-from peft import get_peft_model
+from conftest import save_adapter
 from recipe import make_text, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -28,19 +28,10 @@ def result(folder):
     return json.loads((folder / "out" / "result.json").read_text())
 
 
-def error_of(given, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(given)
-    assert stopped.value.code == 2
-    return capsys.readouterr().err
-
-
 @pytest.fixture
-def adapter(folder, config_factory, opener):
+def adapter(folder):
     """A memory adapter with open gates."""
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "base"), config_factory())
-    opener(model)
-    model.save_pretrained(folder / "remembering")
+    save_adapter(folder / "base", folder / "remembering")
     return folder / "remembering"
 
 
@@ -172,13 +163,13 @@ def test_first_tokens_and_bos(folder, tokenizer):
         ("segment", ["--base=no/such/model"], "no/such/model"),
     ],
 )
-def test_options_that_cannot_work(folder, capsys, mode, more, message):
-    assert message in error_of(arguments(folder, mode, *more), capsys)
+def test_options_that_cannot_work(folder, refused, mode, more, message):
+    assert message in refused(main, arguments(folder, mode, *more))
     assert not (folder / "out").exists()
 
 
-def test_a_memory_is_not_read_in_windows(folder, adapter, capsys):
-    said = error_of(arguments(folder, "sliding", f"--adapter={adapter}"), capsys)
+def test_a_memory_is_not_read_in_windows(folder, adapter, refused):
+    said = refused(main, arguments(folder, "sliding", f"--adapter={adapter}"))
     assert "remembering has a memory: use the mode memory" in said
 
 
@@ -191,16 +182,16 @@ def test_a_memory_is_not_read_in_windows(folder, adapter, capsys):
         ("empty.raw", b" \n \n", "There is no document of two tokens or more"),
     ],
 )
-def test_files_that_are_not_text(folder, capsys, name, content, message):
+def test_files_that_are_not_text(folder, refused, name, content, message):
     (folder / name).write_bytes(content)
-    assert message in error_of(arguments(folder, "segment", f"--texts={folder / name}"), capsys)
+    assert message in refused(main, arguments(folder, "segment", f"--texts={folder / name}"))
 
 
-def test_no_bos(folder, tokenizer, capsys):
+def test_no_bos(folder, tokenizer, refused):
     tokenizer.bos_token = None
     tokenizer.save_pretrained(folder / "base")
     tokenizer.bos_token = "<bos>"
-    assert "has no BOS token: leave out --bos" in error_of(arguments(folder, "segment", "--bos=true"), capsys)
+    assert "has no BOS token: leave out --bos" in refused(main, arguments(folder, "segment", "--bos=true"))
 
 
 # CacheFormer
@@ -246,8 +237,8 @@ def test_a_cacheformer_with_its_state(cacheformer):
 
 @pytest.mark.filterwarnings("ignore:selection")
 @pytest.mark.parametrize("cacheformer", ["paper_block"], indirect=True)
-def test_the_papers_rule_has_no_state(cacheformer, capsys):
-    assert "Use the mode segment, with --stepwise" in error_of(arguments(cacheformer, "memory"), capsys)
+def test_the_papers_rule_has_no_state(cacheformer, refused):
+    assert "Use the mode segment, with --stepwise" in refused(main, arguments(cacheformer, "memory"))
 
 
 def test_places_in_the_window():

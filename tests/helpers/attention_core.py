@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.memory import BaseShape
@@ -18,10 +17,6 @@ def golden_files(method, pattern):
     found = [pytest.param(path, id=path.stem) for path in sorted((GOLDEN / method).glob(pattern))]
     absent = pytest.mark.skip(reason=f"no recorded data ({pattern}) in ../shared/golden/{method}")
     return found or [pytest.param(None, id="none", marks=[absent])]
-
-
-def load(path):
-    return load_file(path)
 
 
 def rotate(tensor, positions):

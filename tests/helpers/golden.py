@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,14 +58,16 @@ class Fixture:
         """Of logits and hidden states."""
         return 5e-5 if self.base == "opt" else 1e-5
 
+    def segments(self, memory):
+        """The number and the ids of each recorded segment; rows of the memory are reset where a document begins."""
+        for segment in range(1, len(self.meta["segment_lengths"]) + 1):
+            memory.reset([row for row, starts in enumerate(self.meta["restarts"].get(str(segment), [])) if starts])
+            yield segment, self.inputs(segment)
+
     def inputs(self, segment):
         if f"seg{segment}.input_ids" not in self.tensors:
             pytest.skip(f"the ids of segment {segment} were not recorded")
         return self.tensors[f"seg{segment}.input_ids"]
-
-    def restarts(self, segment):
-        """Rows in which a document begins at this segment."""
-        return [row for row, starts in enumerate(self.meta["restarts"].get(str(segment), [])) if starts]
 
 
 def cases(kind):
@@ -142,20 +145,13 @@ def trained(model, fixture):
     return found
 
 
-@dataclass
-class Seen:
-    """What a forward did in the augmented layers, by layer, and what it read."""
-
-    hidden: dict[int, Tensor] = field(default_factory=dict)
-    alone: dict[int, Tensor] = field(default_factory=dict)
-    together: dict[int, Tensor] = field(default_factory=dict)
-    reading: Any = None
-
-
 @contextmanager
 def watch(model):
-    """Observe forwards: self-attention's input, its output before and after the memory's branch, and the reading."""
-    seen = Seen()
+    """Observe forwards: self-attention's input, its output before and after the memory's branch, and the reading.
+
+    The first three by layer: `hidden`, `alone` and `together`.
+    """
+    seen = SimpleNamespace(hidden={}, alone={}, together={}, reading=None)
     handles = []
     for layer, attention in enumerate(attention_modules(find_decoder(unwrap(model)))):
         if not hasattr(attention, "memory"):

@@ -1,7 +1,7 @@
 """A Hub on loopback: the part of its HTTP interface that huggingface_hub uses to push and to load models.
 
-It keeps real bytes, checks every sha256, and can break the connection at a named place. Large files have an address of
-another host name, as on the Hub, so that clients follow the redirect without the token.
+It keeps real bytes, takes every file with the commit (large ones go other ways on the Hub, which is huggingface_hub's
+matter), and can break the connection before a commit is made.
 """
 
 from __future__ import annotations
@@ -11,21 +11,9 @@ import hashlib
 import json
 import re
 import threading
-from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
-
-LARGE = re.compile(r".*\.(safetensors|bin|png)")  # kept as LFS objects
-
-
-@dataclass
-class File:
-    """A file of a commit: its content, or the sha256 of a large object."""
-
-    content: bytes | None
-    sha256: str | None = None
 
 
 @dataclass
@@ -33,10 +21,10 @@ class Repo:
     """A repository: its commits, oldest first."""
 
     private: bool
-    commits: list[tuple[str, dict[str, File]]] = field(default_factory=list)
+    commits: list[tuple[str, dict[str, bytes]]] = field(default_factory=list)
 
     def __post_init__(self):
-        self.commit({".gitattributes": File(b"*.safetensors filter=lfs\n")})
+        self.commit({".gitattributes": b"*.safetensors filter=lfs\n"})
 
     @property
     def sha(self):
@@ -47,7 +35,7 @@ class Repo:
         return self.commits[-1][1]
 
     def commit(self, files):
-        listing = json.dumps([len(self.commits), {path: str(file) for path, file in files.items()}])
+        listing = json.dumps([len(self.commits), {path: git_hash(content) for path, content in files.items()}])
         self.commits.append((hashlib.sha1(listing.encode()).hexdigest(), files))
 
     def at(self, revision):
@@ -69,9 +57,8 @@ class Hub(ThreadingHTTPServer):
 
     Attributes:
         users: token -> name; a user writes under the own name only.
-        repos, objects: what it holds; objects by their sha256.
-        cuts: place -> how many more times the connection breaks there: "commit", before a commit is made.
-        seen: how often each place was reached.
+        repos: what it holds.
+        broken_commits: how many more times the connection breaks before a commit is made.
     """
 
     daemon_threads = True
@@ -80,24 +67,15 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.users = {"hf_me": "me", "hf_other": "other"}
         self.repos = {}
-        self.objects = {}
-        self.cuts = Counter()
-        self.seen = Counter()
-        self.lock = threading.Lock()
+        self.broken_commits = 0
 
     @property
     def endpoint(self):
         return f"http://127.0.0.1:{self.server_port}"
 
-    @property
-    def storage(self):
-        return f"http://localhost:{self.server_port}/storage"
-
     def text(self, repo, path):
-        """A small file of a repository's last commit."""
-        content = self.repos[repo].files[path].content
-        assert content is not None
-        return content.decode()
+        """A file of a repository's last commit."""
+        return self.repos[repo].files[path].decode()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -113,10 +91,6 @@ class Handler(BaseHTTPRequestHandler):
         ("POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/commit/(?P<revision>[^/]+)", "commit"),
         ("GET", r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)(/(?P<path>.+))?", "tree"),
         ("GET", r"/api/models/(?P<repo>[^/]+/[^/]+)(/revision/(?P<revision>[^/]+))?", "info"),
-        ("POST", r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch", "batch"),
-        ("PUT", r"/storage/(?P<sha256>\w+)", "upload"),
-        ("GET", r"/storage/(?P<sha256>\w+)", "download"),
-        ("POST", r"/storage/verify", "verify"),
         ("GET", r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
     )
 
@@ -136,8 +110,6 @@ class Handler(BaseHTTPRequestHandler):
             for verb, pattern, name in self.ROUTES:
                 match = re.fullmatch(pattern, path)
                 if match and verb == method:
-                    with self.server.lock:
-                        self.server.seen[name] += 1
                     found = {key: value for key, value in match.groupdict().items() if value is not None}
                     getattr(self, name)(**found)
                     return
@@ -146,7 +118,7 @@ class Handler(BaseHTTPRequestHandler):
             headers = {"X-Error-Message": refused.message, **({"X-Error-Code": refused.code} if refused.code else {})}
             self.answer({"error": refused.message}, refused.status, headers)
 
-    do_GET = do_HEAD = do_POST = do_PUT = do
+    do_GET = do_HEAD = do_POST = do
 
     # Reading and answering
 
@@ -168,16 +140,6 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data)
-
-    def cut(self, place):
-        """Break the connection if that was asked for."""
-        with self.server.lock:
-            if self.server.cuts[place] == 0:
-                return
-            self.server.cuts[place] -= 1
-        self.connection.shutdown(2)
-        self.close_connection = True
-        raise ConnectionAbortedError(place)
 
     def user(self):
         """Who asks; None for anybody."""
@@ -201,9 +163,6 @@ class Handler(BaseHTTPRequestHandler):
         if commit is None:
             raise Refused(404, "Invalid rev id", "RevisionNotFound")
         return commit
-
-    def size(self, file):
-        return len(file.content if file.content is not None else self.server.objects[str(file.sha256)])
 
     # Repositories
 
@@ -244,65 +203,31 @@ class Handler(BaseHTTPRequestHandler):
         inside = {name: file for name, file in files.items() if not path or name.startswith(path + "/")}
         if path and not inside:
             raise Refused(404, f"{path} does not exist", "EntryNotFound")
-        entries = []
-        for name, file in inside.items():
-            entry = {"type": "file", "path": name, "size": self.size(file), "oid": git_hash(file)}
-            if file.sha256:
-                entry["lfs"] = {"oid": file.sha256, "size": self.size(file), "pointerSize": 134}
-            entries.append(entry)
-        self.answer(entries)
+        described = {name: {"size": len(content), "oid": git_hash(content)} for name, content in inside.items()}
+        self.answer([{"type": "file", "path": name, **facts} for name, facts in described.items()])
 
     # Pushing
 
     def preupload(self, repo, revision):
         files = self.repo(repo, write=True).files
-        answers = []
-        for asked in json.loads(self.body())["files"]:
-            there = files.get(asked["path"])
-            mode = "lfs" if LARGE.fullmatch(asked["path"]) else "regular"
-            oid = None if there is None else there.sha256 or git_hash(there)
-            answers.append({"path": asked["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        paths = [asked["path"] for asked in json.loads(self.body())["files"]]
+        known = {"uploadMode": "regular", "shouldIgnore": False}
+        answers = [{"path": path, "oid": git_hash(files[path]) if path in files else None, **known} for path in paths]
         self.answer({"files": answers, "commitOid": self.repo(repo).sha})
-
-    def batch(self, repo):
-        self.repo(repo, write=True)
-        objects = []
-        for wanted in json.loads(self.body())["objects"]:
-            actions = {
-                "upload": {"href": f"{self.server.storage}/{wanted['oid']}", "header": {}},
-                "verify": {"href": f"{self.server.endpoint}/storage/verify", "header": {}},
-            }
-            objects.append({**wanted, **({} if wanted["oid"] in self.server.objects else {"actions": actions})})
-        self.answer({"transfer": "basic", "objects": objects})
-
-    def upload(self, sha256):
-        content = self.body()
-        if hashlib.sha256(content).hexdigest() != sha256:
-            raise Refused(400, "The content has another sha256")
-        self.server.objects[sha256] = content
-        self.answer(b"")
-
-    def verify(self):
-        self.user()
-        wanted = json.loads(self.body())
-        if len(self.server.objects.get(wanted["oid"], b"")) != wanted["size"]:
-            raise Refused(404, "Not uploaded")
-        self.answer({})
 
     def commit(self, repo, revision):
         held = self.repo(repo, write=True)
         header, *operations = [json.loads(line) for line in self.body().splitlines()]
         assert header["key"] == "header" and header["value"]["summary"]
-        self.cut("commit")
+        if self.server.broken_commits:
+            self.server.broken_commits -= 1
+            self.connection.shutdown(2)
+            raise ConnectionAbortedError
         files = dict(held.files)
         for operation in operations:
             value = operation["value"]
             if operation["key"] == "file":
-                files[value["path"]] = File(base64.b64decode(value["content"]))
-            elif operation["key"] == "lfsFile":
-                if len(self.server.objects.get(value["oid"], b"")) != value["size"]:
-                    raise Refused(400, f"{value['path']} points to an object that was not uploaded")
-                files[value["path"]] = File(None, value["oid"])
+                files[value["path"]] = base64.b64decode(value["content"])
             elif operation["key"] == "deletedFile":
                 del files[value["path"]]
             else:
@@ -317,42 +242,20 @@ class Handler(BaseHTTPRequestHandler):
         sha, files = self.at(repo, revision)
         if path not in files:
             raise Refused(404, f"{path} does not exist", "EntryNotFound")
-        file, headers = files[path], {"X-Repo-Commit": sha}
-        if file.content is not None:
-            self.answer(file.content, headers={**headers, "ETag": f'"{git_hash(file)}"'})
-            return
-        linked = {"X-Linked-ETag": f'"{file.sha256}"', "X-Linked-Size": str(self.size(file))}
-        self.answer(b"", 302, {**headers, **linked, "Location": f"{self.server.storage}/{file.sha256}"})
-
-    def download(self, sha256):
-        if "Authorization" in self.headers:
-            raise Refused(400, "The token must not leave the Hub")
-        if sha256 not in self.server.objects:
-            raise Refused(404, "No such object")
-        content, status, headers = self.server.objects[sha256], 200, {"ETag": f'"{sha256}"'}
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if wanted:
-            start, end = int(wanted[1]), int(wanted[2] or len(content) - 1)
-            headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
-            content, status = content[start : end + 1], 206
-        self.answer(content, status, headers)
+        self.answer(files[path], headers={"X-Repo-Commit": sha, "ETag": f'"{git_hash(files[path])}"'})
 
 
-def git_hash(file):
-    """The hash by which git knows a file, or the pointer to a large one."""
-    content = file.content if file.content is not None else str(file.sha256).encode()
+def git_hash(content):
+    """The hash by which git knows a file."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
-@contextmanager
 def running_hub():
-    """A Hub that answers until the block ends."""
+    """A Hub that answers until the test ends; a fixture."""
     hub = Hub()
     thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
-    try:
-        yield hub
-    finally:
-        hub.shutdown()
-        thread.join()
-        hub.server_close()
+    yield hub
+    hub.shutdown()
+    thread.join()
+    hub.server_close()

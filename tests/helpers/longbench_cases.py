@@ -2,10 +2,8 @@
 
 import json
 
-import datasets
 import pytest
-import torch
-from peft import get_peft_model
+from conftest import save_adapter
 from recipe import make_text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -16,7 +14,6 @@ from cacheformers.evaluation.longbench.tasks import TASKS, load_templates
 
 TESTED = ("hotpotqa", "trec", "samsum", "passage_count")
 LENGTHS = (70, 20, 50, 130, 33)  # of contexts, in words
-POSITIONS = 1024
 
 
 def row(task, number, length):
@@ -38,18 +35,13 @@ def write_rows(path, rows):
     path.write_text("".join(json.dumps(each) + "\n" for each in rows))
 
 
-@pytest.fixture(name="data")
-def data_fixture(tmp_path, make_base, byte_tokenizer, monkeypatch):
+@pytest.fixture
+def bench(byte_folder):
     """A tiny base model with its tokenizer in `base`, and five records of each of four tasks in `data`."""
-    base = make_base("llama_gqa", torch.float32, vocab_size=259, max_position_embeddings=POSITIONS)
-    base.generation_config.eos_token_id = None  # random models end where they like
-    base.save_pretrained(tmp_path / "base")
-    byte_tokenizer.save_pretrained(tmp_path / "base")
     for task in TESTED:
         rows = [row(task, number, length) for number, length in enumerate(LENGTHS)]
-        write_rows(tmp_path / "data" / f"{task}.jsonl", rows)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    return tmp_path
+        write_rows(byte_folder / "data" / f"{task}.jsonl", rows)
+    return byte_folder
 
 
 def arguments(folder, *more, method="truncation"):
@@ -70,14 +62,11 @@ def arguments(folder, *more, method="truncation"):
 SHORT = ("--tasks", *TESTED)
 
 
-@pytest.fixture(name="adapter")
-def adapter_fixture(data, config_factory, opener):
+@pytest.fixture
+def remembering(bench):
     """A memory adapter with open gates."""
-    base = AutoModelForCausalLM.from_pretrained(data / "base")
-    model = get_peft_model(base, config_factory(cache_size=800, segment_tokens=128))
-    opener(model)
-    model.save_pretrained(data / "remembering")
-    return data / "remembering"
+    save_adapter(bench / "base", bench / "remembering", cache_size=800, segment_tokens=128)
+    return bench / "remembering"
 
 
 def predictions(folder, title="base-truncation"):
@@ -89,11 +78,35 @@ def result(folder, title="base-truncation"):
     return json.loads((folder / "out" / title / "result.json").read_text())
 
 
-def error_of(given, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        eval_longbench.main(given)
-    said = capsys.readouterr().err
-    return said if stopped.value.code == 2 else str(stopped.value.code)
+@pytest.fixture
+def error_of(capsys):
+    """What a run says that must fail."""
+
+    def call(given):
+        with pytest.raises(SystemExit) as stopped:
+            eval_longbench.main(given)
+        said = capsys.readouterr().err
+        return said if stopped.value.code == 2 else str(stopped.value.code)
+
+    return call
+
+
+# Process `rank` kills itself when it appends for the n-th time (times and predictions in turn): before, or half way.
+KILLED = """
+from cacheformers.evaluation.longbench import predictions
+writes, whole = 0, predictions.append
+def append(path, lines):
+    global writes
+    writes += 1
+    if rank == {rank} and writes == {moment}:
+        if {half}:
+            text = predictions.as_text(lines).encode()
+            open(path, "ab").write(text[: len(text) // 2])
+        import os, signal
+        os.kill(os.getpid(), signal.SIGKILL)
+    whole(path, lines)
+predictions.append = append
+"""
 
 
 def prompt_maker(folder, method, **more):

@@ -1,6 +1,34 @@
-"""Compare memories."""
+"""Read in chunks, compare memories, and look at what a layer's projections give."""
 
 import torch
+
+from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
+
+
+def chunked(model, ids, size, mask=None, memory=None):
+    """The logits of ids that are read chunk by chunk, and the memory."""
+    logits = []
+    for start in range(0, ids.shape[1], size):
+        part = None if mask is None else mask[:, start : start + size]
+        output = model(ids[:, start : start + size], attention_mask=part, past_key_values=memory)
+        memory = output.past_key_values
+        logits.append(output.logits)
+    return torch.cat(logits, 1), memory
+
+
+def projections(model, layer, ids):
+    """What W_q, W_k and W_v of a layer give (after norms of heads), and what W_o is given, `[rows, heads, time, d]`."""
+    attention = attention_modules(find_decoder(unwrap(model)))[layer]
+    seen = {name: [] for name in "qkvo"}
+    output = next(getattr(attention, name) for name in ("o_proj", "out_proj", "dense") if hasattr(attention, name))
+    handles = [output.register_forward_pre_hook(lambda module, args: seen["o"].append(args[0]))]
+    for name in "qkv":
+        module = getattr(attention, f"{name}_norm", None) or getattr(attention, f"{name}_proj")
+        handles.append(module.register_forward_hook(lambda *call, name=name: seen[name].append(call[-1])))
+    model(ids)
+    for handle in handles:
+        handle.remove()
+    return [torch.cat(seen[name], 1).reshape(*ids.shape, -1, attention.head_dim).transpose(1, 2) for name in "qkvo"]
 
 
 def assert_equal(one, other):

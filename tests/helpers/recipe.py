@@ -5,6 +5,7 @@ Processes are forked from a server that has imported everything once, so that ea
 
 import json
 import multiprocessing
+import os
 import socket
 
 import torch
@@ -76,7 +77,7 @@ class Recipe:
                 [
                     "import os, sys",
                     f"os.environ.update({environment!r})",
-                    f"os.environ['HF_DATASETS_CACHE'] = {str(log.parent / 'datasets')!r}",
+                    f"os.environ['HF_DATASETS_CACHE'] = {os.environ['HF_DATASETS_CACHE']!r}",
                     f"os.chdir({str(log.parent)!r})",
                     f"rank, log = {rank}, os.open({str(self.logs[rank])!r}, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)",
                     "os.dup2(log, 1), os.dup2(log, 2)",
@@ -84,7 +85,7 @@ class Recipe:
                     before,
                     "import torch, datasets",
                     "torch.set_num_threads(1)",
-                    f"datasets.config.HF_DATASETS_CACHE = {str(log.parent / 'datasets')!r}",
+                    "datasets.config.HF_DATASETS_CACHE = os.environ['HF_DATASETS_CACHE']",
                     f"from cacheformers.{recipe} import main",
                     f"main({arguments!r})",
                 ]

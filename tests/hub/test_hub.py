@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_server import File, Repo, running_hub
+from hub_server import Repo, running_hub
 from huggingface_hub import ModelCard
 from recipe import arguments, make_text
 
@@ -26,10 +26,7 @@ ids = torch.randint(3, 128, (2, 75), generator=torch.Generator().manual_seed(2))
 """
 
 
-@pytest.fixture
-def hub():
-    with running_hub() as hub:
-        yield hub
+hub = pytest.fixture(running_hub)
 
 
 @pytest.fixture
@@ -197,11 +194,11 @@ print("{}")
 """
     fresh(code, folder)
     names = ("a/adapter_model.safetensors", "b/model.safetensors", "model.fp16.safetensors", "extra.safetensors")
-    others = {name: File(b"other") for name in names}
+    others = {name: b"other" for name in names}
     for repo in hub.repos.values():
         repo.commit({**repo.files, **others})
     own = "---\nlicense: mit\n---\n\n# Mine\n"
-    hub.repos["me/model"].commit({**hub.repos["me/model"].files, "README.md": File(own.encode())})
+    hub.repos["me/model"].commit({**hub.repos["me/model"].files, "README.md": own.encode()})
     shards = {path for path in hub.repos["me/model"].files if path.startswith("model-") or path.endswith("index.json")}
     assert len(shards) > 2
     code = """
@@ -304,12 +301,12 @@ def test_a_recipe_pushes_what_it_trained(hub, fresh, folder, tokenizer):
     assert refused["code"] == 2 and "hf auth login" in refused["stderr"]
     assert not hub.repos and not (folder / "adapter" / "adapter_config.json").exists()
     hub.repos["me/books"] = Repo(private=False)
-    hub.repos["me/books"].commit({"config.json": File(b"{}"), "model.safetensors": File(b"a model")})
+    hub.repos["me/books"].commit({"config.json": b"{}", "model.safetensors": b"a model"})
     refused = run("--hub_base_model", "me/base")
     assert refused["code"] == 2 and "--hub_allow_mixed" in refused["stderr"]
     del hub.repos["me/books"]
 
-    hub.cuts.update({"commit": 1})
+    hub.broken_commits = 1
     named = ("--hub_base_model", "me/base", "--checkpoint_every", "2", "--valid", str(folder / "valid.jsonl"))
     broken = run(*named)
     assert "cacheformers.push_to_hub(" in broken["code"] and "base_model='me/base'" in broken["code"]
@@ -337,7 +334,7 @@ AutoTokenizer.from_pretrained(f"{{folder}}/base").push_to_hub({name!r})
 print("{{}}")
 """
     fresh(code, folder)
-    hub.repos[name].commit({**hub.repos[name].files, "onnx/config.json": File(b"{}")})
+    hub.repos[name].commit({**hub.repos[name].files, "onnx/config.json": b"{}"})
     script = Path(__file__).resolve().parents[2] / "recipes" / "fetch_smollm2.py"
     code = f"""
 import runpy
@@ -374,14 +371,8 @@ def test_a_folder_without_weights_has_no_card(tmp_path):
         saved_card(tmp_path)
 
 
-@pytest.mark.parametrize("base", ["/data/base", "../base", "models/llama/7b", "./base", "here"])
-def test_local_bases_are_known(tmp_path, monkeypatch, base):
+def test_local_bases_are_known(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
-    assert is_local(base)
-
-
-@pytest.mark.parametrize("base", ["gpt2", "HuggingFaceTB/SmolLM2-135M-Instruct", "a/b.c_d"])
-def test_hub_ids_are_not_local(tmp_path, monkeypatch, base):
-    monkeypatch.chdir(tmp_path)
-    assert not is_local(base)
+    assert all(map(is_local, ("/data/base", "../base", "models/llama/7b", "./base", "here")))
+    assert not any(map(is_local, ("gpt2", "HuggingFaceTB/SmolLM2-135M-Instruct", "a/b.c_d")))

@@ -1,16 +1,21 @@
-"""`cacheformers results`: results in a model card's metadata, and nothing else of it changed."""
+"""`cacheformers results`: results in a model card's metadata, and what stays of a card; the cards in model_cards/."""
 
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard import metadata_load
+from recipe import arguments
 
+from cacheformers import train_adapt
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.report import make_result, task_scores
 from cacheformers.evaluation.text_perplexity import main as perplexity
 from cacheformers.hub.results import main
 
+ROOT = Path(__file__).resolve().parents[2]
 OWN = """---
 license_note: "mine"
 tags:
@@ -46,6 +51,11 @@ def adapter(folder, make_model):
     """A saved adapter, with the card that its saving wrote."""
     make_model("llama_gqa").save_pretrained(folder / "remembering")
     return folder / "remembering"
+
+
+def trained(folder, *more):
+    train_adapt.main(arguments(folder, "--steps=2", "--plots=false", "--device=cpu", *more))
+    return folder / "adapter"
 
 
 @pytest.fixture
@@ -102,6 +112,34 @@ def test_results_of_every_kind(adapter, folder, measured, capsys):
     (index,) = metadata_load(adapter / "README.md")["model-index"]
     assert index["name"] == "remembering"
     assert index["results"][0]["metrics"][0]["args"] == {"records": 4, "max_length": 3500}
+
+
+def test_evaluating_again_keeps_results_that_were_written_into_the_card(folder):
+    adapter, valid = trained(folder), f"--valid={folder / 'valid.jsonl'}"
+    assert "model-index" not in metadata_load(adapter / "README.md")
+    (folder / "passkey.json").write_text(json.dumps(PASSKEY))
+    main([str(folder / "passkey.json"), "--card", str(adapter)])
+    before = metadata_load(adapter / "README.md")["model-index"]
+    assert before[0]["results"] and "Nothing: the run had no held-out" in (adapter / "README.md").read_text()
+    trained(folder, valid, "--resume")
+    assert metadata_load(adapter / "README.md")["model-index"] == before
+    assert "held-out documents, " in (adapter / "README.md").read_text()  # the rest is new
+    own = "---\nlicense: mit\n---\n# My own card\n"
+    (adapter / "README.md").write_text(own)
+    trained(folder, valid, "--resume")
+    assert (adapter / "README.md").read_text() == own  # a person's card stays
+
+
+def test_committed_cards_are_those_of_the_committed_results():
+    """Each is what `python scripts/model_cards.py --write` makes, and says where the weights of its base come from."""
+    cards = dict(runpy.run_path(str(ROOT / "scripts" / "model_cards.py"))["cards"]())
+    folder = ROOT / "model_cards"
+    committed = {path: path.read_text() for path in folder.glob("*.md") if path.stem not in ("README", "template")}
+    assert committed == cards
+    on_smollm2 = {path for path, text in cards.items() if " on smollm2-135m-instruct\n" in text}
+    assert on_smollm2 == {path for path, text in cards.items() if "Base: the Q4_1 weights of SmolLM2" in text}
+    listed = (folder / "README.md").read_text()
+    assert all(f"({path.name})" in listed for path in cards)
 
 
 def test_a_second_write_replaces_the_first(adapter, folder):

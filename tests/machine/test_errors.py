@@ -8,48 +8,71 @@ import cacheformers
 from cacheformers.modeling.architectures import base_shape
 from cacheformers.modeling.settings import LocalWindowSettings
 
+INFINI, GATED, FORMER = ({"method": name} for name in ("infini_attention", "gated_attention", "cacheformer_on_base"))
+MEMORIZING = {"method": "memorizing"}
+
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("base", "options", "message"),
     [
-        ({"topk": 41}, "topk 41 .* must not exceed cache_size 40"),
-        ({"neighborhood_size": 3}, "must be 1 or even, got 3"),
-        ({"topk": 0}, "topk must be at least 1"),
-        ({"retrieval_map": {7: 7}}, "Layers \\[7\\] do not exist: this base model has layers 0 to 2"),
-        ({"retrieval_map": {2: 1}}, "the future leaks"),
-        ({"retrieval_map": "1"}, r"retrieval_map must be a map from layers to layers.*\{22: 22\}.*got '1'"),
-        ({"retrieval_map": {1: 1.5}}, r"retrieval_map must be a map .*got \{1: 1.5\}"),
-        ({"retrieval_map": {2: 2}, "attention_layers": [1, 2]}, "nothing has been retrieved before layer 2"),
-        ({"attention_layers": [1, 1]}, "names a layer twice"),
-        ({"attention_layers": []}, "at least one layer"),
-        ({"cache_dtype": "int8"}, "cache_dtype must be one of"),
-        ({"local_window": "global"}, "local_window must be one of"),
-        ({"compression_factor": 5}, "does not divide the hidden size"),
-        ({"segment_tokens": 65}, "65 positions, but this base model has 64"),
-        ({"local_window": "sliding", "window_tokens": 60}, "76 positions"),
-        ({"window_tokens": -5}, "window_tokens must be at least 0"),
-        ({"sink_tokens": -1}, "sink_tokens must be at least 0"),
-        ({"search": "quick"}, "exact.*faiss"),
-        ({"compatibility": "published"}, "compatibility must be one of"),
+        ("llama_gqa", {"topk": 41}, "topk 41 .* must not exceed cache_size 40"),
+        ("llama_gqa", {"neighborhood_size": 3}, "must be 1 or even, got 3"),
+        ("llama_gqa", {"topk": 0}, "topk must be at least 1"),
+        ("llama_gqa", {"retrieval_map": {7: 7}}, "Layers \\[7\\] do not exist: this base model has layers 0 to 2"),
+        ("llama_gqa", {"retrieval_map": {2: 1}}, "the future leaks"),
+        ("llama_gqa", {"retrieval_map": "1"}, r"retrieval_map must be a map from layers to.*\{22: 22\}.*got '1'"),
+        ("llama_gqa", {"retrieval_map": {1: 1.5}}, r"retrieval_map must be a map .*got \{1: 1.5\}"),
+        ("llama_gqa", {"retrieval_map": {2: 2}, "attention_layers": [1, 2]}, "nothing .* retrieved before layer 2"),
+        ("llama_gqa", {"attention_layers": [1, 1]}, "names a layer twice"),
+        ("llama_gqa", {"attention_layers": []}, "at least one layer"),
+        ("llama_gqa", {"cache_dtype": "int8"}, "cache_dtype must be one of"),
+        ("llama_gqa", {"local_window": "global"}, "local_window must be one of"),
+        ("llama_gqa", {"compression_factor": 5}, "does not divide the hidden size"),
+        ("llama_gqa", {"compression_factor": 1, "retrieval_weight": 1.0}, "compression_factor of 1"),
+        ("llama_gqa", {"segment_tokens": 65}, "65 positions, but this base model has 64"),
+        ("llama_gqa", {"local_window": "sliding", "window_tokens": 60}, "76 positions"),
+        ("llama_gqa", {"window_tokens": -5}, "window_tokens must be at least 0"),
+        ("llama_gqa", {"sink_tokens": -1}, "sink_tokens must be at least 0"),
+        ("llama_gqa", {"search": "quick"}, "exact.*faiss"),
+        ("llama_gqa", {"compatibility": "published"}, "compatibility must be one of"),
+        ("opt", {"local_window": "sliding"}, "learned embeddings"),
+        ("llama_gqa", {**MEMORIZING, "attention_layers": [3]}, "layers 0 to 2"),
+        ("llama_gqa", {**MEMORIZING, "attention_layers": [1, 1]}, "each once"),
+        ("llama_gqa", {**MEMORIZING, "topk": 50}, "must not exceed cache_size 40"),
+        ("llama_gqa", {**MEMORIZING, "gate_start": float("nan")}, "finite"),
+        ("llama_gqa", {**MEMORIZING, "search": "magic"}, "unknown search"),
+        ("llama_gqa", {**INFINI, "layers": 1}, r"layers must be a list of whole numbers such as \[0, 1\]"),
+        ("llama_gqa", {**INFINI, "layers": "0:1"}, r"layers must be a list of whole numbers such as \[0, 1\]"),
+        ("llama_gqa", {**INFINI, "layers": [True]}, r"layers must be a list of whole numbers such as \[0, 1\]"),
+        ("llama_gqa", {**INFINI, "layers": [1, 1]}, "each once"),
+        ("llama_gqa", {**INFINI, "segment_tokens": 0}, "segment_tokens must be at least 1"),
+        ("llama_gqa", {**INFINI, "rule": "cubic"}, "rule must be one of"),
+        ("llama_gqa", {**INFINI, "empty": "zero"}, "empty must be one of"),
+        ("opt", {**INFINI, "local_window": "sliding"}, "learned embeddings"),
+        ("mistral", GATED, "see only 9 tokens back.*sliding_window=None"),
+        ("llama_gqa", {**GATED, "window_tokens": 0}, "window_tokens must be at least 1"),
+        ("llama_gqa", {**GATED, "gate_hidden": 0}, "leave it out for a linear gate"),
+        ("llama_gqa", {**GATED, "gate_per": "token"}, "gate_per must be one of"),
+        ("llama_gqa", {**GATED, "gate_choice": "hard"}, "gate_choice must be one of"),
+        ("llama_gqa", {**GATED, "gate_temperature": 0.0}, "gate_temperature must be positive"),
+        ("llama_gqa", {**GATED, "sparsity_sign": "-"}, "sparsity_sign must be one of"),
+        ("llama_gqa", {**GATED, "mean_weight": -1.0}, "mean_weight must be at least 0"),
+        ("llama_gqa", {**GATED, "threshold": 0.6}, "between 0 and 0.5"),
+        ("llama_gqa", {**GATED, "far_heads": {0: [2]}}, "2 kv heads"),
+        ("llama_gqa", {**GATED, "layers": [0], "far_heads": {1: [0]}}, "method's layers are"),
+        ("mistral", {**FORMER, "window_tokens": 12}, "more than the 9 tokens that this base's layers see"),
+        ("llama_gqa", {**FORMER, "pool_tokens": 6}, "must divide window_tokens"),
+        ("llama_gqa", {**FORMER, "layers": [3]}, "Layers .3. do not exist"),
+        ("llama_gqa", {**FORMER, "segment_tokens": 0}, "segment_tokens must be at least 1"),
+        ("llama_gqa", {**FORMER, "select_rows": 9}, "select_rows 9 is more than window_tokens 8"),
     ],
 )
-def test_options(make_base, config_factory, options, message):
-    base = make_base("llama_gqa")
-    before = [name for name, _ in base.named_parameters()]
+def test_options(make_base, config_factory, base, options, message):
+    plain = make_base(base)
+    before = [name for name, _ in plain.named_parameters()]
     with pytest.raises(ValueError, match=message):
-        get_peft_model(base, config_factory(**options))
-    assert [name for name, _ in base.named_parameters()] == before, "a refused adapter must leave the base alone"
-
-
-@pytest.mark.parametrize("layers", [1, "0:1", [True]])
-def test_layers_are_a_list(make_model, layers):
-    with pytest.raises(ValueError, match=r"layers must be a list of whole numbers such as \[0, 1\]"):
-        make_model("llama_gqa", method="infini_attention", layers=layers)
-
-
-def test_learned_positions_cannot_slide(make_base, config_factory):
-    with pytest.raises(ValueError, match="learned embeddings"):
-        get_peft_model(make_base("opt"), config_factory(local_window="sliding"))
+        get_peft_model(plain, config_factory(**options))
+    assert [name for name, _ in plain.named_parameters()] == before, "a refused adapter must leave the base alone"
 
 
 @pytest.mark.parametrize(
@@ -82,30 +105,33 @@ def test_more_tokens_than_positions(make_model, ids, method):
         cacheformers.read(model, ids[:1, 60:], memory=memory, progress=False)
 
 
-def test_masks(make_model, ids):
+def read(model, ids, mask):
+    return cacheformers.read(model, ids, mask, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (lambda model, ids: read(model, ids, torch.ones(2, 3)), "differ in shape"),
+        (lambda model, ids: read(model, ids, torch.zeros_like(ids)), "empty"),
+        (lambda model, ids: read(model, ids.tolist(), torch.ones_like(ids)), "needs no attention_mask"),
+        (lambda model, ids: model(ids, attention_mask=torch.ones(2, 30)), "attention_mask has shape"),
+        (lambda model, ids: model(ids, attention_mask=torch.ones(2, 1, 75, 75)), "2D attention_mask"),
+        (lambda model, ids: model(inputs_embeds=torch.zeros(1, 4, 32, dtype=torch.float64)), "not inputs_embeds"),
+        (lambda model, ids: model(ids, output_hidden_states=True), "longer than a segment"),
+        (lambda model, ids: model(ids, output_attentions=True), "longer than a segment"),
+        (lambda model, ids: model(ids, position_ids=(torch.arange(75) % 25)[None]), "do not pack"),
+        (lambda model, ids: model(ids, position_ids=2 * torch.arange(75)[None]), "leave positions out"),
+        (lambda model, ids: model.base_model.model.model(ids, return_dict=False), "return_dict"),
+    ],
+)
+def test_forwards_that_cannot_be(make_model, ids, forward, message):
+    with pytest.raises(ValueError, match=message):
+        forward(make_model("llama_gqa"), ids)
+
+
+def test_hidden_states_by_the_configuration(make_model, ids):
     model = make_model("llama_gqa")
-    with pytest.raises(ValueError, match="differ in shape"):
-        cacheformers.read(model, ids, torch.ones(2, 3), progress=False)
-    with pytest.raises(ValueError, match="empty"):
-        cacheformers.read(model, ids, torch.zeros_like(ids), progress=False)
-    with pytest.raises(ValueError, match="attention_mask has shape"):
-        model(ids, attention_mask=torch.ones(2, 30))
-    with pytest.raises(ValueError, match="2D attention_mask"):
-        model(ids, attention_mask=torch.ones(2, 1, 75, 75))
-    with pytest.raises(ValueError, match="not inputs_embeds"):
-        model(inputs_embeds=torch.zeros(1, 4, 32, dtype=torch.float64))
-    with pytest.raises(ValueError, match="longer than a segment"):
-        model(ids, output_hidden_states=True)
-    with pytest.raises(ValueError, match="longer than a segment"):
-        model(ids, output_attentions=True)
-    with pytest.raises(ValueError, match="do not pack"):
-        model(ids, position_ids=(torch.arange(75) % 25)[None])
-    with pytest.raises(ValueError, match="leave positions out"):
-        model(ids, position_ids=2 * torch.arange(75)[None])
-    with pytest.raises(ValueError, match="return_dict"):
-        model.base_model.model.model(ids, return_dict=False)
-    with pytest.raises(ValueError, match="needs no attention_mask"):
-        cacheformers.read(model, ids.tolist(), torch.ones_like(ids), progress=False)
     model.config.output_hidden_states = True
     with pytest.raises(ValueError, match="longer than a segment"):
         model(ids)

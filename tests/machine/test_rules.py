@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import COMMON, METHODS, OWN_WINDOW, every_method, other_cases
+from memories import chunked
 from peft import get_peft_model
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -33,6 +34,8 @@ WINDOWS = {
 WHOLE_STATES = {"compression_factor": 1}  # entries are the states themselves, in the model's own precision
 PUBLISHED = {"compatibility": "reference", "gate": "none"}
 SLIDING = {"local_window": "sliding", "window_tokens": 12, "sink_tokens": 3}
+FIXED = {"method": "gated_attention", "far_heads": {0: [1], 1: [], 2: [0, 1]}}
+FIXED_HEADS = pytest.param("llama_gqa", FIXED, id="llama_gqa fixed heads")
 EXACT = 1e-9
 
 
@@ -48,16 +51,6 @@ def rows_of_windows(bases):
         window = SLIDING if base in ("mistral", "qwen2", "phi") else {}
         cases.append(pytest.param(base, {"method": method, **window}, id=f"{base} {method}"))
     return cases
-
-
-def chunked(model, ids, size, mask=None, memory=None):
-    logits = []
-    for start in range(0, ids.shape[1], size):
-        part = None if mask is None else mask[:, start : start + size]
-        output = model(ids[:, start : start + size], attention_mask=part, past_key_values=memory)
-        memory = output.past_key_values
-        logits.append(output.logits)
-    return torch.cat(logits, 1), memory
 
 
 def difference(left, right):
@@ -117,10 +110,13 @@ def test_ties_do_not_depend_on_the_chunking(make_model, options, dtype, bound):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("base", [*SOME, "stories260k"])
+@pytest.mark.parametrize(
+    ("base", "method"),
+    [*((base, "neurocache") for base in (*SOME, "stories260k")), ("llama_gqa", "memorizing"), ("opt", "memorizing")],
+)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, None)])
-def test_every_chunking_in_lower_precision(make_model, ids, base, dtype, bound):
-    model = make_model(base, dtype)
+def test_every_chunking_in_lower_precision(make_model, ids, base, method, dtype, bound):
+    model = make_model(base, dtype, method=method)
     whole = model(ids).logits
     for size in (1, 7, 17):
         logits, _ = chunked(model, ids, size)
@@ -257,7 +253,7 @@ def test_two_memories_on_one_model_in_turn(make_model, ids, base, options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("base", "options"), every_method(SOME))
+@pytest.mark.parametrize(("base", "options"), [*every_method(SOME), FIXED_HEADS])
 def test_clone_select_expand_reset(make_model, ids, base, options):
     model = make_model(base, **options)
     whole = model(ids).logits
@@ -313,10 +309,10 @@ def test_bounded(make_model, base):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method", METHODS)
-def test_a_saved_state_goes_on(make_model, ids, method):
+@pytest.mark.parametrize(("base", "options"), [*every_method(["llama_gqa"], ["llama_gqa"]), FIXED_HEADS])
+def test_a_saved_state_goes_on(make_model, ids, base, options):
     window = {"local_window": "sliding", "window_tokens": 10, "sink_tokens": 3}
-    model = make_model("llama_gqa", method=method, **({} if method in OWN_WINDOW else window))
+    model = make_model(base, **options, **({} if options.get("method") in OWN_WINDOW else window))
     memory, twin = cacheformers.new_memory(model, 2), cacheformers.new_memory(model, 2)
     model(ids[:, :70], past_key_values=memory)
     twin.load_state_dict(memory.state_dict(), "cpu")

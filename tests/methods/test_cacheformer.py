@@ -1,6 +1,7 @@
 """CacheFormer's attention: recorded runs, its specification with gradients, causality, documents, options."""
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from cacheformers.methods.cacheformer.attention import attend, selected_segments
 from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions, CacheFormerParts, Projected, make_parts
 from cacheformers.methods.cacheformer.naive import choose_segments, naive
 from cacheformers.methods.cacheformer.selection import select_segments
+from cacheformers.methods.cacheformer.state import CacheFormerState
 
 CASES = [pytest.param(choice, id=label(choice)) for choice in pairwise()]
 TIME = 37
@@ -243,6 +245,64 @@ def test_documents_in_a_row_are_kept_apart(selection, weights):
         alone = (attend(options, parts, piece, rotate_pairs) * direction[row : row + 1, :, part]).sum()
         (expected,) = torch.autograd.grad(alone, piece.k)
         assert float((gradient[row, :, part] - expected[0]).abs().max()) < 1e-12
+
+
+# Decoding: every chunking, and bounded reads
+
+STEPS = 41
+STATE_CASES = [pytest.param(choice, id=label(choice)) for choice in pairwise(1) if make_options(choice).causal]
+
+
+def decode(state, parts, inputs, lengths, real=None):
+    """Feed tokens in chunks of the given lengths."""
+    read, begin = [], 0
+    for length in lengths:
+        chunk = slice(begin, begin + length)
+        piece = inputs.each(lambda tensor, chunk=chunk: tensor[:, :, chunk])
+        read.append(state.attend(parts, piece, rotate_pairs, None if real is None else real[:, chunk]))
+        begin += length
+    assert begin == inputs.q.shape[2]
+    return torch.cat(read, 2)
+
+
+def chunkings(time):
+    """One by one, all at once, then one by one, and at random."""
+    generator = random.Random(time)
+    lengths = [1] * time
+    mixed = []
+    while sum(mixed) < time:
+        mixed.append(min(generator.choice([1, 1, 2, 3, 5, 9, 17]), time - sum(mixed)))
+    return [lengths, [time], [time // 2] + [1] * (time - time // 2), mixed]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("choice", STATE_CASES)
+def test_any_chunking_is_teacher_forcing(choice):
+    options = make_options(choice)
+    parts, inputs = random_parts(options), random_inputs(options, STEPS, rows=2)
+    expected = attend(options, parts, inputs, rotate_pairs)
+    for lengths in chunkings(STEPS):
+        read = decode(CacheFormerState(options, 2, torch.float64), parts, inputs, lengths)
+        assert float((read - expected).abs().max()) < 1e-9
+
+
+@torch.no_grad()
+def test_what_a_step_reads_is_bounded():
+    """Only the compressed vectors are read in a number that grows: windows and retrieved tokens do not, and what no
+    step may read can be overwritten without harm."""
+    options = CacheFormerOptions(heads=4, kv_heads=2, head_dim=4, window_tokens=8, pool_tokens=4, topk=2)
+    parts, inputs = random_parts(options), random_inputs(options, 300)
+    state = CacheFormerState(options, 1, torch.float64)
+    decode(state, parts, inputs, [300])
+    assert state.chooser is not None
+    twin = state.clone()
+    twin.change(Tensor.clone)  # which a copy does only where it goes on
+    held = {p for c in twin.chooser.lists.unique().tolist() for p in range(4 * c, 4 * c + 4)} | set(range(288, 300))
+    hidden = torch.tensor([position not in held for position in range(300)])
+    twin.shelves["keys"].vectors[:, :, :300][:, :, hidden] = 1e3
+    step = random_inputs(options, 4, seed=6)
+    assert int(hidden.sum()) >= 300 - 12 - 2 * 2 * 4
+    assert torch.equal(decode(twin, parts, step, [1] * 4), decode(state, parts, step, [1] * 4))
 
 
 # Worked examples

@@ -6,6 +6,7 @@ import pytest
 import torch
 from attention_core import SHAPE, random_inputs, rotate, run_pieces
 from conftest import adapter_config
+from memories import chunked, projections
 from peft import get_peft_model
 
 import cacheformers
@@ -166,22 +167,6 @@ def test_steps_before_this_one_are_read_and_get_no_gradient():
 # Through a model
 
 
-def layer_tensors(model, layer, ids):
-    """What W_q, W_k and W_v of a layer give (after norms of heads), and what W_o is given, `[rows, heads, time, d]`."""
-    attention = attention_modules(find_decoder(unwrap(model)))[layer]
-    seen = {}
-    output = next(getattr(attention, name) for name in ("o_proj", "out_proj", "dense") if hasattr(attention, name))
-    handles = [output.register_forward_pre_hook(lambda module, args: seen.update(o=args[0]))]
-    for name in "qkv":
-        module = getattr(attention, f"{name}_norm", None) or getattr(attention, f"{name}_proj")
-        handles.append(module.register_forward_hook(lambda *call, name=name: seen.update({name: call[-1]})))
-    model(ids)
-    for handle in handles:
-        handle.remove()
-    size = attention.head_dim
-    return [seen[name].reshape(*ids.shape, -1, size).transpose(1, 2) for name in "qkvo"], attention.memory
-
-
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 
 
@@ -194,8 +179,8 @@ def test_a_layer_attends_as_specified(make_model, ids, base):
     changes = {"base": {"rope_parameters": YARN}} if scaled else {}
     model = make_model(name, method="cacheformer_on_base", segment_tokens=128, **changes)
     decoder = find_decoder(unwrap(model))
-    (q, k, v, mixed), memory = layer_tensors(model, 1, ids)
-    turn = rotation(decoder)
+    q, k, v, mixed = projections(model, 1, ids)
+    turn, memory = rotation(decoder), attention_modules(decoder)[1].memory
     positions = torch.arange(75)[None].expand(2, -1)
     factor = getattr(decoder.rotary_emb, "attention_scaling", 1.0) if turn is not None else 1.0
     assert (factor > 1.1) == bool(scaled)
@@ -231,13 +216,8 @@ def test_some_layers(make_model, ids, base):
     model = make_model(base, method="cacheformer_on_base", layers=[0, 2])
     mask = torch.ones_like(ids)
     mask[1, :13] = 0
-    whole = model(ids, attention_mask=mask).logits[mask.bool()]
-    memory, logits = None, []
-    for start in range(0, 75, 7):
-        output = model(ids[:, start : start + 7], attention_mask=mask[:, start : start + 7], past_key_values=memory)
-        memory = output.past_key_values
-        logits.append(output.logits)
-    assert same(torch.cat(logits, 1)[mask.bool()], whole, 1e-9)
+    logits, memory = chunked(model, ids, 7, mask)
+    assert same(logits[mask.bool()], model(ids, attention_mask=mask).logits[mask.bool()], 1e-9)
     assert set(memory.local) == {1} and memory.local[1][0].shape[2] == 75
     assert set(memory.state.layers) == {0, 2} and memory.tokens_read == [75, 62]
     names = {name for name, _ in model.named_parameters() if "lora_" in name}
@@ -253,8 +233,9 @@ def test_the_papers_rule_takes_whole_documents(make_base, ids):
         model = get_peft_model(
             make_base("llama_gqa"), adapter_config("cacheformer_on_base", selection="paper_block")
         ).eval()
-    (q, k, v, mixed), memory = layer_tensors(model, 1, ids[:1])
-    turn = rotation(find_decoder(unwrap(model)))
+    q, k, v, mixed = projections(model, 1, ids[:1])
+    decoder = find_decoder(unwrap(model))
+    turn, memory = rotation(decoder), attention_modules(decoder)[1].memory
     positions = torch.arange(75)[None]
     expected, _ = naive(
         memory.options, memory.active_parts, Projected(turn(q, positions), turn(k, positions), v, q, k), turn
@@ -289,21 +270,6 @@ def test_the_papers_rule_can_be_trained(make_model, ids):
 
 
 # What is refused
-
-
-@pytest.mark.parametrize(
-    ("base", "changes", "message"),
-    [
-        ("mistral", {"window_tokens": 12}, "more than the 9 tokens that this base's layers see"),
-        ("llama_gqa", {"pool_tokens": 6}, "must divide window_tokens"),
-        ("llama_gqa", {"layers": [3]}, "Layers .3. do not exist"),
-        ("llama_gqa", {"segment_tokens": 0}, "segment_tokens must be at least 1"),
-        ("llama_gqa", {"select_rows": 9}, "select_rows 9 is more than window_tokens 8"),
-    ],
-)
-def test_options_that_do_not_fit(make_base, base, changes, message):
-    with pytest.raises(ValueError, match=message):
-        get_peft_model(make_base(base), adapter_config("cacheformer_on_base", **changes))
 
 
 def test_what_a_memory_cannot_do(make_model, ids):

@@ -12,7 +12,14 @@ from cacheformer_models import random_ids, recorded_model, recorded_name, tiny_c
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from cacheformers import CacheFormerConfig, CacheFormerForCausalLM, CacheFormerModel
+import cacheformers
+from cacheformers import (
+    CacheFormerConfig,
+    CacheFormerForCausalLM,
+    CacheFormerModel,
+    CacheFormerOnBaseConfig,
+    NeurocacheConfig,
+)
 from cacheformers.methods.cacheformer.configuration import SIZES, VARIANTS
 
 CAUSAL = ["previous_block", "token", "prefix"]
@@ -29,13 +36,11 @@ def gap(left, right):
 @pytest.mark.parametrize(("size", "count"), [("122m", 122_523_460), ("23m", 23_377_152), ("35m", 34_934_016)])
 def test_the_papers_sizes(size, count):
     """Exactly, in every row of the ablation; an overlap projection of its own would add 3,072 to the first."""
-    for variant in VARIANTS:
-        with torch.device("meta"):
-            assert CacheFormerForCausalLM(CacheFormerConfig.preset(size, variant)).num_parameters() == count
-    layers = SIZES[size]["num_hidden_layers"]
     with torch.device("meta"):
+        for variant in VARIANTS:
+            assert CacheFormerForCausalLM(CacheFormerConfig.preset(size, variant)).num_parameters() == count
         own = CacheFormerForCausalLM(CacheFormerConfig.preset(size, shared_projection=False))
-    assert own.num_parameters() == count + layers * 64 * 4
+    assert own.num_parameters() == count + SIZES[size]["num_hidden_layers"] * 64 * 4
 
 
 def test_presets_are_what_they_are_called():
@@ -43,12 +48,8 @@ def test_presets_are_what_they_are_called():
     assert options["transformer_ls"].branches == ("short", "long")
     assert options["overlap"].branches == ("short", "long", "overlap")
     assert options["cache_k5u3"].branches == ("short", "long", "cache")
-    assert [options[name].retrieved for name in ("cache_k3u1", "cache_k5u1", "cache_k7u1", "cache_k5u3")] == [
-        3,
-        5,
-        7,
-        15,
-    ]
+    retrieved = {name: options[f"cache_{name}"].retrieved for name in ("k3u1", "k5u1", "k7u1", "k5u3")}
+    assert retrieved == {"k3u1": 3, "k5u1": 5, "k7u1": 7, "k5u3": 15}
     assert options["overlap_cache_k7u1"].branches == ("short", "long", "overlap", "cache")
     assert CacheFormerConfig.preset("23m", selection="token").selection == "token"
     with pytest.raises(ValueError, match="size must be one of 122m, 23m, 35m, got '1b'"):
@@ -503,3 +504,29 @@ def test_compiled():
 def test_configurations_that_contradict_themselves(changes, message):
     with pytest.raises(ValueError, match=message):
         CacheFormerForCausalLM(tiny_config(**changes))
+
+
+def test_a_preset_has_no_other_fields():
+    with pytest.raises(ValueError, match="has no field top_k, windows_tokens"):
+        CacheFormerConfig.preset("23m", top_k=3, windows_tokens=64)
+
+
+@pytest.mark.parametrize("kind", [CacheFormerConfig, CacheFormerOnBaseConfig, NeurocacheConfig])
+def test_a_configuration_is_printed_whole(kind):
+    shown = str(kind())
+    assert f'"model_type": "{kind.model_type}"' in shown and "hidden_size" in shown and '"topk"' in shown
+
+
+@pytest.mark.parametrize(("shape", "message"), [((1, 0), "empty"), ((0, 9), "empty"), ((9,), r"tensor \[rows, time\]")])
+def test_ids_are_rows_of_tokens(make_model, shape, message):
+    ids = torch.zeros(shape, dtype=torch.long)
+    for call in (tiny_model(), make_model("llama_gqa", method="cacheformer_on_base"), tiny_model().generate):
+        with torch.no_grad(), pytest.raises(ValueError, match=message):
+            call(ids)
+
+
+def test_what_else_is_refused():
+    with pytest.raises(ValueError, match=r"position_ids has shape \(1, 9\), but there are 20 tokens"):
+        tiny_model()(random_ids(1, 20), position_ids=torch.arange(9)[None])
+    with pytest.raises(ValueError, match="a model of its own: its memory is .* past_key_values"):
+        cacheformers.read(tiny_model(), random_ids(1, 20), progress=False)

@@ -54,16 +54,6 @@ def gate_means(parts, inputs):
     return torch.sigmoid(parts.logits(inputs[3]))[:, :, WINDOW:].mean((0, 2))
 
 
-@torch.no_grad()
-def test_threshold_zero_is_what_was_trained():
-    options = options_for(threshold=0.0)
-    parts, inputs = parts_for(options), random_inputs(2, 23)
-    with torch.enable_grad():
-        trained, _ = stream(options, parts, inputs, training=True)
-    output, _ = stream(options, parts, inputs)
-    assert close(output, trained)
-
-
 def test_padding_in_training():
     options = options_for()
     parts, inputs = parts_for(options), [tensor.requires_grad_() for tensor in random_inputs(2, 23)]
@@ -119,24 +109,6 @@ def test_steps_after_detach_do_not_reach_back():
     output, _ = stream(options, parts, since(inputs, 10), memory=memory, training=True)
     gradient = torch.autograd.grad(output.sum(), inputs[1])[0]
     assert torch.count_nonzero(gradient[:, :, :10]) == 0 and torch.count_nonzero(gradient[:, :, 10:]) > 0
-
-
-@torch.no_grad()
-def test_rows_with_a_fixed_head_are_chosen_cloned_and_saved():
-    options = options_for(far_heads=((0, (1,)),))
-    parts, inputs, rows = parts_for(options), random_inputs(3, 30), [2, 0, 2]
-    whole, _ = stream(options, parts, inputs)
-    _, memory = stream(options, parts, upto(inputs, 17))
-    twin, saved = memory.clone(), memory.clone()
-    first, _ = stream(options, parts, since(inputs, 17), memory=memory)
-    twin.select(rows)
-    chosen, _ = stream(options, parts, [t[rows] for t in since(inputs, 17)], memory=twin, chunks=[1] * 13)
-    assert close(first, whole[:, 17:]) and close(chosen, whole[rows, 17:])
-    tensors = saved.state_dict()
-    saved.state = options.new_state(3, DEVICES, torch.float64)
-    saved.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, "cpu")
-    again, _ = stream(options, parts, since(inputs, 17), memory=saved)
-    assert close(again, whole[:, 17:])
 
 
 @torch.no_grad()
@@ -268,29 +240,6 @@ def test_local_heads_drop_what_is_far():
 def test_heads_are_fixed_by_their_mean_gates(gate_per, means, expected):
     options = fix_heads(options_for(gate_per=gate_per), {0: torch.tensor(means)})
     assert options.far_heads == ((0, expected),) and options.fixed(0) == expected
-
-
-# Options
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"window_tokens": 0}, "window_tokens must be at least 1"),
-        ({"gate_hidden": 0}, "gate_hidden must be at least 1"),
-        ({"gate_per": "token"}, "gate_per must be one of"),
-        ({"gate_choice": "hard"}, "gate_choice must be one of"),
-        ({"gate_temperature": 0.0}, "gate_temperature must be positive"),
-        ({"sparsity_sign": "-"}, "sparsity_sign must be one of"),
-        ({"mean_weight": -1.0}, "mean_weight must be at least 0"),
-        ({"threshold": 0.6}, "between 0 and 0.5"),
-        ({"far_heads": ((0, (2,)),)}, "2 kv heads"),
-        ({"far_heads": ((1, (0,)),)}, "method's layers are"),
-    ],
-)
-def test_wrong_options(changes, message):
-    with pytest.raises(ValueError, match=message):
-        options_for(**changes)
 
 
 def test_what_a_state_cannot_do():

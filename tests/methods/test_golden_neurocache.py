@@ -32,14 +32,11 @@ def test_every_segment(base, name):
     tensors, model = fixture.tensors, adapted(fixture)
     memory = cacheformers.new_memory(model, 2)
     probe = fixture.meta["probe_segment"]
-    for segment in range(1, len(fixture.meta["segment_lengths"]) + 1):
-        memory.reset(fixture.restarts(segment))
+    for segment, ids in fixture.segments(memory):
         if segment == probe:
             check_entries(fixture, segment, "before", memory.state)
         with watch(model) as seen:
-            output = model(
-                fixture.inputs(segment), past_key_values=memory, use_cache=False, output_hidden_states=segment == probe
-            )
+            output = model(ids, past_key_values=memory, use_cache=False, output_hidden_states=segment == probe)
         if f"seg{segment}.logits" in tensors:
             assert_close(f"seg{segment}.logits", output.logits, tensors[f"seg{segment}.logits"], fixture.tolerance)
         check_entries(fixture, segment, "after", memory.state)
@@ -49,6 +46,9 @@ def test_every_segment(base, name):
             for layer, hidden in enumerate(output.hidden_states):
                 label = f"seg{segment}.hidden_states.{layer}"
                 assert_close(label, hidden, tensors[label], fixture.tolerance)
+    with model.disable_adapter():
+        logits = model(ids).logits
+    assert_close("base_logits_last_seg", logits, tensors["base_logits_last_seg"], fixture.tolerance)
 
 
 def check_entries(fixture, segment, when, state):
@@ -92,16 +92,6 @@ def check_probe(fixture, segment, seen):
             assert_close(label, ours, tensors[label], fixture.tolerance)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(("base", "name"), cases("segments"))
-def test_base_without_memory(base, name):
-    fixture = load(base, name)
-    model = adapted(fixture)
-    with model.disable_adapter():
-        logits = model(fixture.inputs(len(fixture.meta["segment_lengths"]))).logits
-    assert_close("base_logits_last_seg", logits, fixture.tensors["base_logits_last_seg"], fixture.tolerance)
-
-
 @pytest.mark.parametrize("earlier", [False, True], ids=["last segment", "every segment"])
 @pytest.mark.parametrize(("base", "name"), cases("segments"))
 def test_training_step(base, name, earlier):
@@ -112,9 +102,7 @@ def test_training_step(base, name, earlier):
         parameter.requires_grad_(True)
     memory = cacheformers.new_memory(model, 2)
     last = len(fixture.meta["segment_lengths"])
-    for segment in range(1, last + 1):
-        memory.reset(fixture.restarts(segment))
-        ids = fixture.inputs(segment)
+    for segment, ids in fixture.segments(memory):
         with torch.set_grad_enabled(earlier or segment == last):
             output = model(ids, past_key_values=memory, use_cache=False, labels=ids)
     output.loss.backward()
@@ -136,9 +124,7 @@ def test_sixteen_bit_entries(base, name):
     tensors, model = fixture.tensors, adapted(fixture)
     memory = cacheformers.new_memory(model, 2)
     same = []
-    for segment in range(1, len(fixture.meta["segment_lengths"]) + 1):
-        memory.reset(fixture.restarts(segment))
-        ids = fixture.inputs(segment)
+    for segment, ids in fixture.segments(memory):
         with watch(model) as seen:
             logits = model(ids, past_key_values=memory, use_cache=False).logits
         for number, layer in enumerate(fixture.retrieval_map):
@@ -178,15 +164,6 @@ def test_generate(base, name, kind):
     assert_entries_close("key_db_after", keys, tensors[f"{kind}.key_db_after"])
     assert output.past_key_values.state.written.tolist() == tensors[f"{kind}.db_index_after"].tolist()
     assert memory.state.written.tolist() == [32, 32]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("base", "name"), cases("generate"))
-def test_generated_text_in_one_pass(base, name):
-    fixture = load(base, name)
-    tensors, model = fixture.tensors, adapted(fixture)
-    document = torch.cat([fixture.inputs(1), fixture.inputs(2)], 1)
-    memory = cacheformers.read(model, document, progress=False)
     logits = model(tensors["update.sequences"][:, :-1], past_key_values=memory, use_cache=False).logits
     assert_close("onepass.logits", logits, tensors["onepass.logits"], fixture.tolerance)
 

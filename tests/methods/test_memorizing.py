@@ -4,9 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import adapter_config
-from peft import get_peft_model
-from torch.nn.functional import cross_entropy
+from memories import projections
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -47,27 +45,17 @@ def attention_of(model, layer):
 
 def observe(model, ids, layer):
     """Queries, keys and values as the projections give them, local attention and the mixture, each `[2, 75, ...]`."""
-    attention = attention_of(model, layer)
-    memory, pieces, seen = attention.memory, [], {name: [] for name in "qkv"}
+    memory, local = attention_of(model, layer).memory, []
     method = memory.method
 
     def watched(*arguments):
-        *_, inputs = arguments
-        mixed = method.attend(*arguments)
-        pieces.append((inputs.local, mixed))
-        return mixed
+        local.append(arguments[-1].local[0])
+        return method.attend(*arguments)
 
     memory.method = replace(method, attend=watched)
-    handles = [
-        getattr(attention, f"{name}_proj").register_forward_hook(lambda *call, name=name: seen[name].append(call[-1]))
-        for name in "qkv"
-    ]
-    model(ids)
+    q, k, v, mixed = (states.transpose(1, 2) for states in projections(model, layer, ids))
     memory.method = method
-    for handle in handles:
-        handle.remove()
-    projected = [torch.cat(seen[name], 1).unflatten(2, (-1, memory.options.base.head_dim)) for name in "qkv"]
-    return *projected, torch.cat([local for local, _ in pieces], 1), torch.cat([mixed for _, mixed in pieces], 1)
+    return q, k, v, torch.cat(local, 1), mixed
 
 
 def expected(model, layer, q, k, v, local):
@@ -108,50 +96,10 @@ def test_gradients_equal_the_specifications(make_memorizing, ids, base, ablation
         assert float((left - right).norm()) < 1e-10 * float(right.norm())
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("base", ["llama_gqa", "opt"])
-def test_bfloat16_loses_little(make_memorizing, ids, base):
-    model = make_memorizing(base, torch.bfloat16)
-    assert cacheformers.new_memory(model, 2).state.rings[1].keys.dtype == torch.float32
-    whole = cross_entropy(model(ids).logits.float().flatten(0, 1), ids.flatten())
-    for size in (1, 7, 17):
-        memory, logits = None, []
-        for part in ids.split(size, 1):
-            output = model(part, past_key_values=memory)
-            memory = output.past_key_values
-            logits.append(output.logits)
-        assert logits[0].dtype == torch.bfloat16
-        loss = cross_entropy(torch.cat(logits, 1).float().flatten(0, 1), ids.flatten())
-        assert abs(float(loss - whole)) < 1e-2 * float(whole)
-
-
-@torch.no_grad()
-def test_documents_of_one_segment_are_as_without(make_memorizing, make_base, ids):
-    model = make_memorizing("llama_gqa", target_modules=[])
-    assert torch.equal(model(ids[:, :16]).logits, make_base("llama_gqa")(ids[:, :16]).logits)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("search", ["faiss", "auto", "faiss:Flat"])
-def test_search_back_ends_agree(make_memorizing, ids, search):
-    exact = make_memorizing("llama_gqa", torch.float32)(ids).logits
-    found = make_memorizing("llama_gqa", torch.float32, search=search)(ids).logits
-    assert float((found - exact).abs().max() / exact.abs().max()) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"attention_layers": [3]}, "layers 0 to 2"),
-        ({"attention_layers": [1, 1]}, "each once"),
-        ({"topk": 50}, "must not exceed cache_size 40"),
-        ({"gate_start": float("nan")}, "finite"),
-        ({"search": "magic"}, "unknown search"),
-    ],
-)
-def test_options_that_make_no_sense(make_base, options, message):
-    with pytest.raises(ValueError, match=message):
-        get_peft_model(make_base("llama_gqa"), adapter_config("memorizing", **options))
+def test_half_precision_stores_single(make_memorizing, base):
+    memory = cacheformers.new_memory(make_memorizing(base, torch.bfloat16), 2)
+    assert memory.state.rings[1].keys.dtype == torch.float32
 
 
 def test_the_papers_layer():

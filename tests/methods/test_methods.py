@@ -5,28 +5,13 @@ import math
 import pytest
 import torch
 from gated_cases import mean_gates, recorded_reads
+from memories import projections
 from peft import PeftModel, get_peft_model
 
 import cacheformers
 from cacheformers.methods import infini_attention
 from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
 from cacheformers.training.optim import Rates, parameter_groups
-
-
-def projections(model, layer, ids):
-    """What W_q, W_k and W_v of a layer give, and what W_o is given, `[rows, heads, time, d_head]`."""
-    attention = attention_modules(find_decoder(unwrap(model)))[layer]
-    seen = {name: [] for name in "qkvo"}
-    output = attention.out_proj if hasattr(attention, "out_proj") else attention.o_proj
-    handles = [output.register_forward_pre_hook(lambda module, args: seen["o"].append(args[0]))]
-    for name in "qkv":
-        module = getattr(attention, f"{name}_proj")
-        handles.append(module.register_forward_hook(lambda *call, name=name: seen[name].append(call[-1])))
-    model(ids)
-    for handle in handles:
-        handle.remove()
-    size = attention.head_dim
-    return [torch.cat(seen[name], 1).unflatten(2, (-1, size)).transpose(1, 2) for name in "qkvo"]
 
 
 @torch.no_grad()
@@ -131,9 +116,7 @@ def test_what_gates_add_to_the_loss(make_model, ids):
     assert model(ids[:, :40]).past_key_values.state.loss is None
 
 
-def test_bases_on_which_gates_cannot_open_on_everything(make_base, make_model, config_factory, ids):
-    with pytest.raises(ValueError, match="see only 9 tokens back.*sliding_window=None"):
-        get_peft_model(make_base("mistral"), config_factory(method="gated_attention"))
+def test_gates_reach_no_further_than_learned_positions(make_model, ids):
     with pytest.raises(ValueError, match="64 positions.*too long"):
         make_model("opt", method="gated_attention")(ids)
 

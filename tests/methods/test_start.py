@@ -60,17 +60,14 @@ def test_entries_keep_the_main_directions_and_give_back_the_states(make_base, co
         above = states_of(model, 2, chosen)
         back = torch.linalg.lstsq(entries, above).solution  # [d, h]
         for name in "kv":
-            expected = entries @ back @ own_weight(getattr(attention, f"{name}_proj")).T
+            linear = getattr(attention, f"{name}_proj")
+            own = linear.get_base_layer() if hasattr(linear, "get_base_layer") else linear  # without LoRA
+            expected = entries @ back @ own.weight.T
             ours = entries @ getattr(memories[2].parts("default"), name).weight.T
             assert float((ours - expected).norm() / expected.norm()) < 0.1
     assert not torch.equal(memories[2].parts("default").k.weight, keys_before)
     assert torch.equal(model(chosen[0][None]).logits, before), "gates are closed: still the base"
     assert model.training is False
-
-
-def own_weight(linear):
-    """A projection's own weight, without LoRA."""
-    return (linear.get_base_layer() if hasattr(linear, "get_base_layer") else linear).weight
 
 
 def test_bad_input(make_base, config_factory):

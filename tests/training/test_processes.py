@@ -21,11 +21,11 @@ STEPS = 20
 SETTINGS = ("--lanes=4", f"--steps={STEPS}", "--checkpoint_every=5", "--memory_rate=1e-2", "--lora_rate=1e-2")
 
 
-@pytest.fixture
-def alone(documents):
+@pytest.fixture(scope="module")
+def alone(built_documents):
     """The same run as one process, which has twice the lanes of each of two."""
-    train_adapt.main(arguments(documents, *SETTINGS, output="alone"))
-    return documents / "alone"
+    train_adapt.main(arguments(built_documents, *SETTINGS, output="alone"))
+    return built_documents / "alone"
 
 
 def loss_curve(folder):
@@ -90,12 +90,10 @@ run.write_own = lambda *given: (time.sleep(0.3 * rank), write(*given))
     assert largest_difference(documents / "adapter", documents / "whole") == 0
 
 
-def test_lanes_follow_the_seed_and_not_the_processes(documents, capsys):
-    """A checkpoint of two processes is refused by one."""
+def test_a_checkpoint_of_two_processes_is_refused_by_one(documents, refused):
     run(arguments(documents, *SETTINGS, "--stop_after=1e-9"), documents / "two.log", 2)
-    with pytest.raises(SystemExit):
-        train_adapt.main(arguments(documents, *SETTINGS, "--resume"))
-    assert "processes (2 in the checkpoint, 1 here)" in capsys.readouterr().err
+    said = refused(train_adapt.main, arguments(documents, *SETTINGS, "--resume"))
+    assert "processes (2 in the checkpoint, 1 here)" in said
 
 
 @pytest.mark.parametrize("sharding", ["none", "fsdp2"])
@@ -155,17 +153,11 @@ def test_what_does_not_go_together_is_refused(documents, more, message):
     assert message in recipe.output()
 
 
-def test_one_process_cannot_be_divided(documents, capsys):
-    with pytest.raises(SystemExit):
-        train_adapt.main(arguments(documents, *SETTINGS, "--sharding=fsdp2"))
-    assert "start it with torchrun" in capsys.readouterr().err
-
-
-def test_deepspeed_is_refused(documents, capsys, monkeypatch):
+def test_other_ways_to_start_are_refused(documents, refused, monkeypatch):
+    assert "start it with torchrun" in refused(train_adapt.main, arguments(documents, *SETTINGS, "--sharding=fsdp2"))
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")  # as accelerate launch sets it
-    with pytest.raises(SystemExit):
-        train_adapt.main(arguments(documents, *SETTINGS))
-    assert "DeepSpeed is not supported: start with torchrun" in capsys.readouterr().err
+    said = refused(train_adapt.main, arguments(documents, *SETTINGS))
+    assert "DeepSpeed is not supported: start with torchrun" in said
 
 
 @pytest.mark.slow

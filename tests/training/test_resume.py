@@ -26,46 +26,29 @@ SETTINGS = (
 WINDOW = ("--local_window=sliding", "--window_tokens=10", "--sink_tokens=3")
 
 
-@pytest.fixture
-def uninterrupted(documents):
-    train_adapt.main(arguments(documents, *SETTINGS, output="whole"))
-    return documents / "whole"
+@pytest.fixture(scope="module")
+def uninterrupted(built_documents):
+    train_adapt.main(arguments(built_documents, *SETTINGS, output="whole"))
+    return built_documents / "whole"
 
 
-def killed_and_resumed(documents, before, processes=1, settings=SETTINGS):
-    """Kill a run as `before` says, look at what it left, and let another go on from it to the end."""
-    recipe = Recipe(arguments(documents, *settings), documents / "killed.log", processes, before)
-    assert -9 in recipe.wait(), recipe.output()
+MOMENTS = {
+    **{f"file {n}": AT_FILES.format(rank=0, moment=n, events=TOUCHES) for n in (9, 21, 1, 3, 7, 13, 17, 25, 40)},
+    # The fourth also takes an old checkpoint away.
+    **{f"rename {n}": AT_FILES.format(rank=0, moment=n, events=("os.rename",)) for n in (2, 4)},
+    **{f"forward {n}": IN_FORWARD.format(rank=0, moment=n, signal=9) for n in (30, 700)},
+}
+FAST = ("file 9", "file 21")
+
+
+@pytest.mark.parametrize("moment", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in MOMENTS])
+def test_killed_at_a_file_or_in_a_forward(documents, uninterrupted, moment):
+    """What it leaves is whole, and another run goes on from it to the end."""
+    recipe = Recipe(arguments(documents, *SETTINGS), documents / "killed.log", before=MOMENTS[moment])
+    assert recipe.wait() == [-9], recipe.output()
     check_checkpoints(documents / "adapter", documents / "base")
     assert not (documents / "adapter" / "adapter_config.json").exists()
-    run(arguments(documents, *settings, "--resume"), documents / "resumed.log", processes)
-
-
-@pytest.mark.parametrize("moment", [9, 21])
-def test_killed_while_a_checkpoint_is_written(documents, uninterrupted, moment):
-    killed_and_resumed(documents, AT_FILES.format(rank=0, moment=moment, events=TOUCHES))
-    assert largest_difference(documents / "adapter", uninterrupted) <= 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", [1, 3, 7, 13, 17, 25, 40])
-def test_killed_at_a_file(documents, uninterrupted, moment):
-    killed_and_resumed(documents, AT_FILES.format(rank=0, moment=moment, events=TOUCHES))
-    assert largest_difference(documents / "adapter", uninterrupted) <= 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", [2, 4])
-def test_killed_at_a_rename(documents, uninterrupted, moment):
-    """The fourth also takes an old checkpoint away."""
-    killed_and_resumed(documents, AT_FILES.format(rank=0, moment=moment, events=("os.rename",)))
-    assert largest_difference(documents / "adapter", uninterrupted) <= 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", [30, 700])
-def test_killed_in_a_forward(documents, uninterrupted, moment):
-    killed_and_resumed(documents, IN_FORWARD.format(rank=0, moment=moment, signal=9))
+    run(arguments(documents, *SETTINGS, "--resume"), documents / "resumed.log")
     assert largest_difference(documents / "adapter", uninterrupted) <= 1e-6
 
 
@@ -111,18 +94,12 @@ def test_asked_to_stop_by_a_signal(documents, uninterrupted):
     assert largest_difference(documents / "adapter", uninterrupted) == 0
 
 
-def test_streamed_documents_go_on(documents):
-    stream = (*SETTINGS, "--stream", "--shuffle_block=4")
-    train_adapt.main(arguments(documents, *stream, output="whole"))
-    while not (documents / "adapter" / "adapter_config.json").exists():
-        train_adapt.main(arguments(documents, *stream, "--resume", "--stop_after=1e-9"))
-    assert largest_difference(documents / "adapter", documents / "whole") == 0
-
-
 @pytest.mark.parametrize(
     "more",
     [
         ("--method=lora",),
+        ("--stream", "--shuffle_block=4"),
+        *(("--dtype=bfloat16", "--device=cpu", f"--quantize={kind}") for kind in ("none", "nf4", "int8")),
         ("--optimizer=adafactor",),
         ("--activation_checkpointing",),
         ("--hit_scores=true", "--memory_start=states"),
@@ -133,6 +110,9 @@ def test_other_runs_resume_too(documents, more):
     train_adapt.main(arguments(documents, *SETTINGS, *more, output="whole"))
     for _ in range(3):
         train_adapt.main(arguments(documents, *SETTINGS, *more, "--resume", "--stop_after=1e-9"))
+    checkpoint = Checkpoints(documents / "adapter" / "checkpoints").newest()
+    assert checkpoint is not None and checkpoint.name == "step-00000003"
+    assert all("lora_" in name for name in load_file(checkpoint / "adapter_model.safetensors"))
     train_adapt.main(arguments(documents, *SETTINGS, *more, "--resume"))
     assert largest_difference(documents / "adapter", documents / "whole") == 0
 
@@ -140,11 +120,9 @@ def test_other_runs_resume_too(documents, more):
 # What is refused
 
 
-def test_other_settings_are_refused(documents, capsys):
+def test_other_settings_are_refused(documents, refused):
     train_adapt.main(arguments(documents, *SETTINGS))
-    with pytest.raises(SystemExit):
-        train_adapt.main(arguments(documents, *SETTINGS, "--resume", "--topk=5", "--memory_rate=2e-2"))
-    said = capsys.readouterr().err
+    said = refused(train_adapt.main, arguments(documents, *SETTINGS, "--resume", "--topk=5", "--memory_rate=2e-2"))
     assert "memory_rate (0.01 in the checkpoint, 0.02 here), topk (4 in the checkpoint, 5 here)" in said
     (documents / "base").rename(documents / "moved")
     moved = (*SETTINGS, "--resume", f"--base={documents / 'moved'}")
@@ -152,20 +130,16 @@ def test_other_settings_are_refused(documents, capsys):
     config = json.loads((documents / "moved" / "config.json").read_text())
     (documents / "moved" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
     write_documents(documents / "train.jsonl", 60, 90)
-    with pytest.raises(SystemExit):
-        train_adapt.main(arguments(documents, *moved))
-    said = capsys.readouterr().err
+    said = refused(train_adapt.main, arguments(documents, *moved))
     assert "base (" in said and "documents (" in said and "memory_rate" not in said
 
 
-def test_an_output_folder_with_checkpoints_is_not_overwritten_by_chance(documents, capsys):
+def test_an_output_folder_with_checkpoints_is_not_overwritten_by_chance(documents, refused):
     train_adapt.main(arguments(documents, *SETTINGS, "--stop_after=1e-9"))
-    with pytest.raises(SystemExit):
-        train_adapt.main(arguments(documents, *SETTINGS))
-    assert "holds checkpoints: add --resume to go on" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        train_adapt.main(arguments(documents, *SETTINGS, "--resume", "--overwrite"))
-    assert "Choose one of" in capsys.readouterr().err
+    said = refused(train_adapt.main, arguments(documents, *SETTINGS))
+    assert "holds checkpoints: add --resume to go on" in said
+    said = refused(train_adapt.main, arguments(documents, *SETTINGS, "--resume", "--overwrite"))
+    assert "Choose one of" in said
     train_adapt.main(arguments(documents, *SETTINGS, "--overwrite"))
     assert adapter_weights(documents / "adapter")
     train_adapt.main(arguments(documents, *SETTINGS, "--overwrite", "--stop_after=1e-9"))
@@ -196,12 +170,10 @@ def test_a_run_whose_last_checkpoint_fails_says_so(documents, monkeypatch, more)
         train_adapt.main(arguments(documents, *SETTINGS, *more))
 
 
-def test_two_runs_do_not_share_a_folder(documents, capsys):
+def test_two_runs_do_not_share_a_folder(documents, refused):
     checkpoints = Checkpoints(documents / "adapter" / "checkpoints")
     checkpoints.claim()
-    with pytest.raises(SystemExit):
-        train_adapt.main(arguments(documents, *SETTINGS))
-    assert "Another run writes into" in capsys.readouterr().err
+    assert "Another run writes into" in refused(train_adapt.main, arguments(documents, *SETTINGS))
     del checkpoints
     train_adapt.main(arguments(documents, *SETTINGS))
 
@@ -232,13 +204,11 @@ def test_what_was_passed_over_does_not_push_good_checkpoints_out(documents):
     assert checkpoints.newest() == second
 
 
-def test_damaged_checkpoints_alone_are_not_thrown_away(documents, capsys):
+def test_damaged_checkpoints_alone_are_not_thrown_away(documents, refused):
     train_adapt.main(arguments(documents, *SETTINGS, "--stop_after=1e-9"))
     (path,) = Checkpoints(documents / "adapter" / "checkpoints").paths()
     (path / "optimizer.safetensors").write_bytes(b"")
-    with pytest.raises(SystemExit):
-        train_adapt.main(arguments(documents, *SETTINGS, "--resume"))
-    assert path.exists() and "--overwrite" in capsys.readouterr().err
+    assert "--overwrite" in refused(train_adapt.main, arguments(documents, *SETTINGS, "--resume")) and path.exists()
 
 
 def test_a_full_disk(documents):
@@ -260,17 +230,3 @@ sys.addaudithook(watch)
     assert [path.name for path in (documents / "adapter" / "checkpoints").iterdir()] == ["step-00000002"]
     train_adapt.main(arguments(documents, *SETTINGS, "--resume"))
     assert adapter_weights(documents / "adapter")
-
-
-@pytest.mark.parametrize("quantize", ["none", "nf4", "int8"])
-def test_every_way_to_hold_the_base_is_saved_and_resumed(documents, quantize):
-    """Two steps, a checkpoint after each, and a second run that goes on from the first one's."""
-    held = (*SETTINGS, "--steps=4", f"--quantize={quantize}", "--dtype=bfloat16", "--device=cpu")
-    train_adapt.main(arguments(documents, *held, output="whole"))
-    for _ in range(2):
-        train_adapt.main(arguments(documents, *held, "--resume", "--stop_after=1e-9"))
-    checkpoint = Checkpoints(documents / "adapter" / "checkpoints").newest()
-    assert checkpoint is not None and checkpoint.name == "step-00000002"
-    assert all("lora_" in name for name in load_file(checkpoint / "adapter_model.safetensors"))
-    train_adapt.main(arguments(documents, *held, "--resume"))
-    assert largest_difference(documents / "adapter", documents / "whole") == 0

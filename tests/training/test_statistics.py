@@ -9,30 +9,25 @@ import cacheformers
 from cacheformers.training.statistics import memory_statistics, retrieval_statistics
 
 
-def test_gates_are_counted_by_size(make_model):
-    model = make_model("llama_gqa")
-    gates = [p for name, p in model.named_parameters() if "lora_mem_gate" in name]
-    sizes = [abs(float(torch.tanh(value))) for gate in gates for value in gate.detach()]
-    found = memory_statistics(model, [])
-    assert found["gate_mean"] == pytest.approx(sum(sizes) / len(sizes), rel=1e-6)
-    assert found["gate_max"] == pytest.approx(max(sizes), rel=1e-6)
-    assert found["gate_histogram"] == [sum(i <= 10 * size < i + 1 for size in sizes) for i in range(10)]
-    assert all(name.startswith("gate_") for name in found)
-    with model.disable_adapter():
-        base = model.unload()
-    assert memory_statistics(base, []) == {}
-
-
-@pytest.mark.parametrize(("method", "part"), [("infini_attention", "beta"), ("memorizing", "gate")])
-def test_shares_are_counted_by_size(make_model, method, part):
+@pytest.mark.parametrize(
+    ("method", "part", "prefix"),
+    [
+        ("neurocache", "gate", "gate"),
+        ("infini_attention", "beta", "share"),
+        ("memorizing", "gate", "share"),
+    ],
+)
+def test_gates_and_shares_are_counted_by_size(make_model, method, part, prefix):
     model = make_model("llama_gqa", method=method)
-    betas = [p for name, p in model.named_parameters() if f"lora_mem_{part}" in name]
-    shares = [float(torch.sigmoid(value)) for beta in betas for value in beta.detach()]
+    values = torch.cat([p.detach().flatten() for name, p in model.named_parameters() if f"lora_mem_{part}" in name])
+    sizes = (torch.tanh(values).abs() if prefix == "gate" else torch.sigmoid(values)).tolist()
     found = memory_statistics(model, [])
-    assert shares and found["share_mean"] == pytest.approx(sum(shares) / len(shares), rel=1e-6)
-    assert [found["share_min"], found["share_max"]] == pytest.approx([min(shares), max(shares)], rel=1e-6)
-    assert found["share_histogram"] == [sum(i <= 10 * share < i + 1 for share in shares) for i in range(10)]
-    assert all(name.startswith("share_") for name in found)
+    expected = {"mean": sum(sizes) / len(sizes), "max": max(sizes), **({} if prefix == "gate" else {"min": min(sizes)})}
+    for name, value in expected.items():
+        assert found[f"{prefix}_{name}"] == pytest.approx(value, rel=1e-6)
+    assert found[f"{prefix}_histogram"] == [sum(i <= 10 * size < i + 1 for size in sizes) for i in range(10)]
+    assert all(name.startswith(f"{prefix}_") for name in found)
+    assert memory_statistics(model.unload(), []) == {}
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.4])
@@ -56,29 +51,11 @@ def test_token_gates_of_the_last_step(make_model, ids, threshold):
     assert memory_statistics(model, []) == {}
 
 
-def test_ages_and_empty_places(make_model, ids):
-    """Three segments of 16 in a store of 40 entries; then row 1 begins anew and row 0 goes on."""
-    model = make_model("llama_gqa").train()
-    memory = cacheformers.new_memory(model, 2)
-    model(ids[:, :16], past_key_values=memory)
-    assert retrieval_statistics([memory]) == {"retrieved_none": 1.0}
-    model(ids[:, 16:48], past_key_values=memory)
-    memory.reset([1])
-    model(ids[:, 48:64], past_key_values=memory)
-    found = retrieval_statistics([memory, memory])
-
-    hits = memory.state.hits[1]  # [rows, 16, k]: row 0 has 40 of its 48 entries, of tokens 8 to 47
-    ages = [48 + token - (8 + int(hit)) for token in range(16) for hit in hits[0, token]]
-    assert bool((hits[1] == -1).all()) and found["retrieved_none"] == 0.5
-    ages = sorted(2 * ages)
-    assert found["retrieved_age"] == ages[len(ages) // 2] and abs(found["retrieved_age"] - median(ages)) <= 1
-    assert found["retrieved_age_90"] == ages[int(0.9 * (len(ages) - 1))]
-    assert min(ages) >= 1 and max(ages) <= 48 + 15 - 8
-
-
-def test_ages_in_a_memorizing_transformer(make_model, ids):
-    """Every query head searches by itself; row 1 begins anew, row 0 goes on and ends with a padded column."""
-    model = make_model("llama_gqa", method="memorizing").train()
+@pytest.mark.parametrize("method", ["neurocache", "memorizing"])
+def test_ages_and_empty_places(make_model, ids, method):
+    """Three segments of 16 in a store of 40 entries; then row 1 begins anew, row 0 goes on and ends with a padded
+    column. In a Memorizing Transformer every query head searches by itself."""
+    model = make_model("llama_gqa", method=method).train()
     memory = cacheformers.new_memory(model, 2)
     assert retrieval_statistics([memory]) == {}
     model(ids[:, :16], past_key_values=memory)
@@ -88,14 +65,16 @@ def test_ages_in_a_memorizing_transformer(make_model, ids):
     mask = torch.ones(2, 16, dtype=torch.long)
     mask[0, -1] = 0
     model(ids[:, 48:64], past_key_values=memory, attention_mask=mask)
-    found = retrieval_statistics([memory])
+    found = retrieval_statistics([memory, memory])
 
-    last = memory.state.last[1].unflatten(2, (4, 4))  # [rows, 16, heads, k]: row 0 has the tokens 8 to 47
-    assert bool((last[1] == -1).all()) and bool((last[0, -1] == -1).all())
-    ages = sorted(48 + token - (8 + int(hit)) for token in range(15) for hit in last[0, token].flatten())
-    assert len(ages) == 15 * 16 and found["retrieved_none"] == 16 / 31
-    assert found["retrieved_age"] == ages[len(ages) // 2] and min(ages) >= 1
+    # [rows, 16, k or heads * k]: row 0 has 40 of its 48 entries, of tokens 8 to 47
+    hits = memory.state.hits[1] if method == "neurocache" else memory.state.last[1]
+    assert bool((hits[1] == -1).all()) and (method == "neurocache" or bool((hits[0, -1] == -1).all()))
+    ages = sorted(2 * [48 + token - (8 + int(hit)) for token in range(15) for hit in hits[0, token]])
+    assert len(ages) == 2 * 15 * hits.shape[2] and found["retrieved_none"] == 16 / 31
+    assert found["retrieved_age"] == ages[len(ages) // 2] and abs(found["retrieved_age"] - median(ages)) <= 1
     assert found["retrieved_age_90"] == ages[int(0.9 * (len(ages) - 1))]
+    assert min(ages) >= 1 and max(ages) <= 48 + 15 - 8
 
 
 def test_methods_that_retrieve_nothing_have_no_ages(make_model, ids):
