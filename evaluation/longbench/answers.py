@@ -142,7 +142,8 @@ def remembered(
     else:
         texts = list({tuple(prompt.read): prompt.read for prompt in prompts}.values())  # the same one is read once
         memory = read(model, texts, progress=False, cache_size=cache_size)
-        memory.select([texts.index(prompt.read) for prompt in prompts])
+        if len(texts) < len(prompts):
+            memory.select([texts.index(prompt.read) for prompt in prompts])
     if prompts[0].shown is None:
         return memory
     return memory.with_window(max(len(prompt.asked) for prompt in prompts) + task.new_tokens)
