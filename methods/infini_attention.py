@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -186,7 +187,7 @@ class InfiniState(ColumnState):
     def reset(self, rows: Sequence[int]) -> None:
         for layer, held in self.held.items():
             index = torch.tensor(rows, dtype=torch.long, device=held.norm.device)
-            self.held[layer] = held.each(lambda tensor, index=index: tensor.index_fill(0, index, 0))
+            self.held[layer] = held.each(methodcaller("index_fill", 0, index, 0))
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         super().change(function)
@@ -204,7 +205,7 @@ class InfiniState(ColumnState):
         super().load_state_dict(tensors)
         for layer in self.held:
             saved = part(tensors, f"held.{layer}")
-            self.held[layer] = Compressed(**saved).each(lambda tensor, layer=layer: tensor.to(self.device(layer)))
+            self.held[layer] = Compressed(**saved).each(methodcaller("to", self.device(layer)))
 
     def device(self, layer: int) -> torch.device:
         return self.held[layer].norm.device
