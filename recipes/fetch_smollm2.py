@@ -44,8 +44,9 @@ def from_hub(out: Path) -> None:
     revision = HfApi().model_info(REPOSITORY, timeout=PATIENCE).sha
     with new_folder(out) as folder:
         print(f"Downloading {REPOSITORY} from the Hub (269 MB) ...", flush=True)
-        chosen = {"allow_patterns": [*WANTED], "ignore_patterns": ["*/*"]}
-        snapshot_download(REPOSITORY, revision=revision, local_dir=folder, **chosen)
+        snapshot_download(
+            REPOSITORY, revision=revision, local_dir=folder, allow_patterns=[*WANTED], ignore_patterns=["*/*"]
+        )
         shutil.rmtree(folder / ".cache", ignore_errors=True)  # where snapshot_download keeps its notes
         write_origin(folder, f"{REPOSITORY} from the Hub, revision {revision}")
 

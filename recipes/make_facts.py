@@ -54,12 +54,12 @@ def main() -> None:
     options = parser.parse_args()
     rng = random.Random(options.seed)
     (options.out / "records").mkdir(parents=True, exist_ok=True)
-    pool = []
+    pool: list[dict[str, Any]] = []
     for _ in range(options.documents):
         told, asked = facts(rng, rng.sample(NAMES.split(), 8), COLORS, THINGS)
         pool.append({"task": "facts", "context": "\n".join(told), "questions": asked})
     write_lines(options.out / "train.jsonl", pool)
-    records = []
+    records: list[dict[str, Any]] = []
     for play in options.plays:
         told, asked = facts(rng, PEOPLE, HELD_OUT_COLORS, HELD_OUT_THINGS)
         text = hidden(rng, play.read_text(encoding="utf-8").splitlines(), told, options.words)
