@@ -2,9 +2,9 @@
 
 python recipes/make_facts.py data/facts --plays data/plays/valid/hamlet.md data/plays/valid/king-lear.md
 
-`train.jsonl` is a pool for `train_adapt.py --questions`. `records/facts.jsonl` is a set for `eval_longbench.py`: five
-questions about the beginning of each play, which tells something of the same five people between its lines. None of
-these people and values is in the pool: nothing can have been learned by heart. `PLAY.txt` is what is read.
+`train.jsonl` is a pool for `train_adapt.py --questions`: who keeps, paints, finds, sells or fears what. A set for
+`eval_longbench.py` is `records/facts.jsonl`: five questions about the beginning of each play, which tells something of five
+people between its lines. Names and things are those of the pool; who has what is drawn anew. `PLAY.txt` is what is read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -27,20 +26,16 @@ KINDS = (
     ("At the market {name} sells a {value}.", "What does {name} sell at the market?"),
     ("{name} is afraid of a {value}.", "What is {name} afraid of?"),
 )
-# Values are two words: these in the pool, the held-out ones in the plays.
-COLORS = "red blue green yellow black white silver tiny broken wooden heavy dirty empty round clever sleepy"
+COLORS = "red blue green yellow black white silver tiny broken wooden heavy dirty strange round clever sleepy"
 THINGS = """
 dog cat horse goat parrot rabbit piano violin flute drum basket bottle hammer ladder candle mirror bicycle wagon boat
-anchor bell broom button carpet chair clock crown feather fork glove helmet jacket kettle key lamp needle pencil pillow
-pocket ring rope saddle shovel spoon stove sword table towel trumpet umbrella wheel whistle window blanket brush camera
+bell broom button carpet chair clock crown feather fork glove helmet jacket kettle key lamp needle pencil pillow
+pocket ring rope saddle shovel spoon stove sword table towel trumpet wheel whistle window blanket brush camera
 """
-HELD_OUT_COLORS = "golden purple orange brown pink"
-HELD_OUT_THINGS = "falcon turtle lizard monkey guitar clarinet lantern suitcase compass statue teapot wallet"
 NAMES = """
 Anna Boris Clara David Elena Frank Greta Henry Irene James Karen Louis Martha Nadia Oscar Paula Quentin Ruth Simon
 Tessa Urban Vera Walter Xenia Yusuf Zelda Alice Bruno Cecil Diana Edgar Fiona Gustav Helga Ivan Julia Klaus Laura
 """
-PEOPLE = ("Winifred", "Tobias", "Prudence", "Leopold", "Rosamund")
 
 
 def main() -> None:
@@ -56,12 +51,12 @@ def main() -> None:
     (options.out / "records").mkdir(parents=True, exist_ok=True)
     pool: list[dict[str, Any]] = []
     for _ in range(options.documents):
-        told, asked = facts(rng, rng.sample(NAMES.split(), 8), COLORS, THINGS)
+        told, asked = facts(rng, 16)
         pool.append({"task": "facts", "context": "\n".join(told), "questions": asked})
     write_lines(options.out / "train.jsonl", pool)
     records: list[dict[str, Any]] = []
     for play in options.plays:
-        told, asked = facts(rng, PEOPLE, HELD_OUT_COLORS, HELD_OUT_THINGS)
+        told, asked = facts(rng, 5)
         text = hidden(rng, play.read_text(encoding="utf-8").splitlines(), told, options.words)
         write_text(options.out / f"{play.stem}.txt", text)
         for fact, question in zip(told, asked, strict=True):
@@ -88,12 +83,13 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     write_text(path, "".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def facts(rng: random.Random, names: Sequence[str], colors: str, things: str) -> tuple[list[str], list[dict[str, Any]]]:
-    """Tell one fact about each person, and ask for it."""
+def facts(rng: random.Random, count: int) -> tuple[list[str], list[dict[str, Any]]]:
+    """Tell one fact about each of some people, and ask for it."""
     told, asked = [], []
-    for number, (name, thing) in enumerate(zip(names, rng.sample(things.split(), len(names)), strict=True)):
+    people, things = rng.sample(NAMES.split(), count), rng.sample(THINGS.split(), count)
+    for number, (name, thing) in enumerate(zip(people, things, strict=True)):
         fact, question = rng.choice(KINDS)
-        value = f"{rng.choice(colors.split())} {thing}"
+        value = f"{rng.choice(COLORS.split())} {thing}"
         told.append(fact.format(name=name, value=value))
         asked.append({"input": question.format(name=name), "answers": [value], "supports": [number]})
     return told, asked

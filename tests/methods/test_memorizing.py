@@ -49,7 +49,7 @@ def observe(model, ids, layer):
     method = memory.method
 
     def watched(*arguments):
-        local.append(arguments[-1].local[0])
+        local.append(arguments[-1].local)
         return method.attend(*arguments)
 
     memory.method = replace(method, attend=watched)
