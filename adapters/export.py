@@ -76,6 +76,8 @@ def export(
 def to_model(adapted: PeftModel) -> CompositeForCausalLM:
     """Convert an adapted model into a model class that computes the same. The adapted model is consumed."""
     config: Any = adapted.active_peft_config
+    if not is_method(config.peft_type):
+        raise ValueError(f"An adapter of type {config.peft_type} is active: only memories can be exported.")
     model = unwrap(adapted)
     if getattr(model, "is_quantized", False):
         raise ValueError("LoRA cannot be merged exactly into a quantized base: load the base without quantization.")

@@ -3,8 +3,9 @@
 python recipes/make_facts.py data/facts --plays data/plays/valid/hamlet.md data/plays/valid/king-lear.md
 
 `train.jsonl` is a pool for `train_adapt.py --questions`: who keeps, paints, finds, sells or fears what. A set for
-`eval_longbench.py` is `records/facts.jsonl`: five questions about the beginning of each play, which tells something of five
-people between its lines. Names and things are those of the pool; who has what is drawn anew. `PLAY.txt` is what is read.
+`eval_longbench.py` is `records/facts.jsonl`: five questions about the beginning of each play, which tells something of
+five people between its lines. Names and things are those of the pool; who has what is drawn anew. `PLAY.txt` is what
+is read.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ class GatedAttentionOptions(GatedAttentionSettings, MethodOptions):
             heads = {int(layer): tuple(heads) for layer, heads in (self.far_heads or {}).items()}  # JSON has text keys
             self.far_heads = tuple(sorted(heads.items()))
         check_at_least(1, self, "window_tokens", "segment_tokens")
-        if self.gate_hidden is not None:
-            check_at_least(1, self, "gate_hidden")
+        if self.gate_hidden is not None and self.gate_hidden < 1:
+            raise ValueError(f"gate_hidden must be at least 1, got {self.gate_hidden}: leave it out for a linear gate.")
         check_at_least(0, self, "sparsity_weight", "mean_weight")
         check_choices(
             self,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cacheformers.modeling.search.store import Entries
 
+SIMILARITIES = ("l2", "dot")
 TOLERANCE = 1e-6
 # Scores in float64 at a time, `[queries, entries]`.
 RECALL_SCORES = 1 << 22
@@ -39,6 +40,10 @@ class Search(ABC):
             entries are found, the hit is -1 and its score -inf; an exact search finds `min(topk, entries.count)`, an
             approximate one may find fewer.
         """
+        if similarity not in SIMILARITIES:
+            raise ValueError(f"similarity is {similarity!r}, it must be one of {', '.join(SIMILARITIES)}")
+        if topk < 1:
+            raise ValueError(f"topk is {topk}, it must be at least 1")
         found = min(topk, entries.count) if len(queries) else 0
         if found:
             # Autocast would round the products to half precision.
