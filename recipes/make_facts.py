@@ -1,4 +1,4 @@
-"""Write invented facts about people, for `make demo`: a pool to train with, and plays that hide some.
+"""Write invented facts about people: a pool to train with, and plays that hide some (docs/results/answers.md).
 
 python recipes/make_facts.py data/facts --plays data/plays/valid/hamlet.md data/plays/valid/king-lear.md
 
@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for the files")
     parser.add_argument("--plays", type=Path, nargs="+", required=True, help="texts to hide facts in")
-    parser.add_argument("--words", type=int, default=5_000, help="words that are read of each (default: %(default)s)")
+    parser.add_argument("--words", type=int, default=2_500, help="words that are read of each (default: %(default)s)")
     parser.add_argument("--documents", type=int, default=200, help="documents of the pool (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     options = parser.parse_args()
@@ -52,7 +52,7 @@ def main() -> None:
     (options.out / "records").mkdir(parents=True, exist_ok=True)
     pool: list[dict[str, Any]] = []
     for _ in range(options.documents):
-        told, asked = facts(rng, 16)
+        told, asked = facts(rng, 8)
         pool.append({"task": "facts", "context": "\n".join(told), "questions": asked})
     write_lines(options.out / "train.jsonl", pool)
     records: list[dict[str, Any]] = []

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import cacheformers
 from cacheformers import eval_longbench
+from cacheformers.evaluation.longbench import answers
 from cacheformers.evaluation.longbench.records import load_records
 
 TASKS = ("--tasks", "hotpotqa", "trec")
@@ -48,6 +49,30 @@ def test_open_gates_change_the_answers_by_what_was_read(bench, remembering):
         assert settings.get("memory_content", "own") == content
         assert settings["memory_prompt"]["max_length"] == 200
     assert len(set(found.values())) == 4
+
+
+def test_questions_about_the_same_text_share_its_reading(bench, remembering, monkeypatch):
+    """Three questions about two texts: a batch of three reads two, and answers as batches of one do."""
+    rows = [row("hotpotqa", number, 60) for number in range(3)]
+    rows[1]["context"] = rows[0]["context"]
+    write_rows(bench / "data" / "hotpotqa.jsonl", rows)
+    read, counts = answers.read, []
+    monkeypatch.setattr(
+        answers, "read", lambda model, texts, **more: counts.append(len(texts)) or read(model, texts, **more)
+    )
+    found = []
+    for batch in (1, 3):
+        more = (
+            f"--adapter={remembering}",
+            f"--batch={batch}",
+            "--max_length=4000",
+            "--overwrite",
+            "--tasks",
+            "hotpotqa",
+        )
+        eval_longbench.main(arguments(bench, *more, method="memory"))
+        found.append(predictions(bench, "remembering-memory"))
+    assert counts == [1, 1, 1, 2] and found[0] == found[1]
 
 
 def test_the_tail_is_the_end_of_the_prompt(bench, closed):

@@ -43,6 +43,9 @@ def document(task, number):
             {"input": "where?", "answers": [f"{number}"], "lines": 3},
             {"input": "who?", "answers": ["1"], "lines": 5},
         ]
+    if task == "facts":
+        context = "\n".join(f"fact {number} {line}" for line in range(5))
+        questions = [{"input": "who?", "answers": [f"{line}"], "supports": [line]} for line in range(5)]
     if task == "code":
         context = "\n".join(f"a line of code number {line}" for line in range(20))
         questions = []
@@ -86,6 +89,9 @@ def test_gold_passages_hold_the_answers(pool, task):
                 assert question.answer in "".join(passages)
             if task == "babi":
                 assert len(passages) in (3, 5) and all(text.startswith("fact ") for text in passages)
+            if task == "facts":
+                (passage,) = passages
+                assert passage.startswith("fact ") and passage.endswith(question.answer)
             if task == "abstract_tldr":
                 assert passages[0].startswith(question.answer) and re.fullmatch(r"Paragraph \d+", question.answer)
             if task == "intent":
