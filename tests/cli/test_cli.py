@@ -81,9 +81,9 @@ def test_from_book_to_answer(folder, model, tokenizer):
 READ = ["read", "long.txt", "-o", "long.memory", "--adapter", "adapter", "--checkpoint", "4"]
 
 
-def stopped_while_reading(folder, stop):
+def stopped_while_reading(folder, stop, words=6000):
     """Exit status and stderr of the command, which is sent a signal as soon as it has saved something."""
-    (folder / "long.txt").write_text(make_text(6000))
+    (folder / "long.txt").write_text(make_text(words))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-m", "cacheformers", *READ], cwd=folder, **pipes)
     index = folder / "long.memory" / "index.json"
@@ -109,7 +109,7 @@ def test_killed_reading_goes_on(folder, model, tokenizer):
 
 @pytest.mark.slow
 def test_control_c(folder, model):
-    status, errors = stopped_while_reading(folder, signal.SIGINT)
+    status, errors = stopped_while_reading(folder, signal.SIGINT, words=60_000)
     assert status == 130 and "Traceback" not in errors
     remedy = "What was saved stays; give the same command again to continue from there."
     assert errors.endswith(f"\ncacheformers read: stopped. {remedy}\n")
