@@ -89,7 +89,7 @@ def open_documents(
 def check_lengths(options: DataOptions, memory: Any) -> None:
     """Raise ValueError where documents may be longer than self-attention sees with these options of a memory."""
     most = memory.base.max_positions
-    if memory.window.positions > most and not (options.max_tokens and options.max_tokens <= most):
+    if memory.positions > most and not (options.max_tokens and options.max_tokens <= most):
         raise ValueError(
             f"Self-attention sees whole documents here, and the base model has {most} positions: give --max_tokens "
             f"{most} or less, to read only the beginning of each document."

@@ -61,7 +61,7 @@ def read(
         match_rows(decoder, memory, len(ids), options)
     most = decoder.config.max_position_embeddings
     longest = max(before + count for before, count in zip(memory.tokens_read, lengths.tolist(), strict=True))
-    if options.window.positions > most and longest > most:
+    if options.positions > most and longest > most:
         warnings.warn(
             f"This method does not restart positions, and the base model has {most:,}: it has not learned to read the "
             f"tokens after them, up to {longest:,}.",

@@ -31,7 +31,7 @@ def rotation(decoder: nn.Module) -> Rotate | None:
 
 
 def check_rotation(model: nn.Module, options: Any) -> None:
-    """Check, for a sliding window, that `rotation` turns the keys of every layer as the base model itself does.
+    """Check, where keys are moved, that `rotation` turns the keys of every layer as the base model itself does.
 
     Each layer makes keys of the same states at two ranges of positions; the first keys, turned, must equal the second.
     A base on the meta device cannot be tried, and passes.
@@ -39,7 +39,10 @@ def check_rotation(model: nn.Module, options: Any) -> None:
     Raises:
         ValueError: names the layers whose keys cannot be moved.
     """
-    if getattr(options, "local_window", None) != "sliding":
+    moving = "local_window='sliding'" if getattr(options, "local_window", None) == "sliding" else None
+    if getattr(options, "far_distance", 0):
+        moving = f"far_distance={options.far_distance}"
+    if moving is None:
         return
     decoder = find_decoder(model)
     config: Any = decoder.config
@@ -52,9 +55,9 @@ def check_rotation(model: nn.Module, options: Any) -> None:
             differing.append(layer)
     if differing:
         raise ValueError(
-            f"local_window='sliding' moves keys to new positions, but in layers {differing} of this "
+            f"{moving} moves keys to new positions, but in layers {differing} of this "
             f"{config.model_type} base keys do not turn with their positions as this package turns them (layers "
-            "without rotary positions, or channels that are paired in another way): use local_window='segment'."
+            "without rotary positions, or channels that are paired in another way): leave keys where they are."
         )
 
 

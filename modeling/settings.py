@@ -125,6 +125,11 @@ class MethodOptions:
         return method_of(self)
 
     @property
+    def positions(self) -> int:
+        """Positions that the base model must have to read a text of any length."""
+        return self.window.positions
+
+    @property
     def signature(self) -> dict[str, Any]:
         """What two models must share to exchange a memory: every option that is not marked as free to differ."""
         values = asdict(self)

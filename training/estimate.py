@@ -255,7 +255,7 @@ def segments_before(options: Any, work: Work) -> int:
     if options is None:
         return 0
     before, most = getattr(options, "cache_size", 0) // work.segment_tokens + 1, work.max_tokens
-    if options.window.positions > options.base.max_positions:
+    if options.positions > options.base.max_positions:
         most = min(most or options.base.max_positions, options.base.max_positions)
         before = most // work.segment_tokens
     if most is not None:

@@ -78,6 +78,7 @@ class CacheFormerOptions(CacheFormerSettings):
         heads, kv_heads, head_dim: shape of the layer's attention.
         tied: keys are also values.
         local_norm, global_norm: LayerNorm on the keys and values of tokens, and on compressed ones.
+        representatives, far_distance: see `CacheFormerOnBaseSettings`; only with `pretrained`.
         pretrained: for attention that was trained without this method. Keys are compressed before their rotation and
             then rotated to their segment's center. Only text wholly before the window is compressed or retrieved, so
             attention to a text of up to two windows stays as it was.
@@ -91,6 +92,9 @@ class CacheFormerOptions(CacheFormerSettings):
     global_norm: bool = True
     pretrained: bool = False
 
+    representatives = "compressed"  # not a field here: from scratch there is no other choice
+    far_distance = 0
+
     def __post_init__(self) -> None:
         kinds = {"int": (int,), "int | None": (int, type(None)), "bool": (bool,)}
         for entry in fields(self):
@@ -99,6 +103,8 @@ class CacheFormerOptions(CacheFormerSettings):
                 raise ValueError(f"{entry.name} must be {entry.type}, got {value!r}.")
         check_at_least(1, self, "heads", "kv_heads", "head_dim", "window_tokens", "pool_tokens", "pool_vectors", "topk")
         check_at_least(1, self, "neighbors")
+        if self.representatives == "mean":
+            self.pool_vectors = 1
         if self.select_rows is not None:
             check_at_least(1, self, "select_rows")
         if self.heads % self.kv_heads:
@@ -141,7 +147,7 @@ class CacheFormerOptions(CacheFormerSettings):
     @property
     def compresses(self) -> bool:
         """Whether any branch needs compressed segments."""
-        return self.long or self.overlap or self.cache
+        return self.long or self.overlap or (self.cache and self.representatives == "compressed")
 
     @property
     def causal(self) -> bool:
@@ -237,8 +243,8 @@ class Projected(NamedTuple):
     Attributes:
         q, k: rotated where the model rotates.
         v: None where keys are also values.
-        plain_q, plain_k: before rotation; None where nothing was rotated. Gates read `plain_q`, `pretrained` pools
-            `plain_k`.
+        plain_q, plain_k: before rotation; None where nothing was rotated. Gates and means of segments read `plain_q`,
+            `pretrained` pools `plain_k`.
         scaling: of the queries; None for `head_dim ** -0.5`.
     """
 
@@ -264,6 +270,10 @@ class Projected(NamedTuple):
         """Return the keys from which segments are compressed."""
         return self.plain_k if options.pretrained and self.plain_k is not None else self.k
 
+    def asking(self, options: CacheFormerOptions) -> Tensor | None:
+        """Return the queries that score segments, where they are not `q`."""
+        return self.plain_q if options.representatives == "mean" else None
+
     def each(self, change: Callable[[Tensor], Tensor]) -> Projected:
         """Apply a function to every tensor."""
         tensors = {name: part for name, part in self._asdict().items() if isinstance(part, Tensor)}
@@ -286,6 +296,8 @@ def pool(
 ) -> tuple[Tensor, Tensor | None]:
     """Compress each segment to r_s sums of its tokens, G_c, weighted by W_P of the keys.
 
+    With `representatives="mean"` the mean of the keys, without positions and without values, because it is only scored.
+
     Args:
         keys, values: tokens of segments, `[rows, kv_heads, segments, s, head_dim]`.
         numbers: of the segments, `[rows or 1, segments]`.
@@ -295,6 +307,8 @@ def pool(
     Returns:
         Keys and values `[rows, kv_heads, segments*r_s, head_dim]`, a segment's vectors side by side.
     """
+    if options.representatives == "mean":
+        return keys.mean(3), None
     assert parts.pool is not None
     size, half = options.pool_tokens, options.pool_tokens // 2
     projection = parts.overlap_pool if overlap and parts.overlap_pool is not None else parts.pool

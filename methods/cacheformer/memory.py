@@ -3,6 +3,10 @@
     near    the token's window and the whole previous window, w tokens each, attended to as the base does
     far     compressed segments, shifted ones, and retrieved tokens (`cacheformer.py`), wholly before those windows
 
+With `representatives="mean"` nothing is compressed and nothing has to be trained: segments are scored by the mean of
+their keys, as in InfLLM (Xiao et al. 2024, arXiv 2402.04617), and `far_distance` keeps retrieved tokens inside the
+positions that the base has learned.
+
 A text of up to two windows therefore gets the base's own attention. Keys are compressed before their rotation, then
 rotated to the middle of their segment; values carry no rotation. Compressed vectors share a softmax with the base's
 keys, so they are not normed, which would change their scale, unless `global_norm` asks for it.
@@ -28,7 +32,14 @@ from cacheformers.methods.cacheformer.state import CacheFormerState
 from cacheformers.modeling.attention import AttentionInputs, unrotated
 from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.modeling.memory import EVERYTHING, BaseShape, LocalWindow, MemoryState, SegmentCall, joined, part
-from cacheformers.modeling.settings import MethodOptions, MethodSettings, check_at_least, chosen_layers, setting
+from cacheformers.modeling.settings import (
+    MethodOptions,
+    MethodSettings,
+    check_at_least,
+    check_choices,
+    chosen_layers,
+    setting,
+)
 
 
 @dataclass(repr=False)  # transformers prints a configuration
@@ -38,6 +49,17 @@ class CacheFormerOnBaseSettings(CacheFormerSettings, MethodSettings):
     layers: list[int] | None = setting(None, "Layers with this attention; the others see everything. Default: all.")
     global_norm: bool = setting(
         False, "LayerNorm on compressed keys and values, as in the paper's models from scratch."
+    )
+    representatives: str = setting(
+        "compressed",
+        "What segments are scored by. 'compressed': their compressed vectors. 'mean': the mean of their keys before "
+        "rotation, asked by queries before rotation, which trains nothing; needs long=False and overlap=False.",
+    )
+    far_distance: int = setting(
+        0,
+        "Retrieved segments further than this before the window are read as if they began there, so that a base reads "
+        "texts beyond its positions. 0: at their true distance.",
+        free=True,
     )
     segment_tokens: int = setting(2048, "Tokens of one forward; bounds activations and changes no result.", free=True)
 
@@ -62,12 +84,42 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
         super().__post_init__()
         self.layers = chosen_layers(self.layers, self.base)
         check_at_least(1, self, "segment_tokens")
+        check_at_least(0, self, "far_distance")
+        check_choices(self, representatives=("compressed", "mean"))
+        if self.representatives == "mean" and (self.long or self.overlap):
+            raise ValueError(
+                "representatives='mean' shows no compressed segments, only retrieved tokens: set long=False and "
+                "overlap=False."
+            )
+        if self.far_distance:
+            self.check_far_distance()
         own = self.base.sliding_window
         if own is not None and self.window_tokens > own:
             raise ValueError(
                 f"window_tokens {self.window_tokens} is more than the {own} tokens that this base's layers see: choose "
                 f"window_tokens <= {own}."
             )
+
+    def check_far_distance(self) -> None:
+        """Raise ValueError unless retrieved tokens can be moved, and stay before the window and in known positions."""
+        if not self.base.rotary:
+            raise ValueError(
+                f"far_distance moves keys to other positions, which {self.base.model_type} cannot do (its positions "
+                "are learned embeddings): leave it out."
+            )
+        if self.long or self.overlap:
+            raise ValueError("far_distance moves retrieved tokens alone: set long=False and overlap=False.")
+        most = self.base.max_positions - 2 * self.window_tokens
+        if not self.pool_tokens <= self.far_distance <= most:
+            raise ValueError(
+                f"far_distance {self.far_distance} must be at least pool_tokens {self.pool_tokens}, and with two "
+                f"windows fit the base's {self.base.max_positions} positions: at most {most}."
+            )
+
+    @property
+    def positions(self) -> int:
+        """Positions that the base model must have."""
+        return 2 * self.window_tokens + self.far_distance if self.far_distance else EVERYTHING
 
     @property
     def near_tokens(self) -> int:
@@ -109,7 +161,7 @@ def attend_inputs(
         inputs.query,
         inputs.new_key,
         inputs.new_value,
-        None if parts.gate is None else inputs.plain_query,
+        inputs.plain_query if parts.gate is not None or options.representatives == "mean" else None,
         turned_back(inputs.new_key, inputs.rotation),
         inputs.scaling,
     )

@@ -32,7 +32,10 @@ def naive(
         long = [compress(options, parts, source, values, c, 0, rotate) for c in range(segments)]
         shifted = [compress(options, parts, source, values, c, half, rotate) for c in range(segments + 1)]
         heads = range(kv_head * group, (kv_head + 1) * group)
-        probabilities = [[segment_probabilities(options, queries[h, t], long, t) for t in range(time)] for h in heads]
+        asking = queries
+        if options.representatives == "mean" and projected.plain_q is not None:
+            asking = projected.plain_q[0] * projected.scale
+        probabilities = [[segment_probabilities(options, asking[h, t], long, t) for t in range(time)] for h in heads]
 
         chosen = [choose(options, probabilities, t, time) for t in range(time)]
         lists.append(chosen)
@@ -48,12 +51,24 @@ def naive(
                 branches["overlap"] = [
                     vector for j, vectors in enumerate(shifted) if j * s + half <= horizon for vector in vectors
                 ]
-                branches["cache"] = [vector for c in chosen[t] if c >= 0 for vector in near[c * s : (c + 1) * s]]
+                branches["cache"] = [
+                    (moved(key, start - options.far_distance - c * s if options.far_distance else 0, rotate), value)
+                    for c in chosen[t]
+                    if c >= 0
+                    for key, value in near[c * s : (c + 1) * s]
+                ]
                 seen = [branches[name] for name in options.branches]
                 gate = None if gates is None else gates[0, head, t]
                 rows.append(attend(options, queries[head, t], seen, gate))
             outputs.append(rows)
     return torch.stack([torch.stack(rows) for rows in outputs])[None], lists
+
+
+def moved(key: Tensor, shift: int, rotate: Rotate | None) -> Tensor:
+    """Turn a key forward by `shift` positions; a negative shift leaves it where it is."""
+    if rotate is None or shift <= 0:
+        return key
+    return rotate(key[None, None, None], torch.tensor([[shift]], dtype=torch.float64))[0, 0, 0]
 
 
 def compress(
@@ -66,6 +81,9 @@ def compress(
     rotate: Rotate | None,
 ) -> Vectors:
     """Compress a segment to its vectors (G_c), without positions before and after the text."""
+    if options.representatives == "mean" and options.cache and not shift:
+        segment = slice(number * options.pool_tokens, (number + 1) * options.pool_tokens)
+        return [(keys[segment].mean(0), values[segment].mean(0))]
     if parts.pool is None or (shift and not options.overlap):
         return []
     own = shift > 0 and parts.overlap_pool is not None

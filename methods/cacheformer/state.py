@@ -139,7 +139,7 @@ class CacheFormerState:
                 stores[name] = vectors[:, :, : segments[name.split("_")[0]] * options.pool_vectors]
         ragged = len(set(counts)) > 1
         real = torch.arange(time) < torch.tensor(counts)[:, None] if ragged else None
-        run = Run(options, starts, time, projected.scale, self.chooser, real)
+        run = Run(options, starts, time, projected.scale, self.chooser, real, projected.asking(options), rotate)
         gates = projected.gates(parts)
         read: Tensor = TiledAttention.apply(run, projected.q, gates, *Stores(**stores))  # type: ignore[no-untyped-call]
         self.tokens_read = [before + count for before, count in zip(self.tokens_read, counts, strict=True)]

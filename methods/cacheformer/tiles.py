@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions
+from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions, Rotate
 from cacheformers.methods.cacheformer.selection import Chooser
 
 TILE_TOKENS = 128
@@ -47,6 +47,28 @@ class Stores(NamedTuple):
     overlap_values: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Move:
+    """Turns the keys of segments forward.
+
+    Attributes:
+        shifts: positions, by segment: `[rows, 1 or kv_heads, (time,) segments]`.
+    """
+
+    rotate: Rotate
+    shifts: Tensor
+
+    def __call__(self, keys: Tensor, heads: slice, back: bool = False) -> Tensor:
+        """Turn keys of some kv heads, `[rows, kv_heads, (time,) segments * s, head_dim]`, or their gradients back."""
+        shifts = self.shifts if self.shifts.shape[1] == 1 else self.shifts[:, heads]
+        segments = shifts.shape[-1]
+        shifts = shifts.expand(*keys.shape[:-2], segments).reshape(-1, segments)
+        # The tokens of a segment turn alike, so they take the place of heads.
+        columns = keys.reshape(len(shifts), segments, -1, keys.shape[-1]).transpose(1, 2)
+        turned = self.rotate(columns, -shifts if back else shifts)
+        return turned.transpose(1, 2).reshape(keys.shape)
+
+
 class View(NamedTuple):
     """What a branch shows a tile.
 
@@ -56,6 +78,7 @@ class View(NamedTuple):
             those of each token `[rows, kv_heads, time, columns]`.
         limit: how many of the columns each token sees, `[rows or 1, time]`, on the host.
         seen: which segments of the columns a token sees, `[rows, kv_heads, time, segments]`; None for all.
+        move: turns the keys of the columns to where they are read; None where they stay.
     """
 
     keys: str
@@ -63,6 +86,7 @@ class View(NamedTuple):
     where: tuple[int, int] | Tensor
     limit: Tensor
     seen: Tensor | None = None
+    move: Move | None = None
 
     @property
     def by_token(self) -> bool:
@@ -86,6 +110,8 @@ class View(NamedTuple):
     def fetch(self, stores: Stores, heads: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Take keys and values of some key-value heads, `[rows, kv_heads, (time,) columns, head_dim]`."""
         keys = take(getattr(stores, self.keys), heads, self.of(heads)).to(dtype)
+        if self.move is not None:
+            keys = self.move(keys, heads)
         values = getattr(stores, self.values)
         return keys, keys if values is None else take(values, heads, self.of(heads)).to(dtype)
 
@@ -189,6 +215,8 @@ class Run:
         scale: the factor of queries.
         chooser: None without a cache.
         real: which tokens count for the choice of segments, `[rows, time]` on the host; None for all.
+        asking: queries that score segments, where they are not those that attend.
+        rotate: turns keys, for `far_distance`.
         lists: the segments that each tile retrieved; `forward` fills it.
     """
 
@@ -198,6 +226,8 @@ class Run:
     scale: float
     chooser: Chooser | None = None
     real: Tensor | None = None
+    asking: Tensor | None = None
+    rotate: Rotate | None = None
     lists: list[Tensor] = field(default_factory=list)
 
     def tiles(self) -> Iterator[tuple[int, int]]:
@@ -244,10 +274,20 @@ class Run:
         if lists.dim() == 4 and segments <= min(lists.shape[2], ALL_AT_ONCE) * options.retrieved:
             nowhere = torch.where(lists < 0, segments, lists)
             seen = lists.new_zeros(*lists.shape[:3], segments + 1, dtype=torch.bool).scatter_(-1, nowhere, True)
-            return View("keys", "values", (0, segments * size), filled * size, seen[..., :segments])
-        chosen = lists[..., : int(filled.max()), None].clamp(min=0) * size
-        tokens = (chosen + torch.arange(size, device=lists.device)).flatten(-2)
-        return View("keys", "values", tokens, filled * size)
+            move = self.move(positions, torch.arange(segments, device=lists.device)[None, None] * size)
+            return View("keys", "values", (0, segments * size), filled * size, seen[..., :segments], move)
+        chosen = lists[..., : int(filled.max())].clamp(min=0) * size
+        tokens = (chosen[..., None] + torch.arange(size, device=lists.device)).flatten(-2)
+        return View("keys", "values", tokens, filled * size, move=self.move(positions, chosen))
+
+    def move(self, positions: Tensor, begins: Tensor) -> Move | None:
+        """Return how keys of segments that begin at `[rows or 1, 1 or kv_heads, (time,) segments]` are moved."""
+        far, rotate = self.options.far_distance, self.rotate
+        if not far or rotate is None:
+            return None
+        start = self.options.window_start(positions[:, 0]).to(begins.device)
+        shifts = (start.view(-1, *[1] * (begins.dim() - 1)) - far - begins).clamp(min=0)
+        return Move(rotate, shifts) if bool(shifts.any()) else None
 
     def shares(self, shown: dict[str, View], gates: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
         """Return each branch's share of a "separate" or "gated" mean, and the divisor; both broadcast over heads."""
@@ -300,7 +340,10 @@ class Run:
         real = None if self.real is None else self.real[:, begin:end]
         weigh = None if self.chooser is None else partial(self.chooser.weigh, real=real)
         if "long" in shown:
-            done["long"] = attend(tile, stores, shown["long"], self.options.long, weigh)
+            asking = tile
+            if self.asking is not None:
+                asking = self.asking[:, :, begin:end].to(tile.dtype) * self.scale
+            done["long"] = attend(asking, stores, shown["long"], self.options.long, weigh)
         if self.chooser is not None:
             lists = self.chooser(positions, done["long"].opinions if "long" in done else None, real)
             self.lists.append(lists)
@@ -396,6 +439,8 @@ class Run:
             to_scores = weights.mul_(to_weights.sub_(mean[..., None]))
             to_queries[:, here] += unfold(to_scores @ keys, time, own).flatten(1, 2)
             to_keys = to_scores.transpose(-1, -2) @ tile
+            if view.move is not None:
+                to_keys = view.move(to_keys, heads, back=True)
             key_gradient, value_gradient = to_stores[view.keys], to_stores[view.values]
             assert key_gradient is not None
             if value_gradient is None:

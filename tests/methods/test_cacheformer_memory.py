@@ -21,12 +21,18 @@ DEVICES = {0: torch.device("cpu")}
 TIME = 41
 CHUNKS = [[41], [1] * 41, [9, 1, 17, 3, 11]]
 SIZES = {"window_tokens": 8, "pool_tokens": 4, "pool_vectors": 2, "topk": 2, "neighbors": 2, "segment_tokens": 6}
+MEANS = {"representatives": "mean", "long": False, "overlap": False}
 CHOICES = {
     "default": {},
     "each token": {"selection": "token", "overlap": False},
     "so far": {"selection": "prefix", "select_rows": 5, "aggregation": "separate"},
     "gated": {"aggregation": "gated", "magnitude": "mean", "sink": True},
     "normed": {"global_norm": True, "shared_projection": False, "neighbors": 3},
+    "means": {**MEANS, "selection": "prefix", "sink": True},
+    "means of each token": {**MEANS, "selection": "token", "topk": 3},
+    "means not far": {**MEANS, "far_distance": 5, "neighbors": 2},
+    "means not far so far": {**MEANS, "far_distance": 5, "selection": "prefix", "topk": 1, "aggregation": "separate"},
+    "means not far of each token": {**MEANS, "far_distance": 4, "selection": "token", "topk": 1},
     "no long": {"long": False, "pool_tokens": 2, "select_rows": 3},
     "compressed alone": {"cache": False},
     "window alone": {"cache": False, "overlap": False, "long": False},
