@@ -73,12 +73,13 @@ ELSEWHERE = {
     "lm-eval": ("Run lm-eval's command line with memory models.", "cacheformers.evaluation.harness"),
     "gates": ("Draw the gates or the memory's shares of a model.", "cacheformers.evaluation.gates"),
     "segments": ("Show which segments a CacheFormer retrieves.", "cacheformers.evaluation.segments"),
+    "attach": ("Put a memory on a pretrained model without training it.", "cacheformers.training.attach"),
     "export": ("Turn an adapter and its base into one model folder.", "cacheformers.adapters.export"),
     "convert": ("Convert a checkpoint of the published Neurocache package.", "cacheformers.methods.neurocache.convert"),
     "results": ("Put results into a model card's metadata.", "cacheformers.hub.results"),
     "push": ("Push an adapter or a model to the Hub, with its card.", "cacheformers.cli.push"),
 }
-RECIPES = ("train", "longbench", "perplexity", "passkey")  # their parsers take both spellings of options
+RECIPES = ("train", "attach", "longbench", "perplexity", "passkey")  # their parsers take both spellings of options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

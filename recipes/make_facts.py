@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder for the files")
     parser.add_argument("--plays", type=Path, nargs="+", required=True, help="texts to hide facts in")
     parser.add_argument("--words", type=int, default=2_500, help="words that are read of each (default: %(default)s)")
-    parser.add_argument("--documents", type=int, default=200, help="documents of the pool (default: %(default)s)")
+    parser.add_argument("--documents", type=int, default=3000, help="documents of the pool (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     options = parser.parse_args()
     rng = random.Random(options.seed)

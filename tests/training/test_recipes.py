@@ -39,6 +39,7 @@ ESTIMATED = {
     "qlora_7b": ("mistral-7b", 1, 24),
     "smollm2_answers": ("smollm2-135m", 1, 3),
     "smollm2_books": ("smollm2-135m", 1, 2),
+    "smollm2_facts": ("smollm2-135m", 1, 3),
 }
 OTHER_METHODS = {"smollm2_cacheformer": "cacheformer_on_base"}  # whose estimate takes minutes
 
@@ -114,8 +115,9 @@ def test_a_recipe_divides_among_processes_and_fits_its_base(name):
     assert options.train.lanes == processes * options.train.accumulation  # one row in a micro-batch
     config, resolved = adapter_config(base_config(str(RECIPES / "base_configs" / base)), options.train, options.memory)
     shape = resolved.base
-    assert resolved.retrieval_map == ((3 * shape.layers // 4, 3 * shape.layers // 4),)
-    assert config.layers_to_transform == list(range(3 * shape.layers // 4, shape.layers))
+    layer = shape.layers // 2 if name == "smollm2_facts" else 3 * shape.layers // 4
+    assert resolved.retrieval_map == ((layer, layer),)
+    assert config.layers_to_transform == list(range(layer, shape.layers))
     assert resolved.segment_tokens + resolved.window.kept_tokens <= shape.max_positions
     ids = torch.zeros(2, dtype=torch.long)
     check_evaluation([HeldOut(ids, 1, "one"), HeldOut(ids, 1, "two")], options.evaluation, resolved)

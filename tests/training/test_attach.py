@@ -1,0 +1,60 @@
+"""`cacheformers attach`: an adapter that nobody trained, for every method, and what is refused."""
+
+import pytest
+import torch
+from conftest import method_options
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+import cacheformers
+from cacheformers.modeling.method import METHODS
+from cacheformers.training.attach import main
+
+MEANS = ["--method", "cacheformer_on_base", "--representatives", "mean", "--long", "false", "--overlap", "false"]
+SIZES = ["--window_tokens", "8", "--pool_tokens", "4", "--topk", "2", "--selection", "prefix", "--segment_tokens", "16"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_can_be_attached(folder, method, ids):
+    """The folder loads as any adapter does, holds no LoRA, and within its window computes the base, or nearly so."""
+    out = folder / "adapter"
+    given = [
+        f"--{name}={value}" for name, value in method_options(method).items() if not isinstance(value, list | dict)
+    ]
+    main(["--base", str(folder / "base"), "--output", str(out), "--method", method, *given])
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    short = base(ids[:, :8]).logits
+    loaded = PeftModel.from_pretrained(base, out).eval()
+    assert not any("lora_A" in name for name, _ in loaded.named_parameters())
+    assert torch.allclose(loaded(ids[:, :8]).logits, short, atol=0.05)  # gates of gated attention begin at 0.98
+    assert (out / "tokenizer.json").is_file()
+
+
+@torch.no_grad()
+def test_what_is_attached_reads_and_answers(folder, ids):
+    """Far beyond the positions of the base, and the same from a memory file."""
+    main(["--base", str(folder / "base"), "--output", str(folder / "means"), *MEANS, *SIZES, "--far_distance", "8"])
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    model = PeftModel.from_pretrained(base, folder / "means").eval()
+    assert sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name) == 0
+    text = ids[:1].repeat(1, 8)
+    assert text.shape[1] > base.config.max_position_embeddings
+    memory = cacheformers.read(model, text, progress=False)
+    memory.save(folder / "text.memory")
+    again = cacheformers.load_memory(folder / "text.memory", model)
+    wanted = {"attention_mask": torch.ones_like(ids[:1, :5]), "max_new_tokens": 6, "do_sample": False}
+    first = model.generate(ids[:1, :5], past_key_values=memory, **wanted)
+    assert torch.equal(model.generate(ids[:1, :5], past_key_values=again, **wanted), first)
+
+
+def test_what_is_refused(folder, refused):
+    base = ["--base", str(folder / "base")]
+    new = ["--output", str(folder / "new")]
+    assert "holds files: choose a new --output" in refused(main, [*base, "--output", str(folder / "base")])
+    assert "--method must be one of cacheformer_on_base" in refused(main, [*base, *new, "--method", "nothing"])
+    assert "set long=False and overlap=False" in refused(main, [*base, *new, *MEANS[:4]])
+    assert "must be at least pool_tokens 4" in refused(main, [*base, *new, *MEANS, *SIZES, "--far_distance", "2"])
+    assert "at most" in refused(main, [*base, *new, *MEANS, *SIZES, "--far_distance", "5000"])
+    assert "did you mean 'topk'" in refused(main, [*base, *new, "--topkk", "2"])
+    assert not (folder / "new").exists()
