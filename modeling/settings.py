@@ -127,7 +127,8 @@ class MethodOptions:
     @property
     def positions(self) -> int:
         """Positions that the base model must have to read a text of any length."""
-        return self.window.positions
+        window: LocalWindow = self.window  # type: ignore[attr-defined]  # of each method
+        return window.positions
 
     @property
     def signature(self) -> dict[str, Any]:
