@@ -45,6 +45,7 @@ from cacheformers.modeling.files.load import load_memory
 from cacheformers.modeling.method import MemoryMethod
 from cacheformers.modeling.reading import read, read_text
 from cacheformers.modeling.segments import new_memory
+from cacheformers.training.trainer import MemoryCallback, parameter_groups
 
 __version__ = "0.1.0.dev0"
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "MemorizingForCausalLM",
     "MemorizingModel",
     "MemoryCache",
+    "MemoryCallback",
     "MemoryFileError",
     "MemoryMethod",
     "NeurocacheAdapterConfig",
@@ -80,6 +82,7 @@ __all__ = [
     "WindowedModel",
     "load_memory",
     "new_memory",
+    "parameter_groups",
     "push_to_hub",
     "read",
     "read_text",

@@ -10,9 +10,10 @@ Every row reads the texts by its own rule, then sees the question and the answer
 from __future__ import annotations
 
 import copy
+import math
 import time
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -56,15 +57,21 @@ def main() -> None:
         name = list(ROWS)[number]
         start = time.perf_counter()
         losses = answer_losses(load(options.base, ROWS[name]), tokenizer, records, ROWS[name] is not None)
-        found[name] = {"loss": mean(losses), "losses": losses, "seconds": time.perf_counter() - start}
+        error = stdev(losses) / math.sqrt(len(losses))
+        found[name] = {"loss": mean(losses), "error": error, "seconds": time.perf_counter() - start}
     save("training_free", options, {"rows": found}, page)
 
 
 def page(result: dict[str, Any]) -> str:
     """Return the page of a result."""
     text = "Mean loss of the tokens of right answers, in nats, after the texts were read and with the question alone."
-    rows = [[name, f"{row['loss']:.2f}", f"{row['seconds']:.0f}"] for name, row in result["rows"].items()]
-    return "\n".join([*opening("Reading without training", result, text), *table(["", "loss", "seconds"], rows)])
+    rows = [
+        [name, f"{row['loss']:.2f}", f"{row['error']:.2f}", f"{row['seconds']:.0f}"]
+        for name, row in result["rows"].items()
+    ]
+    return "\n".join(
+        [*opening("Reading without training", result, text), *table(["", "loss", "standard error", "seconds"], rows)]
+    )
 
 
 def load(base: str, settings: dict[str, Any] | None) -> Any:

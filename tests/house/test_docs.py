@@ -107,6 +107,27 @@ def test_models_page(make_base, config_factory, tokenizer, tmp_path, monkeypatch
     assert names["model"].config.text_config.num_hidden_layers == 8
 
 
+def test_trainer_and_training_free_pages(make_base, tokenizer, tmp_path, monkeypatch):
+    """Gates are logged; what is attached trains nothing."""
+    monkeypatch.chdir(tmp_path)
+
+    def load(name, **more):
+        return make_base("llama_gqa", torch.float32, max_position_embeddings=2048)
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", load)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda name: tokenizer)
+    found = {}
+    for page in ("training_free", "trainer"):
+        blocks = BLOCK.findall((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
+        names: dict = {}
+        for kind, text in blocks:
+            if kind == "python":
+                exec(text, names)
+        found[page] = names
+    assert not [name for name, _ in found["training_free"]["model"].named_parameters() if "lora" in name]
+    assert "gate_max" in found["trainer"]["trainer"].state.log_history[0]
+
+
 def test_cacheformer_page(make_base, tokenizer, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_base("llama_gqa", torch.float32, max_position_embeddings=2048).save_pretrained("data/smollm2-135m-instruct")
