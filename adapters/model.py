@@ -106,14 +106,16 @@ class MemoryTuner(LoraModel):
     def _check_alone(self, adapter_name: str) -> None:
         """Raise ValueError for two methods on one base: a cache holds one memory. (LoRA alone may be there.)"""
         configs = {name: config for name, config in self.peft_config.items() if isinstance(config, MemoryAdapterConfig)}
-        kinds = {name: config.peft_type for name, config in configs.items()}
+        kinds = {name: method_named(config.peft_type).name for name, config in configs.items()}
         for attention in attention_modules(find_decoder(self.model)):
             memory = getattr(attention, "memory", None)
             if memory is not None and not isinstance(memory, MemoryLayer):
                 raise ValueError(
                     f"{type(attention).__name__} already has a child named 'memory': this model has a memory already."
                 )
-        others = {str(kind) for kind in kinds.values() if kind != kinds[adapter_name]}
+            if memory is not None:
+                kinds[""] = memory.method.name  # perhaps of another PeftModel around the same base
+        others = {kind for kind in kinds.values() if kind != kinds[adapter_name]}
         if others:
             raise ValueError(
                 f"Two methods cannot share one base model (already there: {sorted(others)}). Load it twice."

@@ -143,6 +143,8 @@ def attention(
     call = kwargs.get("memory_state")
     if not isinstance(call, SegmentCall) or memory is None or memory.options is None:
         return compute()
+    if memory.method.attend is None:  # beside attention; another model with the same configuration object routed this
+        return compute()
     hidden, rotation = call.scratch.pop(f"inputs {module.layer_idx}")
     inputs = AttentionInputs(module, query, key, value, call, compute, kwargs["scaling"], hidden, rotation)
     return memory.method.attend(memory.options, memory.layer, memory.active_parts, inputs), None

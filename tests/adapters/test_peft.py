@@ -280,6 +280,26 @@ def test_a_training_step_moves_every_part(make_base, config_factory, ids, base, 
     assert not still
 
 
+def test_a_second_peft_model_around_one_base_is_refused(make_base, config_factory):
+    base = make_base("llama_gqa")
+    get_peft_model(base, config_factory("infini_attention"))
+    with pytest.raises(ValueError, match="Two methods cannot share one base model .*infini_attention"):
+        get_peft_model(base, config_factory("neurocache"))
+
+
+@torch.no_grad()
+def test_models_may_share_their_configuration(make_base, config_factory, ids):
+    """A method inside attention changes the configuration, which a method beside attention does not mind."""
+    base = make_base("llama_gqa")
+    twin = type(base)._from_config(base.config, dtype=torch.float64)
+    twin.load_state_dict(base.state_dict())
+    alone = get_peft_model(make_base("llama_gqa"), config_factory("neurocache")).eval()
+    get_peft_model(base, config_factory("infini_attention"))
+    both = get_peft_model(twin, config_factory("neurocache")).eval()
+    both.load_state_dict(alone.state_dict())
+    assert torch.allclose(both(ids).logits, alone(ids).logits)
+
+
 def test_two_methods_on_one_base_are_refused(make_model, config_factory):
     model = make_model("llama_gqa")
     with pytest.raises(ValueError, match="(?i)peft type|method"):
