@@ -272,7 +272,7 @@ class Projected(NamedTuple):
 
     def asking(self, options: CacheFormerOptions) -> Tensor | None:
         """Return the queries that score segments, where they are not `q`."""
-        return self.plain_q if options.representatives == "mean" else None
+        return None if options.representatives != "mean" or self.plain_q is None else self.plain_q.detach()
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Projected:
         """Apply a function to every tensor."""
