@@ -39,6 +39,7 @@ from cacheformers.methods.neurocache import (
 )
 from cacheformers.methods.neurocache.start import start_from_states
 from cacheformers.methods.windowed import WindowedAdapterConfig, WindowedConfig, WindowedForCausalLM, WindowedModel
+from cacheformers.modeling.architectures import register_architecture
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import MemoryFileError
 from cacheformers.modeling.files.load import load_memory
@@ -87,6 +88,7 @@ __all__ = [
     "read",
     "read_text",
     "register",
+    "register_architecture",
     "start_from_states",
 ]
 

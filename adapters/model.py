@@ -15,7 +15,7 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.layer import MemoryLayer, incomplete
 from cacheformers.modeling.architectures import (
-    ARCHITECTURES,
+    TARGETS,
     architecture,
     attention_modules,
     base_shape,
@@ -42,7 +42,7 @@ class MemoryTuner(LoraModel):
 
     # PEFT only asks whether a module is a tuner layer: LoRA's and ours both are.
     tuner_layer_cls = BaseTunerLayer  # type: ignore[assignment]
-    target_module_mapping: dict[str, Any] = {name: entry.feed_forward for name, entry in ARCHITECTURES.items()}
+    target_module_mapping: dict[str, Any] = TARGETS
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: Any) -> Any:
         if peft_config.target_modules is None and peft_config.layers_to_transform is None:

@@ -51,6 +51,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture(masks_by_layer_type=True),
     "gemma": Architecture(),
     "phi": Architecture(projections=("q_proj", "k_proj", "v_proj", "dense"), feed_forward=("fc1", "fc2")),
+    "olmo2": Architecture(),
+    "granite": Architecture(),
+    "ministral": Architecture(masks_by_layer_type=True),
+    "seed_oss": Architecture(),
+    "hunyuan_v1_dense": Architecture(),
+    "starcoder2": Architecture(feed_forward=("c_fc", "c_proj")),
+    "arcee": Architecture(feed_forward=("up_proj", "down_proj")),
+    "apertus": Architecture(feed_forward=("up_proj", "down_proj")),
     "gpt_neox": Architecture(
         decoder="gpt_neox",
         attention="attention",
@@ -59,6 +67,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         feed_forward=("dense_h_to_4h", "dense_4h_to_h"),
     ),
 }
+
+TARGETS: dict[str, Any] = {name: entry.feed_forward for name, entry in ARCHITECTURES.items()}  # of LoRA, by default
 
 OFFLOADED = (
     "A memory cannot be kept for weights that are offloaded to CPU or disk. Load the model whole (quantized if it is "
@@ -100,10 +110,31 @@ def architecture(config: PretrainedConfig) -> Architecture:
         )
     if model_type not in ARCHITECTURES:
         raise ValueError(
-            f"Model type {model_type!r} is not supported. Supported: {', '.join(sorted(ARCHITECTURES))}. A decoder "
-            "with the same attention interface needs one line in modeling/architectures.py (see CONTRIBUTING.md)."
+            f"Model type {model_type!r} is not supported. Supported: {', '.join(sorted(ARCHITECTURES))}. Name the "
+            "modules of a decoder with the same attention interface by cacheformers.register_architecture()."
         )
     return ARCHITECTURES[model_type]
+
+
+def register_architecture(model_type: str, **names: Any) -> None:
+    """Make a family of decoders known as base models, for all methods.
+
+    Its attention must be transformers' own, which passes keywords on. To move keys (`local_window="sliding"`,
+    `far_distance`) its rotary positions must turn halves of a head in every layer, which is tried when they should be.
+
+    Args:
+        model_type: of the family's configuration.
+        names: fields of `Architecture` that differ from Llama's.
+
+    Raises:
+        TypeError: there is no such field.
+        ValueError: the family is known with other names.
+    """
+    known, new = ARCHITECTURES.get(model_type), Architecture(**names)
+    if known not in (None, new):
+        raise ValueError(f"Model type {model_type!r} is registered already, with other names: {known}.")
+    ARCHITECTURES[model_type] = new
+    TARGETS[model_type] = new.feed_forward
 
 
 def base_shape(config: PretrainedConfig) -> BaseShape:

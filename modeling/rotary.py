@@ -39,10 +39,11 @@ def check_rotation(model: nn.Module, options: Any) -> None:
     Raises:
         ValueError: names the layers whose keys cannot be moved.
     """
-    moving = "local_window='sliding'" if getattr(options, "local_window", None) == "sliding" else None
-    if getattr(options, "far_distance", 0):
-        moving = f"far_distance={options.far_distance}"
-    if moving is None:
+    if getattr(options, "local_window", None) == "sliding":
+        moving, remedy = "local_window='sliding'", "local_window='segment'"
+    elif getattr(options, "far_distance", 0):
+        moving, remedy = f"far_distance={options.far_distance}", "far_distance=0"
+    else:
         return
     decoder = find_decoder(model)
     config: Any = decoder.config
@@ -57,7 +58,7 @@ def check_rotation(model: nn.Module, options: Any) -> None:
         raise ValueError(
             f"{moving} moves keys to new positions, but in layers {differing} of this "
             f"{config.model_type} base keys do not turn with their positions as this package turns them (layers "
-            "without rotary positions, or channels that are paired in another way): leave keys where they are."
+            f"without rotary positions, or channels that are paired in another way): use {remedy}."
         )
 
 

@@ -54,6 +54,21 @@ MORE_BASES = {
     "phi": {"model_type": "phi", "num_key_value_heads": 4, "partial_rotary_factor": 0.5},
     "gpt_neox": {"model_type": "gpt_neox", "hidden_dropout": 0.0},
 }
+# Families that one line in `ARCHITECTURES` adds.
+ONE_LINE = {
+    "olmo2": {"model_type": "olmo2", "num_key_value_heads": 2},
+    "granite": {"model_type": "granite", "num_key_value_heads": 2, "attention_multiplier": 0.4},
+    "ministral": {"model_type": "ministral", "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 9},
+    "seed_oss": {"model_type": "seed_oss", "num_key_value_heads": 2, "head_dim": 8},
+    "hunyuan": {"model_type": "hunyuan_v1_dense", "num_key_value_heads": 2, "head_dim": 8},
+    "starcoder2": {"model_type": "starcoder2", "num_key_value_heads": 2, "sliding_window": None},
+    "arcee": {"model_type": "arcee", "num_key_value_heads": 2},
+    "apertus": {
+        "model_type": "apertus",
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
 # Where attention to everything is possible: no window of the base's own, positions for every token.
 FULL_BASES = {"mistral": "mistral_full", "opt": "opt_long"}
 BASES_IN_FULL = {
@@ -93,7 +108,11 @@ def pytest_collection_modifyitems(config, items):
     if not config.getoption("--bases"):
         return
     chosen = set(config.getoption("--bases").split(","))
-    others = {"stories260k", *BASES, *MORE_BASES, *BASES_IN_FULL} - chosen - {FULL_BASES.get(base) for base in chosen}
+    others = (
+        {"stories260k", *BASES, *MORE_BASES, *ONE_LINE, *BASES_IN_FULL}
+        - chosen
+        - {FULL_BASES.get(base) for base in chosen}
+    )
     left_out = {item for item in items if others.intersection(case_words(item))}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
@@ -140,7 +159,9 @@ def make_base():
         torch.manual_seed(0)
         if name == "stories260k":
             return trained_base(dtype, **changes)
-        config = AutoConfig.for_model(**{**COMMON, **{**BASES, **MORE_BASES, **BASES_IN_FULL}[name], **changes})
+        config = AutoConfig.for_model(
+            **{**COMMON, **{**BASES, **MORE_BASES, **ONE_LINE, **BASES_IN_FULL}[name], **changes}
+        )
         attention = changes.pop("attn_implementation", "sdpa")
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
         for parameter in model.parameters():  # larger than the default initialization, so that every layer matters

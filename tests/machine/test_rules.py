@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import COMMON, METHODS, OWN_WINDOW, every_method, other_cases
+from conftest import COMMON, METHODS, ONE_LINE, OWN_WINDOW, every_method, other_cases
 from memories import chunked
 from peft import get_peft_model
 from torch.nn.functional import cross_entropy
@@ -58,7 +58,7 @@ def difference(left, right):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("base", "window"), rows_of_windows(BASES + MORE))
+@pytest.mark.parametrize(("base", "window"), rows_of_windows([*BASES, *MORE, *ONE_LINE]))
 def test_every_chunking_gives_the_same(make_model, ids, base, window):
     model = make_model(base, **window)
     whole = model(ids).logits
@@ -396,7 +396,7 @@ def test_what_was_read_changes_later_logits(make_model, ids, base, method):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("base", BASES + MORE)
+@pytest.mark.parametrize("base", [*BASES, *MORE, *ONE_LINE])
 def test_the_segment_window_is_the_base_on_each_segment(make_base, make_model, ids, base):
     expected = torch.cat([make_base(base)(part).logits for part in ids.split(16, dim=1)], 1)
     for method in ("neurocache", "windowed"):
@@ -406,7 +406,9 @@ def test_the_segment_window_is_the_base_on_each_segment(make_base, make_model, i
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("base", [base for base in BASES + MORE if base != "opt"])  # learned positions cannot slide
+@pytest.mark.parametrize(
+    "base", [base for base in [*BASES, *MORE, *ONE_LINE] if base != "opt"]
+)  # learned positions cannot slide
 @pytest.mark.parametrize("padding", [0, 7])
 def test_a_sliding_window_is_the_base_under_a_mask(make_base, make_model, ids, base, padding):
     """Keys that were turned to new positions at every boundary must attend as if they had never moved."""
