@@ -105,7 +105,7 @@ class MemoryTuner(LoraModel):
 
     def _check_alone(self, adapter_name: str) -> None:
         """Raise ValueError for two methods on one base: a cache holds one memory. (LoRA alone may be there.)"""
-        configs = {name: config for name, config in self.peft_config.items() if isinstance(config, MemoryAdapterConfig)}
+        configs: dict[str, Any] = {n: c for n, c in self.peft_config.items() if isinstance(c, MemoryAdapterConfig)}
         kinds = {name: method_named(config.peft_type).name for name, config in configs.items()}
         for attention in attention_modules(find_decoder(self.model)):
             memory = getattr(attention, "memory", None)
