@@ -83,6 +83,11 @@ class Segments:
         """The window of self-attention."""
         return LocalWindow(self.segment_tokens)
 
+    @property
+    def positions(self) -> int:
+        """Positions that the model must have."""
+        return self.segment_tokens
+
 
 class Scratch:
     """A whole model to train, and its tokenizer. Its attributes and methods are those of `Adaptation`.
