@@ -84,13 +84,13 @@ def to_model(adapted: PeftModel) -> CompositeForCausalLM:
     kind: Any = method_named(config.peft_type).causal_lm
     trained = {memory.layer: memory.active_parts for memory in active_memories(find_decoder(model))}
     options = {field.name for field in fields(kind.config_class)} - {field.name for field in fields(CompositeConfig)}
-    base = adapted.base_model.merge_lora()  # type: ignore[operator]
+    base = adapted.base_model.merge_lora()  # type: ignore[operator]  # of our tuner, which PEFT types as a module
     exported: CompositeForCausalLM = kind.from_base(base, **{option: getattr(config, option) for option in options})
     for memory in exported.memories():
         for part, module in trained[memory.layer]._asdict().items():
             if module is not None:
                 getattr(memory, part).load_state_dict(module.state_dict())
-    exported.eval()  # type: ignore[no-untyped-call]
+    exported.eval()  # type: ignore[no-untyped-call]  # transformers leaves it without types
     return exported
 
 

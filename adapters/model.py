@@ -15,7 +15,6 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.layer import MemoryLayer, incomplete
 from cacheformers.modeling.architectures import (
-    TARGETS,
     architecture,
     attention_modules,
     base_shape,
@@ -41,16 +40,17 @@ class MemoryTuner(LoraModel):
     """The tuner of every memory method: LoRA first, then the memory beside self-attention or inside it."""
 
     # PEFT only asks whether a module is a tuner layer: LoRA's and ours both are.
-    tuner_layer_cls = BaseTunerLayer  # type: ignore[assignment]
-    target_module_mapping: dict[str, Any] = TARGETS
+    tuner_layer_cls = BaseTunerLayer  # type: ignore[assignment]  # PEFT infers LoraLayer
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: Any) -> Any:
-        if peft_config.target_modules is None and peft_config.layers_to_transform is None:
-            layers = peft_config.resolve(base_shape(self.model.config)).attention_layers
+        if peft_config.target_modules is None:
             names = architecture(self.model.config).feed_forward
-            within = rf"layers\.({'|'.join(map(str, layers))})\."
-            peft_config.target_modules = rf"(.*\.)?{within}(.*\.)?({'|'.join(names)})"
-        return super()._prepare_adapter_config(peft_config, model_config)  # type: ignore[no-untyped-call]
+            peft_config.target_modules = set(names)
+            if peft_config.layers_to_transform is None:
+                layers = peft_config.resolve(base_shape(self.model.config)).attention_layers
+                within = rf"layers\.({'|'.join(map(str, layers))})\."
+                peft_config.target_modules = rf"(.*\.)?{within}(.*\.)?({'|'.join(names)})"
+        return super()._prepare_adapter_config(peft_config, model_config)  # type: ignore[no-untyped-call]  # PEFT's
 
     def inject_adapter(
         self,
@@ -63,14 +63,14 @@ class MemoryTuner(LoraModel):
         config: Any = copy.copy(self.peft_config[adapter_name])  # the user may put the same config on another base
         self.peft_config[adapter_name] = config
         self._check_alone(adapter_name)
-        base = base_shape(model.config)  # type: ignore[arg-type]
+        base = base_shape(model.config)  # type: ignore[arg-type]  # a transformers model, which PEFT types as a module
         config.check_base(model, base)  # all checks come before the first change
         options = config.resolve(base)
         check_offloading(model, options.layers)
         check_rotation(model, options)
         method = method_named(config.peft_type)
         if method.attend is not None:
-            route_attention(model)  # type: ignore[arg-type]
+            route_attention(model)  # type: ignore[arg-type]  # as above
         super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
         # PeftModel does this, but transformers' loading does not, and both must compute the same.
         self._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
@@ -85,7 +85,7 @@ class MemoryTuner(LoraModel):
             weight = next(attention.parameters())
             starts = None
             if layer in options.attention_layers and not low_cpu_mem_usage:
-                starts = projection_weights(attention, model.config)  # type: ignore[arg-type]
+                starts = projection_weights(attention, model.config)  # type: ignore[arg-type]  # as above
             device = torch.device("meta") if low_cpu_mem_usage else weight.device
             rounded = weight.dtype in half or not weight.is_floating_point()  # then float32, like LoRA in PEFT
             dtype = torch.float32 if rounded and autocast_adapter_dtype else weight.dtype
@@ -100,8 +100,8 @@ class MemoryTuner(LoraModel):
         lowest.beside[adapter_name] = [named for named in model.named_modules() if named[0].endswith(names)]
         if not hasattr(decoder, "memory_hooks"):
             checks = [GenerationChecks(model)] if isinstance(model, GenerationMixin) else []
-            decoder.memory_hooks = [*add_hooks(model), *checks]  # type: ignore[assignment]
-            self.register_load_state_dict_post_hook(check_complete)  # type: ignore[no-untyped-call]
+            decoder.memory_hooks = [*add_hooks(model), *checks]  # type: ignore[assignment]  # handles on a module
+            self.register_load_state_dict_post_hook(check_complete)  # type: ignore[no-untyped-call]  # torch's
 
     def _check_alone(self, adapter_name: str) -> None:
         """Raise ValueError for two methods on one base: a cache holds one memory. (LoRA alone may be there.)"""
@@ -163,7 +163,7 @@ class MemoryTuner(LoraModel):
         decoder: Any = find_decoder(self.model)
         for attention in attention_modules(decoder):
             if hasattr(attention, "memory"):
-                for handle in attention.memory.handles:  # type: ignore[union-attr]
+                for handle in attention.memory.handles:  # type: ignore[union-attr]  # a MemoryLayer
                     handle.remove()
                 del attention.memory
         for handle in decoder.memory_hooks:
@@ -179,10 +179,10 @@ def check_complete(tuner: nn.Module, incompatible: Any) -> None:
     unknown = [key for key in incompatible.unexpected_keys if ".lora_mem_" in key]
     if unknown:
         raise ValueError(f"The file holds tensors that this adapter does not have: {sorted(unknown)[:5]}.")
-    trained = any(place(key, tuner.peft_config)[0] == "adapter" for key in keys)  # type: ignore[arg-type]
+    trained = any(place(key, tuner.peft_config)[0] == "adapter" for key in keys)  # type: ignore[arg-type]  # names of adapters
     if trained and missing.issuperset(keys):
         raise ValueError("No tensor of the file fits this model: it belongs to another base or method.")
-    for name in list(tuner.peft_config):  # type: ignore[arg-type]
+    for name in list(tuner.peft_config):  # type: ignore[arg-type]  # an attribute of a module
         own = [key for key in keys if place(key, [name])[0] == "adapter"]
         lacking = missing.intersection(own)
         if lacking and len(lacking) < len(own):

@@ -123,7 +123,7 @@ def infini(options: argparse.Namespace) -> Attention:
     base = BaseShape("llama", HEADS * WIDTH, HEADS, HEADS, WIDTH, 1, 1, size, rotary=True)
     chosen = infini_attention.InfiniAttentionOptions(base=base, layers=(0,), segment_tokens=size)
     made = {name: module.to(options.device) for name, module in infini_attention.make_parts(chosen).items()}
-    parts = infini_attention.InfiniParts(**made)  # type: ignore[arg-type]
+    parts = infini_attention.InfiniParts(**made)  # type: ignore[arg-type]  # modules by name
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         memory = MemoryCache(chosen.new_state(1, {0: q.device}, q.dtype), chosen.window, 1, {})

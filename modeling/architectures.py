@@ -68,8 +68,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
-TARGETS: dict[str, Any] = {name: entry.feed_forward for name, entry in ARCHITECTURES.items()}  # of LoRA, by default
-
 OFFLOADED = (
     "A memory cannot be kept for weights that are offloaded to CPU or disk. Load the model whole (quantized if it is "
     "too large), or spread it over several GPUs with a device_map without offloading."
@@ -134,7 +132,6 @@ def register_architecture(model_type: str, **names: Any) -> None:
     if known not in (None, new):
         raise ValueError(f"Model type {model_type!r} is registered already, with other names: {known}.")
     ARCHITECTURES[model_type] = new
-    TARGETS[model_type] = new.feed_forward
 
 
 def base_shape(config: PretrainedConfig) -> BaseShape:

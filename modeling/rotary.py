@@ -37,12 +37,20 @@ def check_rotation(model: nn.Module, options: Any) -> None:
     A base on the meta device cannot be tried, and passes.
 
     Raises:
-        ValueError: names the layers whose keys cannot be moved.
+        ValueError: names the layers whose keys cannot be moved; `far_distance` on a rotation that depends on the length
+            of the text.
     """
     if getattr(options, "local_window", None) == "sliding":
         moving, remedy = "local_window='sliding'", "local_window='segment'"
     elif getattr(options, "far_distance", 0):
         moving, remedy = f"far_distance={options.far_distance}", "far_distance=0"
+        rope: Any = getattr(find_decoder(model).config, "rope_parameters", None) or {}
+        kind = rope.get("rope_type")
+        if kind in ("dynamic", "longrope"):
+            raise ValueError(
+                f"{moving} reads texts beyond the base's positions, where this base's rotation ({kind}) changes with "
+                f"the length of the text: use {remedy}."
+            )
     else:
         return
     decoder = find_decoder(model)

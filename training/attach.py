@@ -21,7 +21,7 @@ from cacheformers.common.base_model import ModelOptions, base_config, load_base
 from cacheformers.common.recipe import RecipeParser, option
 from cacheformers.methods import DEFAULT
 from cacheformers.modeling.architectures import base_shape
-from cacheformers.modeling.method import METHODS
+from cacheformers.modeling.method import METHODS, is_method
 from cacheformers.training.methods import MethodOptions, chosen_options, of_other_methods
 
 
@@ -58,7 +58,7 @@ def attach(model: ModelOptions, options: AttachOptions, memory: MethodOptions) -
     output = Path(options.output)
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"{output} holds files: choose a new --output.")
-    if options.method not in METHODS:
+    if not is_method(options.method):
         raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {options.method!r}.")
     config: Any = memory.config(**memory.values(), target_modules=[], task_type="CAUSAL_LM")
     config.resolve(base_shape(base_config(model.base)))

@@ -119,7 +119,8 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
     @property
     def positions(self) -> int:
         """Positions that the base model must have."""
-        return 2 * self.window_tokens + self.far_distance if self.far_distance else EVERYTHING
+        bounded = self.far_distance and len(self.layers) == self.base.layers  # the other layers see everything
+        return 2 * self.window_tokens + self.far_distance if bounded else EVERYTHING
 
     @property
     def near_tokens(self) -> int:

@@ -1,6 +1,7 @@
 """CacheFormer on pretrained layers: its specification with gradients, what a layer really sees, and what is refused."""
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -287,6 +288,20 @@ def test_what_a_memory_cannot_do(make_model, ids):
         make_model("llama_gqa", method="cacheformer_on_base", topk=3)(ids, past_key_values=memory)
     with pytest.raises(ValueError, match="64 positions.*too long"):
         make_model("opt", method="cacheformer_on_base")(ids)
+
+
+def test_where_far_distance_cannot_help(make_base, make_model, ids):
+    """Layers that see everything need all positions; a rotation that changes with the length cannot be turned."""
+    far = {"method": "cacheformer_on_base", **MEANS, "far_distance": 8}
+    bounded = make_model("llama_gqa", **far)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        cacheformers.read(bounded, ids, progress=False)
+    with pytest.warns(UserWarning, match="the base model has 64"):
+        cacheformers.read(make_model("llama_gqa", layers=[0, 2], **far), ids, progress=False)
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(ValueError, match=r"rotation \(dynamic\) changes with the length"):
+        make_model("llama_gqa", base={"rope_parameters": rope}, **far)
 
 
 def test_a_config_of_defaults(make_base):
