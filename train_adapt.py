@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from cacheformers.common.loss import token_losses
+from cacheformers.common.loss import IGNORED, token_losses
 from cacheformers.evaluation.model import evaluate_model
 from cacheformers.hub.card import earlier_card
 from cacheformers.training.checkpoints import CheckpointError
@@ -229,22 +229,30 @@ def read_segment(
     teacher: Trained | None = None,
     distill: float = 0.0,
 ) -> torch.Tensor:
-    """Return the losses `[rows, tokens]` of a batch of segments; the group's memory has read them afterwards.
+    """Return the losses of a batch of segments; the group's memory has read them afterwards.
 
     Args:
         teacher: the model, whose base without the adapter teaches a share `distill` of the loss.
+
+    Returns:
+        `[rows, places]`, of the places where some row has a label: nothing else needs logits.
     """
     memory = group.memory
     longest = int(batch.attention_mask.sum(1).max())  # where all documents end, nothing but padding would follow
     ids, labels, mask = (part[:, :longest] for part in (batch.input_ids, batch.labels, batch.attention_mask))
+    places = (labels != IGNORED).any(0).nonzero()[:, 0]
+    labels = labels[:, places].to(device)
     output = model(
         input_ids=ids.to(device),
         attention_mask=None if bool(mask.all()) else mask.to(device),
         past_key_values=memory,
         use_cache=memory is not None,
+        logits_to_keep=places.to(device),
     )
-    losses = token_losses(output.logits, labels.to(device))
-    return losses if teacher is None or not distill else distilled(teacher, losses, output.logits, batch, distill)
+    losses = token_losses(output.logits, labels)
+    if teacher is None or not distill:
+        return losses
+    return distilled(teacher, losses, output.logits, labels, batch.teachers, distill)
 
 
 def log(run: TrainingRun, entry: dict[str, Any]) -> None:

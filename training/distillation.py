@@ -5,17 +5,20 @@ So are attention's substitutes trained elsewhere (AHN, arXiv 2510.07318; Cartrid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from peft import PeftModel
 from torch import Tensor
 
 from cacheformers.common.loss import IGNORED
-from cacheformers.training.lanes import Step
 from cacheformers.training.run import Trained
 
 
-def distilled(model: Trained, losses: Tensor, logits: Tensor, batch: Step, share: float) -> Tensor:
+def distilled(
+    model: Trained, losses: Tensor, logits: Tensor, labels: Tensor, teachers: Sequence[Tensor | None], share: float
+) -> Tensor:
     """Put the divergence from the teacher in place of a share of the losses, where there is a teacher.
 
         loss = (1 - share) * cross entropy + share * KL(teacher || model)
@@ -24,14 +27,15 @@ def distilled(model: Trained, losses: Tensor, logits: Tensor, batch: Step, share
         model: with an adapter, which is off while it teaches.
         losses: cross entropy, `[rows, time]`.
         logits: `[rows, time, vocabulary]`.
-        batch: with `teachers`, whose last tokens are the labels.
+        labels: `[rows, time]`.
+        teachers: of each row, ids whose last ones are the row's labels; None without a teacher.
 
     Returns:
         `[rows, time]`.
     """
     rows = []
-    for row, teacher in enumerate(batch.teachers):
-        places = (batch.labels[row, : losses.shape[1]] != IGNORED).nonzero()[:, 0].to(losses.device)
+    for row, teacher in enumerate(teachers):
+        places = (labels[row] != IGNORED).nonzero()[:, 0]
         if teacher is None or not len(places):
             rows.append(losses[row])
             continue

@@ -19,7 +19,7 @@ from cacheformers.modeling.memory import Gold
 from cacheformers.modeling.search.store import Ring
 from cacheformers.training.distillation import distilled, taught
 from cacheformers.training.exercises import LAYOUTS, Exercises, load_pools
-from cacheformers.training.lanes import Lanes, Step
+from cacheformers.training.lanes import Lanes
 from cacheformers.training.lessons import LessonOptions, Lessons, check_lessons
 
 POSITIONS, SEGMENT = 1024, 256
@@ -209,10 +209,9 @@ def test_a_teacher_is_the_base_with_full_attention(make_model, make_base):
 
     labels = torch.full((2, 9), IGNORED)
     labels[0, 3:7] = ids[-4:]
-    step = Step(labels, labels, labels != IGNORED, torch.zeros(2).bool(), [0, 0], teachers=[ids, None])
     mine = torch.randn(2, 9, 128, dtype=torch.float64, requires_grad=True)
     losses = token_losses(mine, labels)
-    found = distilled(model, losses, mine, step, 0.25)
+    found = distilled(model, losses, mine, labels, [ids, None], 0.25)
     wanted, own = torch.softmax(logits, -1), torch.softmax(mine[0, 3:7], -1)
     divergence = (wanted * (wanted / own).log()).sum(-1)
     torch.testing.assert_close(
