@@ -174,6 +174,11 @@ class MemoryState(ABC):
         """Count the newest of a row's `closed` tokens of closed segments that can still be read; by default all."""
         return closed
 
+    @property
+    def top_layer(self) -> int | None:
+        """The highest layer of which closed segments leave something behind; None: it may be any."""
+        return None
+
     def retrieved(self) -> dict[int, Tensor]:
         """Return the numbers of the document's tokens that the newest columns retrieved, -1 for none.
 
@@ -305,6 +310,10 @@ class RingState(ColumnState):
     def __init__(self, rings: dict[int, Ring], beside: Sequence[str] = ()) -> None:
         super().__init__(*beside)
         self.rings = rings
+
+    @property
+    def top_layer(self) -> int | None:
+        return max(self.rings)
 
     def begin(self) -> Any:
         return Reading({layer: ring.view() for layer, ring in self.rings.items()})

@@ -17,7 +17,7 @@ from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.modeling.origin import tokenized, tokenizer_hash
 from cacheformers.modeling.rotary import rotation
-from cacheformers.modeling.segments import identity, match_rows, new_memory, required_options
+from cacheformers.modeling.segments import identity, match_rows, new_memory, reader, required_options
 
 
 @torch.no_grad()
@@ -72,10 +72,11 @@ def read(
     device = device_of(decoder)
     step = options.segment_tokens
     time = torch.arange(ids.shape[1])
+    run = reader(decoder, memory) if flush else decoder
     with tqdm(total=int(lengths.sum()), unit=" tokens", unit_scale=True, desc="Reading", disable=not progress) as bar:
         for start in range(0, ids.shape[1], step):
             real = time[start : start + step] < lengths[:, None]
-            decoder(
+            run(
                 input_ids=ids[:, start : start + step].to(device),
                 attention_mask=None if bool(real.all()) else real.to(device),
                 past_key_values=memory,

@@ -9,6 +9,7 @@ sequence of pieces in which no segment closes:
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -97,6 +98,21 @@ def add_hooks(model: nn.Module) -> list[Any]:
     for attention in attention_modules(decoder):
         handles.append(attention.register_forward_pre_hook(before_attention, with_kwargs=True))
     return handles
+
+
+def reader(decoder: nn.Module, memory: MemoryCache) -> nn.Module:
+    """Return what must run so that the segments of a text enter the memory: often the lower layers alone.
+
+    Layers above the highest one that stores leave behind nothing but keys and values of the local window. Where closed
+    segments leave no window, the decoder returned ends below them: a copy with the same modules and hooks, so that
+    another thread can use the whole model meanwhile.
+    """
+    top, window = memory.state.top_layer, memory.window
+    if top is None or memory.columns or window.kept_tokens or window.sink_tokens:
+        return decoder
+    lower = copy.copy(decoder)
+    lower._modules = {**decoder._modules, "layers": decoder.layers[: top + 1]}  # type: ignore[index, dict-item]
+    return lower
 
 
 def before_model(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:

@@ -21,6 +21,7 @@ from cacheformers.modeling.architectures import (
     find_decoder,
     unwrap,
 )
+from cacheformers.modeling.rotary import rotation
 
 BASES = ["llama_mha", "llama_gqa", "mistral", "opt", "qwen3", "stories260k"]
 MORE = ["qwen2", "gemma", "phi", "gpt_neox"]
@@ -495,3 +496,46 @@ def test_two_threads_on_one_model(make_model, ids, method):
     with ThreadPoolExecutor(2) as threads:
         for row, logits in enumerate(threads.map(score, [0, 1] * 2)):
             assert torch.equal(logits, expected[row % 2])
+
+
+FIRST = {"retrieval_map": {0: 0}}
+READ = [(base, {}, 2) for base in [*BASES, *MORE]]
+READ += [(base, FIRST, 1) for base in SOME] + [("llama_gqa", {"method": "memorizing"}, 2)]
+READ += [
+    ("llama_gqa", WINDOWS["sinks"], 3),
+    ("llama_gqa", SLIDING, 3),
+    ("llama_gqa", {"method": "infini_attention"}, 3),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base, options, layers", READ)
+def test_reading_runs_the_layers_that_leave_something(make_model, ids, base, options, layers):
+    """The memory is the same to the last bit, with rows of different lengths, and later tokens see the same."""
+    model = make_model(base, **options)
+    decoder = find_decoder(unwrap(model))
+    mask = torch.ones_like(ids)
+    mask[1, 50:] = 0
+    whole = cacheformers.new_memory(model, len(ids))
+    step = whole.window.segment_tokens
+    for start in range(0, ids.shape[1], step):
+        model(ids[:, start : start + step], attention_mask=mask[:, start : start + step], past_key_values=whole)
+    whole.close(range(len(ids)), rotation(decoder))
+    whole.forget_ids()
+    ran = set()
+    handles = [
+        attention.register_forward_hook(lambda *_, number=number: ran.add(number))
+        for number, attention in enumerate(attention_modules(decoder))
+    ]
+    memory = cacheformers.read(model, ids, mask, progress=False)
+    for handle in handles:
+        handle.remove()
+    assert len(ran) == layers and len(decoder.layers) >= 3
+    expected, found = whole.state.state_dict(), memory.state.state_dict()
+    stored = [name for name in expected if name.startswith("rings")]
+    assert all(torch.equal(found[name], expected[name]) for name in stored) and memory.tokens_read == whole.tokens_read
+    question = ids[:, :20]
+    for _ in range(2):
+        assert torch.equal(
+            model(question, past_key_values=memory).logits, model(question, past_key_values=whole).logits
+        )
