@@ -52,15 +52,23 @@ smoke: wheel $(WHEEL_VENV)/.installed ## Install the wheel in an environment tha
 	$(WHEEL_PY) -m pip check
 	cd "$$(mktemp -d)" && $(CURDIR)/$(WHEEL_PY) -I $(CURDIR)/tests/smoke_wheel.py
 
-demo: install ## Adapt a small pretrained model to plays, with and without a memory; read Hamlet, answer a question
+# Ten questions about two texts, to be answered by the base from what it sees of them, and from a trained memory alone.
+ASKED := eval_longbench.py --base data/smollm2-135m-instruct --data data/demo/records --chat --dtype float32 --batch 5 \
+	--output runs/demo_asked
+MEMORY := --methods memory --adapter model_cards/smollm2_facts
+OFFLINE := HF_HUB_OFFLINE=1 $(PY)
+
+demo: install ## Adapt a small pretrained model to plays, with and without a memory; ask a trained one what it has read
 	$(PY) recipes/fetch_smollm2.py
 	$(PY) recipes/fetch_plays.py
-	HF_HUB_OFFLINE=1 $(PY) train_adapt.py recipes/demo.yaml
-	HF_HUB_OFFLINE=1 $(PY) train_adapt.py recipes/demo.yaml --method lora --output runs/demo_lora --skip_base
+	$(OFFLINE) train_adapt.py recipes/demo.yaml
+	$(OFFLINE) train_adapt.py recipes/demo.yaml --method lora --output runs/demo_lora --skip_base
 	$(PY) recipes/compare_runs.py runs/demo_lora runs/demo --plots runs/demo/compared
-	HF_HUB_OFFLINE=1 $(PY) -m cacheformers read data/plays/valid/hamlet.md -o runs/demo/hamlet.memory --adapter runs/demo \
-		--overwrite --cache-size 65536
-	HF_HUB_OFFLINE=1 $(PY) -m cacheformers ask runs/demo/hamlet.memory "Who killed Hamlet's father?"
+	$(PY) recipes/make_facts.py data/demo --documents 1 --words 8000 --plays data/plays/valid/{hamlet,king-lear}.md
+	$(OFFLINE) $(ASKED) --methods truncation --max_length 1024
+	$(OFFLINE) $(ASKED) $(MEMORY) --memory_content other
+	$(OFFLINE) $(ASKED) $(MEMORY)
+	$(PY) recipes/show_answers.py data/demo/records runs/demo_asked
 
 clean: ## Remove build products and caches; keep .venv, data and runs
 	rm -rf build dist *.egg-info $(WHEEL_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -412,8 +412,7 @@ class MemoryCache(DocumentsCache):
         self._drop_columns()
         window = self.window
         full = bool((self.timeline.open.sum(1) + real.sum(1) == window.segment_tokens).all())
-        nothing_stays = window.kept_tokens == 0 and window.sink_tokens == 0
-        spared = torch.is_grad_enabled() and full and nothing_stays  # a training step does not read these keys again
+        spared = torch.is_grad_enabled() and full and window.empties  # a training step does not read these keys again
         local = LocalCache(self.local, self.columns, not spared, self.state.own_layers)
         return SegmentCall(self, self.state.begin(), local, real, real.long() if ids is None else ids)
 

@@ -59,6 +59,11 @@ class LocalWindow:
         return self.segment_tokens + self.kept_tokens + self.sink_tokens
 
     @property
+    def empties(self) -> bool:
+        """Whether nothing of closed segments stays visible."""
+        return self.kept_tokens == 0 and self.sink_tokens == 0
+
+    @property
     def unbounded(self) -> bool:
         """Whether self-attention sees everything that was read."""
         return self.positions >= EVERYTHING

@@ -107,8 +107,8 @@ def reader(decoder: nn.Module, memory: MemoryCache) -> nn.Module:
     segments leave no window, the decoder returned ends below them: a copy with the same modules and hooks, so that
     another thread can use the whole model meanwhile.
     """
-    top, window = memory.state.top_layer, memory.window
-    if top is None or memory.columns or window.kept_tokens or window.sink_tokens:
+    top = memory.state.top_layer
+    if top is None or memory.columns or not memory.window.empties:
         return decoder
     lower = copy.copy(decoder)
     lower._modules = {**decoder._modules, "layers": decoder.layers[: top + 1]}  # type: ignore[index, dict-item]

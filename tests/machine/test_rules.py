@@ -503,7 +503,7 @@ READ = [(base, {}, 2) for base in [*BASES, *MORE]]
 READ += [(base, FIRST, 1) for base in SOME] + [("llama_gqa", {"method": "memorizing"}, 2)]
 READ += [
     ("llama_gqa", WINDOWS["sinks"], 3),
-    ("llama_gqa", SLIDING, 3),
+    ("llama_gqa", {"local_window": "sliding", "window_tokens": 12}, 3),
     ("llama_gqa", {"method": "infini_attention"}, 3),
 ]
 
