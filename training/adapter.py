@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from cacheformers.common.base_model import (
@@ -29,6 +30,7 @@ from cacheformers.training.methods import MethodOptions
 from cacheformers.training.optim import Rates, trained_parameters
 from cacheformers.training.settings import TrainOptions, resumed_settings
 
+OF_LORA = ("r", "lora_alpha", "target_modules", "layers_to_transform")
 START_DOCUMENTS = 4  # whose beginnings are read for memory_start "states"
 
 
@@ -61,6 +63,9 @@ class Adaptation:
         self.config = base_config(model.base)
         self.adapter, self.memory = adapter_config(self.config, train, memory_options)
         self.title, self.base = f"{train.method} on {model.base}", model.base
+        if train.start_from is not None:
+            check_start(train.start_from, self.adapter, self.memory)
+            self.title += f", from {train.start_from}"
         self.remembers = train.method != "lora"
         gate_rate = train.memory_rate * train.gate_factor
         self.rates = Rates(train.lora_rate, train.memory_rate, gate_rate, train.weight_decay)
@@ -77,19 +82,24 @@ class Adaptation:
         return resumed_settings(self.model, self.memory_options, base=base_identity(self.config))
 
     def make(self, accelerator: Accelerator, documents: DocumentRow, resumed: bool) -> PeftModel:
-        """Load the base and add a new adapter, the same in every process. Every process must call this.
+        """Load the base and add the adapter, the same in every process. Every process must call this.
 
         Args:
             resumed: a checkpoint will replace what is trained.
         """
         train = self.train
+        start = None if resumed else train.start_from
         base, _ = load_base(self.model, accelerator.device)
         torch.manual_seed(train.seed)
-        model: PeftModel = get_peft_model(base, self.adapter)
+        model: PeftModel = (
+            get_peft_model(base, self.adapter)
+            if start is None
+            else PeftModel.from_pretrained(base, start, config=self.adapter, is_trainable=True)
+        )
         if train.activation_checkpointing:
             base.activation_checkpointing_enable({"use_reentrant": False})
             base.disable_input_require_grads()  # transformers asks for them; frozen layers below need no gradients
-        if self.remembers and train.memory_start != "copies" and not resumed:
+        if self.remembers and train.memory_start != "copies" and start is None and not resumed:
             accelerator.print(f"Reading {train.start_segments} segments to start the memory from.")
             start_memory(model, documents, self.memory.segment_tokens, train)
         return model
@@ -131,6 +141,36 @@ def adapter_config(
         return config, memory
     shared = {name: getattr(config, name) for name in ("r", "lora_alpha", "lora_dropout", "layers_to_transform")}
     return LoraConfig(**shared, target_modules=targets, task_type="CAUSAL_LM"), memory
+
+
+def check_start(folder: str, adapter: LoraConfig, memory: Any) -> None:
+    """Check that training can start from the weights of an earlier adapter; nothing is loaded.
+
+    Args:
+        memory: options of the adapter's memory on its base; of LoRA alone they do not matter.
+
+    Raises:
+        OSError: the folder holds no adapter.
+        ValueError: it is of another method, or has other LoRA or another memory.
+    """
+    if not Path(folder, "adapter_config.json").is_file():
+        raise OSError(f"--start_from {folder}: there is no adapter (adapter_config.json).")
+    earlier: Any = PeftConfig.from_pretrained(folder)
+    there, here = (getattr(kind, "value", kind) for kind in (earlier.peft_type, adapter.peft_type))  # PEFT's own: enum
+    if there != here:
+        raise ValueError(f"--start_from {folder} is an adapter of {there}, not of {here}.")
+    before, now = ({name: plain(getattr(config, name)) for name in OF_LORA} for config in (earlier, adapter))
+    if here != PeftType.LORA:
+        before |= earlier.resolve(memory.base).signature
+        now |= memory.signature
+    differing = [f"{name} {before[name]} there, {now[name]} here" for name in now if before[name] != now[name]]
+    if differing:
+        raise ValueError(f"--start_from {folder} was trained with other options: {'; '.join(differing)}.")
+
+
+def plain(value: Any) -> Any:
+    """Return a value as it can be compared and shown: collections without an order are sorted."""
+    return sorted(value) if isinstance(value, set | list | tuple) else value
 
 
 def start_memory(model: PeftModel, documents: DocumentRow, segment_tokens: int, options: TrainOptions) -> None:

@@ -130,7 +130,7 @@ def make_plan(options: Options) -> Plan:
     checkpoints = Checkpoints(Path(train.output) / "checkpoints", run.keep_checkpoints)
     resumed = checkpoints.newest() if run.resume else None
     if resumed is not None:
-        defaults = default_settings(options.lessons, options.memory)
+        defaults = default_settings(train, options.lessons, options.memory)
         newer = {name: value for name, value in defaults.items() if name in settings}
         check_resumable({**newer, **checkpoints.load(resumed)["settings"]}, settings, str(resumed))
     elif run.resume and checkpoints.paths():

@@ -49,11 +49,6 @@ class ScratchOptions:
         help="A folder or Hub id with a tokenizer (recipes/train_tokenizer.py makes one), or 'bytes': 256 of them and "
         "an end of text, without the latter where the file says 'vocab_size': 256.",
     )
-    start_from: str | None = option(
-        None,
-        help="A folder with a model that was trained before: start from its weights instead of random ones, with the "
-        "switches of --model_config. Every weight must be in both and fit. Default: random weights.",
-    )
     rate: float = option(1e-3, help="Peak learning rate of all weights; gates have gate_factor times this.")
     precision: Literal["float32", "bf16"] = option(
         "float32",
@@ -119,9 +114,9 @@ class Scratch:
         if not self.remembers and train.backprop_segments > 1:
             raise ValueError("backprop_segments is for memories: choose longer rows ('segment_tokens' in the file).")
         self.title = f"{self.config.model_type} from scratch"
-        if options.start_from is not None:
-            changes = check_start(options.start_from, self.config, self._tokenizer)
-            self.title = f"{self.config.model_type} from {options.start_from} ({changes})"
+        if train.start_from is not None:
+            changes = check_start(train.start_from, self.config, self._tokenizer)
+            self.title = f"{self.config.model_type} from {train.start_from} ({changes})"
         self.rates = Rates(options.rate, options.rate, options.rate * train.gate_factor, train.weight_decay)
 
     def tokenizer(self, accelerator: Accelerator) -> PreTrainedTokenizerBase:
@@ -135,7 +130,7 @@ class Scratch:
     def make(self, accelerator: Accelerator, documents: DocumentRow, resumed: bool) -> PreTrainedModel:
         """Make the model with random weights, or those that it starts from; the same in every process."""
         torch.manual_seed(self.train.seed)
-        chosen, start = self.model.attn_implementation, self.options.start_from
+        chosen, start = self.model.attn_implementation, self.train.start_from
         arguments = {"dtype": torch.float32, **({} if chosen is None else {"attn_implementation": chosen})}
         model: PreTrainedModel = (
             AutoModelForCausalLM.from_config(self.config, **arguments)

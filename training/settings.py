@@ -52,6 +52,12 @@ class TrainOptions:
         1, help="Segments that each lane reads in a step; gradients go back through the local window to the first."
     )
 
+    start_from: str | None = option(
+        None,
+        help="A folder that an earlier run wrote: start from its weights, for example to go on with other documents. "
+        "An adapter must have the same method, memory and LoRA; a model from scratch the same weights, while switches "
+        "of --model_config may differ. Default: as memory_start says, or random weights.",
+    )
     memory_start: str = option(
         "copies",
         help="What the memory's new projections start from. 'copies': W_k and W_v are the first columns of the layer's "

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import METHODS
 from peft import get_peft_model
-from recipe import adapter_weights, arguments, make_text
+from recipe import adapter_weights, arguments, largest_difference, make_text
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import cacheformers
@@ -245,6 +245,28 @@ def test_without_lora(folder, refused):
     assert "none" in refused(
         train_adapt.main, arguments(folder, "--lora_targets", "none", "--method", "lora", output="b")
     )
+
+
+@pytest.mark.parametrize("method", ["neurocache", "lora"])
+def test_starting_from_an_earlier_adapter(folder, refused, method):
+    """With rates of zero nothing changes; what may differ between a memory and its model may differ here, too."""
+    given = functools.partial(arguments, folder, f"--method={method}")
+    train_adapt.main(given(output="first"))
+    start = f"--start_from={folder / 'first'}"
+    train_adapt.main(given("--lora_rate=0", "--memory_rate=0", "--cache_size=24", "--memory_start=states", start))
+    assert largest_difference(folder / "adapter", folder / "first") == 0
+    train_adapt.main(given("--steps=1", start, output="other"))
+    assert largest_difference(folder / "other", folder / "first") > 0
+    other = {"neurocache": "lora", "lora": "neurocache"}[method]
+    for more, message in (
+        (["--r=2", start], "was trained with other options: r 4 there, 2 here"),
+        (["--lora_targets=up_proj", start], "['down_proj', 'gate_proj', 'up_proj'] there, ['up_proj'] here"),
+        ([f"--method={other}", start], f"is an adapter of {method.upper()}, not of {other.upper()}"),
+        ([f"--start_from={folder / 'base'}"], "there is no adapter (adapter_config.json)"),
+        *[(["--hit_scores", start], "hit_scores False there, True here")][: method == "neurocache"],
+    ):
+        assert message in refused(train_adapt.main, given(*more, output="never"))
+    assert not (folder / "never").exists()
 
 
 def test_accelerates_environment_changes_nothing_and_the_seed_does(folder, monkeypatch):
