@@ -55,7 +55,7 @@ smoke: wheel $(WHEEL_VENV)/.installed ## Install the wheel in an environment tha
 # Ten questions about two texts, to be answered by the base from what it sees of them, and from a trained memory alone.
 ASKED := eval_longbench.py --base data/smollm2-135m-instruct --data data/demo/records --chat --dtype float32 --batch 5 \
 	--output runs/demo_asked
-MEMORY := --methods memory --adapter model_cards/smollm2_facts
+MEMORY := --methods memory --adapter model_cards/answers_facts
 OFFLINE := HF_HUB_OFFLINE=1 $(PY)
 
 demo: install ## Adapt a small pretrained model to plays, with and without a memory; ask a trained one what it has read

@@ -318,7 +318,7 @@ class RingState(ColumnState):
 
     @property
     def top_layer(self) -> int | None:
-        return max(self.rings)
+        return max(self.rings, default=None)  # None: it stores nothing
 
     def begin(self) -> Any:
         return Reading({layer: ring.view() for layer, ring in self.rings.items()})
