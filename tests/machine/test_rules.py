@@ -505,6 +505,7 @@ READ += [
     ("llama_gqa", WINDOWS["sinks"], 3),
     ("llama_gqa", SLIDING, 3),
     ("llama_gqa", {"method": "infini_attention"}, 3),
+    ("llama_gqa", {"method": "gated_deltanet", "layers": [0, 1]}, 2),
 ]
 
 
