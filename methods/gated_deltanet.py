@@ -1,13 +1,13 @@
-"""Gated DeltaNet beside local attention: what leaves the segment is folded into a matrix of constant size.
+"""Gated DeltaNet: a matrix of constant size beside local attention (Yang et al. 2024, arXiv 2412.06464).
 
     S_t = alpha_t S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T      token by token, when a segment closes
     alpha_t = sigmoid(a x_t + a_0),  beta_t = sigmoid(b x_t + b_0)       what stays, what is written; one per kv head
     A_t = A_dot + g_t S q_t,  g_t = tanh(c x_t + c_0)                    one gate per query head, 0 at first
 
-The rule is Gated DeltaNet's (Yang et al. 2024, arXiv 2412.06464). To fold what attention no longer sees is from
-Artificial Hippocampus Networks (Fang et al. 2025, arXiv 2510.07318). k and q have length 1 and no rotary position, so
-that S k = v for a key just written with beta 1. A_dot is the base's own attention within its local window. S holds
-closed segments alone: d_v * d_k numbers for each kv head, in float32 or better, however much was read.
+To fold what attention no longer sees is from Artificial Hippocampus Networks (Fang et al. 2025, arXiv 2510.07318). k
+and q have length 1 and no rotary position, so that S k = v for a key just written with beta 1. A_dot is the base's own
+attention within its local window. S holds closed segments alone: 4 * d_v * d_k bytes for each layer and kv head in
+float32 (float64 for a float64 model), however much was read, beside the columns of the open segment.
 
 Gates start at 0, so an untrained adapter is exactly the base in its window, at any length. Their gradient there is
 x_t (S q_t . dL/dA_t), which is not 0; alpha and beta have one once gates have left 0. Both act on later segments only,
