@@ -19,6 +19,12 @@ from cacheformers.methods.gated_attention import (
     GatedAttentionForCausalLM,
     GatedAttentionModel,
 )
+from cacheformers.methods.gated_deltanet import (
+    GatedDeltaNetAdapterConfig,
+    GatedDeltaNetConfig,
+    GatedDeltaNetForCausalLM,
+    GatedDeltaNetModel,
+)
 from cacheformers.methods.infini_attention import (
     InfiniAttentionAdapterConfig,
     InfiniAttentionConfig,
@@ -61,6 +67,10 @@ __all__ = [
     "GatedAttentionConfig",
     "GatedAttentionForCausalLM",
     "GatedAttentionModel",
+    "GatedDeltaNetAdapterConfig",
+    "GatedDeltaNetConfig",
+    "GatedDeltaNetForCausalLM",
+    "GatedDeltaNetModel",
     "InfiniAttentionAdapterConfig",
     "InfiniAttentionConfig",
     "InfiniAttentionForCausalLM",

@@ -1,7 +1,24 @@
 """The memory methods, a file or a folder each. Importing this module registers them."""
 
-from cacheformers.methods import cacheformer, gated_attention, infini_attention, memorizing, neurocache, windowed
+from cacheformers.methods import (
+    cacheformer,
+    gated_attention,
+    gated_deltanet,
+    infini_attention,
+    memorizing,
+    neurocache,
+    windowed,
+)
 
 DEFAULT = neurocache.NeurocacheConfig.model_type  # of `train_adapt.py`
 
-__all__ = ["DEFAULT", "cacheformer", "gated_attention", "infini_attention", "memorizing", "neurocache", "windowed"]
+__all__ = [
+    "DEFAULT",
+    "cacheformer",
+    "gated_attention",
+    "gated_deltanet",
+    "infini_attention",
+    "memorizing",
+    "neurocache",
+    "windowed",
+]

@@ -213,6 +213,8 @@ def open_gates(model, adapter="default"):
         mine = adapter in name and any(part in name for part in OPEN)
         if mine or any(part in name for part in OPEN_IN_MODELS):
             parameter.data.normal_(0, 0.5)
+        if parameter.dim() > 1 and ((adapter in name and "lora_mem_alpha" in name) or ".memory.alpha" in name):
+            parameter.data.normal_(0, 0.5)  # tokens differ in what they forget; the bias keeps them near 1
         if adapter in name and "lora_mem_scores" in name:
             parameter.data.normal_(-2.5 if "near" in name or "nothing" in name else 0.0, 0.5)
             if "nothing" in name:

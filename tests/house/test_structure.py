@@ -19,7 +19,7 @@ FLOORS = (
     ("training", "evaluation", "hub"),
     ("", "train_adapt", "eval_longbench", "cli", "__main__", "benchmarks"),
 )
-METHOD_NAMES = re.compile(r'"(neurocache|memorizing|infini_attention|gated_attention|windowed)"')
+METHOD_NAMES = re.compile(r'"(neurocache|memorizing|infini_attention|gated_attention|gated_deltanet|windowed)"')
 
 
 @cache

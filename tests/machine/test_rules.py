@@ -505,6 +505,7 @@ READ += [
     ("llama_gqa", WINDOWS["sinks"], 3),
     ("llama_gqa", {"local_window": "sliding", "window_tokens": 12}, 3),
     ("llama_gqa", {"method": "infini_attention"}, 3),
+    ("llama_gqa", {"method": "gated_deltanet", "layers": [0, 1]}, 2),
 ]
 
 
