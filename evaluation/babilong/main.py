@@ -91,10 +91,10 @@ class BabilongOptions(AnsweringOptions):
 COMMAND = "cacheformers babilong"
 DESCRIPTION = (
     "BABILong: facts are hidden, in order, between the sentences of real books, and a question is asked that takes one "
-    "to three of them; greedy, exactly scored. Look first at what the base answers from the facts alone (--methods "
-    "full --lengths 0K 1K), then at a memory where the base cannot read all (--adapter ADAPTER --methods memory "
-    "truncation retrieval --lengths 16K 128K). Each answer is saved at once: a run that was stopped continues when it "
-    "is started again."
+    "to three of them; greedy, exactly scored. Look first at what the base answers from the facts alone (--base BASE "
+    "--chat --questions BABI --books BOOKS --methods full --lengths 0K 1K), then at a memory where the base cannot "
+    "read all (--adapter ADAPTER --methods memory truncation retrieval --lengths 16K 128K). Answers are saved at "
+    "once: a run that was stopped continues when it is started again."
 )
 
 
