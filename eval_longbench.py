@@ -9,7 +9,7 @@ python eval_longbench.py --compare runs/longbench/ONE runs/longbench/OTHER
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,7 @@ from cacheformers.common.files import write_json, write_text
 from cacheformers.common.plots import save_figures
 from cacheformers.common.recipe import RecipeParser
 from cacheformers.evaluation.loading import prepare
-from cacheformers.evaluation.longbench.answers import batches, check_prompts, predict
-from cacheformers.evaluation.longbench.methods import (
-    CompareOptions,
-    LongBenchOptions,
-    PromptMaker,
-    check_limit,
-    load_model,
-    make_method,
-    method_settings,
-    model_settings,
-)
+from cacheformers.evaluation.longbench.methods import CompareOptions, LongBenchOptions, PromptMaker
 from cacheformers.evaluation.longbench.metrics import check_scorers
 from cacheformers.evaluation.longbench.predictions import PredictionError, Predictions
 from cacheformers.evaluation.longbench.records import Record, limited, load_records, own_tasks, records_identity
@@ -43,8 +33,8 @@ from cacheformers.evaluation.longbench.report import (
     make_result,
     task_scores,
 )
-from cacheformers.evaluation.longbench.retrieval import make_retriever
 from cacheformers.evaluation.longbench.tasks import chosen_tasks, load_templates
+from cacheformers.evaluation.longbench.work import make_work, run_method
 
 DESCRIPTION = (
     "Evaluate a model on LongBench, as the official code does. With --compare RESULT ... (and --output) nothing is "
@@ -102,34 +92,25 @@ def make_plan(model: ModelOptions, options: LongBenchOptions) -> Plan:
     templates = load_templates(forms, options.prompts)
     records = {task: limited(own, options.limit, options.seed) for task, own in everything.items()}
     state, config, tokenizer, adapter = prepare(model, options.adapter)
-    if options.chat and tokenizer.chat_template is None:
-        raise ValueError(f"{model.base} has no chat template: leave out --chat, or give a chat model.")
-    if "memory" in options.methods and not tokenizer.is_fast:
-        raise ValueError(f"The method memory needs a fast tokenizer to find the question, which {model.base} has not.")
-    methods = [make_method(name, options, model.base, config, adapter) for name in options.methods]
-    answering = model_settings(model, config, options.adapter)
-    data = {task: records_identity(own) for task, own in everything.items()}
-    work = []
-    for method in methods:
-        folder = Path(options.output) / ("pred_e" if options.longbench_e else "pred") / method.title
-        predictions = Predictions(folder, method_settings(method, answering, options), data)
-        if not options.overwrite:
-            predictions.check()
-        maker = PromptMaker(method, options, tokenizer, templates, records=everything)
-        check_limit(maker, list(forms.values()))
-        check_prompts(maker, records)
-        work.append((maker, predictions))
+    work = make_work(
+        model,
+        options,
+        config,
+        tokenizer,
+        adapter,
+        templates=templates,
+        records=records,
+        everything=everything,
+        data={task: records_identity(own) for task, own in everything.items()},
+        folder=Path(options.output) / ("pred_e" if options.longbench_e else "pred"),
+    )
     return Plan(model, options, state, records, work)
 
 
 def evaluate(plan: Plan, maker: PromptMaker, predictions: Predictions, arguments: list[str]) -> dict[str, Any]:
     """Run one method to its end, or go on with it; score it and write down what came out."""
     method, options, state = maker.method, plan.options, plan.state
-    predictions.start(options.overwrite)
-    model = load_model(method, plan.model, options, state.device)
-    retriever = make_retriever(options.retriever, state.device) if method.retrieves else None
-    predict(model, replace(maker, retriever=retriever), batches(plan.records, options.batch), predictions)
-    found = predictions.finish(plan.records)
+    found = run_method(plan.model, maker, predictions, plan.records, state.device)
     if not state.is_main_process:
         return {}
     result = make_result(

@@ -69,6 +69,7 @@ ELSEWHERE = {
     "longbench": ("Evaluate on LongBench, as the official code does.", "cacheformers.eval_longbench"),
     "compare": ("Put results of longbench side by side.", "cacheformers.eval_longbench"),
     "perplexity": ("Measure the perplexity of a model on texts.", "cacheformers.evaluation.text_perplexity"),
+    "babilong": ("Hide facts in books and ask about them.", "cacheformers.evaluation.babilong.main"),
     "passkey": ("Hide a key in long texts and ask for it.", "cacheformers.evaluation.passkey.main"),
     "lm-eval": ("Run lm-eval's command line with memory models.", "cacheformers.evaluation.harness"),
     "gates": ("Draw the gates or the memory's shares of a model.", "cacheformers.evaluation.gates"),
@@ -79,7 +80,14 @@ ELSEWHERE = {
     "results": ("Put results into a model card's metadata.", "cacheformers.hub.results"),
     "push": ("Push an adapter or a model to the Hub, with its card.", "cacheformers.cli.push"),
 }
-RECIPES = ("train", "attach", "longbench", "perplexity", "passkey")  # their parsers take both spellings of options
+RECIPES = (
+    "train",
+    "attach",
+    "longbench",
+    "perplexity",
+    "babilong",
+    "passkey",
+)  # their parsers take both spellings of options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -41,37 +41,24 @@ MEMORY_CONTENTS = ("own", "none", "other", "shuffled")
 
 
 @dataclass
-class LongBenchOptions:
-    """Data, methods, and how prompts are made and answered; ValueError for a wrong name or number."""
+class AnsweringOptions:
+    """Which methods answer, and how prompts are made and answered; ValueError for a wrong name or number."""
 
-    _argument_group_name = "LongBench"
-    data: str = option(
-        help="LongBench: a folder with TASK.jsonl, .jsonl.gz or .parquet for each task, or a dataset of the Hub."
-    )
+    _argument_group_name = "methods"
     methods: list[str] = option(
         help="Which methods are run, one after the other: 'truncation' (base model, prompts cut in the middle), 'full' "
         "(base model, whole prompts), 'retrieval' (base model, the chunks nearest the question), "
         "'position-interpolation' (base model with scaled rotary positions), 'memory' (a model with a memory: the "
         "context is read in segments, then the question)."
     )
-    output: str = option("runs/longbench", help="Folder for predictions, results, tables and plots.")
     adapter: str | None = option(
         None,
         help="Adapter folder or Hub id. One with a memory is for the method 'memory', any other for the other methods.",
     )
-    tasks: list[str] | None = option(None, help="Tasks by name. Default: all.")
-    longbench_e: bool = option(False, help="LongBench-E: 13 tasks with records of all lengths, from TASK_e files.")
-    limit: int | None = option(
-        None, help="Only this many records of each task. A larger limit later goes on from those that are answered."
-    )
-    seed: int | None = option(None, help="With limit: a random choice of records. Default: the first ones.")
-    prompts: str | None = option(
-        None, help="The official config/dataset2prompt.json. Default: templates of the installed lm-eval."
-    )
     chat: bool = option(
         False,
-        help="Put prompts into the tokenizer's chat template, but for the tasks that the official code excepts. For "
-        "chat models.",
+        help="Put prompts into the tokenizer's chat template (LongBench: but for the tasks that the official code "
+        "excepts). For chat models.",
     )
     max_length: int | None = option(
         None,
@@ -108,13 +95,47 @@ class LongBenchOptions:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
         given = asdict(self)
-        for name, least in (("limit", 1), ("max_length", 2), ("batch", 1), ("chunk_words", 1), ("chunks", 1)):
+        for name, least in (("max_length", 2), ("batch", 1), ("chunk_words", 1), ("chunks", 1)):
             if given[name] is not None and given[name] < least:
                 raise ValueError(f"{name} must be at least {least}, got {given[name]}.")
-        if self.seed is not None and self.limit is None:
-            raise ValueError("seed is for the choice of records: give --limit, too.")
         if "position-interpolation" in self.methods and (self.rope_factor is None or self.rope_factor <= 1):
             raise ValueError("position-interpolation needs --rope_factor greater than 1, such as 4.")
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What predictions of every method depend on, for JSON."""
+        return {"chat": self.chat, "batch": self.batch}
+
+
+@dataclass(kw_only=True)
+class LongBenchOptions(AnsweringOptions):
+    """LongBench's data, and how they are answered; ValueError for a wrong name or number."""
+
+    _argument_group_name = "LongBench"
+    data: str = option(
+        help="LongBench: a folder with TASK.jsonl, .jsonl.gz or .parquet for each task, or a dataset of the Hub."
+    )
+    output: str = option("runs/longbench", help="Folder for predictions, results, tables and plots.")
+    tasks: list[str] | None = option(None, help="Tasks by name. Default: all.")
+    longbench_e: bool = option(False, help="LongBench-E: 13 tasks with records of all lengths, from TASK_e files.")
+    limit: int | None = option(
+        None, help="Only this many records of each task. A larger limit later goes on from those that are answered."
+    )
+    seed: int | None = option(None, help="With limit: a random choice of records. Default: the first ones.")
+    prompts: str | None = option(
+        None, help="The official config/dataset2prompt.json. Default: templates of the installed lm-eval."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit must be at least 1, got {self.limit}.")
+        if self.seed is not None and self.limit is None:
+            raise ValueError("seed is for the choice of records: give --limit, too.")
+
+    @property
+    def common(self) -> dict[str, Any]:
+        return {**super().common, "longbench_e": self.longbench_e}
 
 
 @dataclass
@@ -170,7 +191,7 @@ class Method:
 
 
 def make_method(
-    name: str, options: LongBenchOptions, base: str, config: PretrainedConfig, adapter: PeftConfig | None
+    name: str, options: AnsweringOptions, base: str, config: PretrainedConfig, adapter: PeftConfig | None
 ) -> Method:
     """Make one of `METHODS` for a base model, from its and the adapter's configurations.
 
@@ -207,7 +228,7 @@ def make_method(
     return Method(name, title, used, max_length or official_limit(positions), positions)
 
 
-def with_prompt(method: Method, options: LongBenchOptions, config: PretrainedConfig, memory: Any) -> Method:
+def with_prompt(method: Method, options: AnsweringOptions, config: PretrainedConfig, memory: Any) -> Method:
     """Return a method with a memory whose prompt is another method's, after the whole context was read.
 
     Raises:
@@ -234,7 +255,7 @@ def official_limit(positions: int) -> int:
     return MAX_LENGTHS[positions]
 
 
-def load_model(method: Method, model: ModelOptions, options: LongBenchOptions, device: torch.device) -> nn.Module:
+def load_model(method: Method, model: ModelOptions, options: AnsweringOptions, device: torch.device) -> nn.Module:
     """Load the model that a method takes, for evaluation."""
     changes = {}
     if method.name == "position-interpolation":
@@ -248,7 +269,7 @@ class PromptMaker:
     """Makes the prompts of a method."""
 
     method: Method
-    options: LongBenchOptions
+    options: AnsweringOptions
     tokenizer: PreTrainedTokenizerBase
     templates: Mapping[str, str]
     retriever: Retriever | None = None
@@ -363,7 +384,7 @@ def model_settings(model: ModelOptions, config: PretrainedConfig, adapter: str |
     }
 
 
-def method_settings(method: Method, answering: dict[str, Any], options: LongBenchOptions) -> dict[str, Any]:
+def method_settings(method: Method, answering: dict[str, Any], options: AnsweringOptions) -> dict[str, Any]:
     """Describe what predictions depend on, except the records, for JSON, from `model_settings` and the options."""
     more: dict[str, Any] = {}
     if method.name == "retrieval":
@@ -383,10 +404,8 @@ def method_settings(method: Method, answering: dict[str, Any], options: LongBenc
         "method": method.name,
         **answering,
         "adapter": answering["adapter"] if method.adapter is not None else None,
-        "chat": options.chat,
         "max_length": method.max_length,
         "cut": None if method.max_length is None else CUT,
-        "batch": options.batch,
-        "longbench_e": options.longbench_e,
+        **options.common,
         **more,
     }

@@ -18,6 +18,7 @@ from cacheformers.adapters.export import main
 from cacheformers.common.base_model import ModelOptions
 from cacheformers.common.recipe import RecipeParser
 from cacheformers.evaluation import gates, harness, segments, text_perplexity
+from cacheformers.evaluation.babilong.main import BabilongOptions
 from cacheformers.evaluation.longbench.methods import LongBenchOptions
 from cacheformers.evaluation.passkey.main import PasskeyOptions
 from cacheformers.evaluation.passkey.prompts import INTRO, NEEDLES, REPEATED
@@ -191,6 +192,22 @@ def test_passkey_page(monkeypatch):
     wording = NEEDLES["passkey"]
     for sentence in (INTRO, REPEATED, wording.needle.format(key="12345"), wording.question):
         assert sentence.strip() in page
+
+
+def test_babilong_page():
+    """Its commands have options that exist, in forms that are understood."""
+    lines = [
+        line.split()
+        for _, text in BLOCK.findall((ROOT / "docs" / "babilong.md").read_text(encoding="utf-8"))
+        for line in text.splitlines()
+    ]
+    asked = [line[2:] for line in lines if line[:2] == ["cacheformers", "babilong"] and line[2:] != ["--help"]]
+    parser = RecipeParser([ModelOptions, BabilongOptions], "")
+    options = [parser.parse(line)[1] for line in asked]
+    assert [each.tokens[-1] for each in options] == [4096, 131072, 4096]
+    [trained] = [line for line in lines if line[:2] == ["python", "train_adapt.py"]]
+    understood(" ".join(trained))
+    assert trained[-1] == options[1].adapter and len(lines) == len(asked) + 2
 
 
 def test_methods_in_the_training_page(capsys):

@@ -1,0 +1,178 @@
+"""bAbI's facts, in order, between the sentences of books, cut to an exact number of tokens."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from cacheformers.common.documents import fingerprint
+from cacheformers.common.sources import load_texts
+from cacheformers.evaluation.babilong.records import Cell, label, make_story
+from cacheformers.evaluation.babilong.tasks import check_answer
+from cacheformers.evaluation.longbench.records import Record
+from cacheformers.training.exercises import load_pools
+
+READ = 1_000_000  # tokens of books that stories up to half of this length are hidden in
+SPARE = 64  # tokens more than wanted, of which the end is cut off
+TRIES = 100
+# Between two sentences. No name or title ends one: Mr. Smith, J. Smith.
+BORDER = re.compile(
+    r"(?:(?<=[.!?])|(?<=[.!?][\"'\u201d\u2019)_]))"
+    r"(?<!\bMr\.)(?<!\bMrs\.)(?<!\bMs\.)(?<!\bDr\.)(?<!\bSt\.)(?<!\b[A-Z]\.)"
+    r" (?=[\"'\u201c\u2018(_]*[A-Z])"
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question of bAbI, and the facts that are known when it is asked."""
+
+    id: str
+    input: str
+    answer: str
+    facts: list[str]
+
+
+def load_questions(paths: Sequence[str], tasks: Sequence[str], seed: int) -> dict[str, list[Question]]:
+    """Load each task's questions from pools, in an order that the seed decides.
+
+    Raises:
+        FileNotFoundError, ValueError: there are no pools, or none of a task; an answer is none of the task's.
+    """
+    found: dict[str, list[Question]] = {task: [] for task in tasks}
+    pool = load_pools(paths, len).get("babi")
+    for place, document in enumerate(pool.asked if pool else []):
+        task = document["source"].rpartition("_")[2]
+        for number, asked in enumerate(document["questions"] if task in found else []):
+            id = f"{place}-{number}"
+            answer = check_answer(task, asked["answers"][0], f"{', '.join(paths)}, question {asked.get('id', id)}")
+            facts = document["context"].split("\n")[: asked.get("lines")]
+            found[task].append(Question(id, asked["input"], answer, facts))
+    for task, own in found.items():
+        if not own:
+            raise ValueError(
+                f"{', '.join(paths)}: no question of {task}. It takes documents of the task 'babi' whose source is "
+                f"'babi_{task}'; leave the task out with --tasks, or give other --questions."
+            )
+        random.Random(f"{seed}/{task}").shuffle(own)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Books:
+    """Sentences of books.
+
+    Attributes:
+        ends: number of tokens up to each sentence's end, `[sentences]`.
+    """
+
+    sentences: list[str]
+    ends: NDArray[np.int64]
+
+    def part(self, tokens: int) -> Books:
+        """Return the beginning, from which texts of this length are taken, whatever the other lengths are."""
+        last = int(np.searchsorted(self.ends, max(READ, 2 * tokens))) + 1
+        return Books(self.sentences[:last], self.ends[:last])
+
+
+def load_books(paths: Sequence[str], text_field: str, tokenizer: PreTrainedTokenizerBase, longest: int) -> Books:
+    """Load as many books as texts of up to `longest` tokens need; they are joined where one is too short.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such file, it cannot be read, or all together are too short.
+    """
+    sentences: list[str] = []
+    counts: list[NDArray[np.int64]] = []
+    total = 0
+    for book in load_texts(paths, text_field):
+        own = list(split(book or ""))
+        text: Any = tokenizer(" ".join(own), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ends = np.cumsum([len(sentence) + 1 for sentence in own]) - 1
+        counts.append(total + np.searchsorted([end for _, end in text.offset_mapping], ends, side="right"))
+        sentences += own
+        total += len(text.input_ids)
+        if total > max(READ, 2 * longest):
+            break
+    if total < longest + SPARE:
+        raise ValueError(
+            f"{', '.join(paths)}: {total:,} tokens, too few for a text of {longest:,} and {SPARE} to spare. Give more "
+            "--books, or shorter --lengths."
+        )
+    return Books(sentences, np.concatenate(counts))
+
+
+def split(text: str) -> Iterator[str]:
+    """Yield the sentences of a text, each in a line; a paragraph ends one, too."""
+    for paragraph in re.split(r"\n\s*\n", text):
+        if paragraph.strip():
+            yield from BORDER.split(" ".join(paragraph.split()))
+
+
+@dataclass(frozen=True)
+class StoryMaker:
+    """Hides facts in books."""
+
+    tokenizer: PreTrainedTokenizerBase
+    seed: int
+    records: int
+
+    def cell(self, task: str, tokens: int, questions: Sequence[Question], books: Books | None) -> Cell:
+        """Make the stories of a task and a length; what one is depends on itself, the books and the seed.
+
+        Raises:
+            ValueError: there are fewer questions than records whose facts fit into the length.
+        """
+        fitting = [each for each in questions if not tokens or self.taken(each.facts) <= tokens]
+        if len(fitting) < self.records:
+            raise ValueError(
+                f"{task}: the facts of {len(fitting):,} of {len(questions):,} questions fit into {label(tokens)} "
+                f"tokens, which is fewer than {self.records:,} records. Give more --questions, fewer --records, or "
+                "leave out the task or the length."
+            )
+        own = books.part(tokens) if books is not None and tokens else Books([], np.zeros(0, np.int64))
+        stories: list[Record] = []
+        for each in fitting[: self.records]:
+            draw = random.Random(f"{self.seed}/{task}/{tokens}/{each.id}")
+            context = self.hide(each.facts, own, tokens, draw) if tokens else " ".join(each.facts)
+            stories.append(make_story(task, tokens, each.id, each.input, context, each.answer))
+        everything = [[each.input, each.answer, each.facts] for each in fitting]
+        return stories, fingerprint([self.seed, tokens, own.sentences, everything])
+
+    def hide(self, facts: Sequence[str], books: Books, tokens: int, draw: random.Random) -> str:
+        """Return text of exactly this length with the facts at its borders of sentences, as they were drawn."""
+        last = int(np.searchsorted(books.ends, books.ends[-1] - tokens - SPARE))
+        room = tokens - self.taken(facts)
+        for _ in range(TRIES):
+            start = draw.randrange(last + 1)
+            before = books.ends[start - 1] if start else 0
+            whole = int(np.searchsorted(books.ends, before + room, side="right"))
+            enough = int(np.searchsorted(books.ends, before + tokens + SPARE)) + 1
+            borders = sorted(draw.randrange(start, whole + 1) for _ in facts)
+            parts: list[str] = []
+            for fact, (first, end) in zip(facts, pairwise([start, *borders]), strict=True):
+                parts += [*books.sentences[first:end], fact]
+            known = len(" ".join(parts))
+            context = self.cut(" ".join([*parts, *books.sentences[borders[-1] : enough]]), tokens)
+            if len(context) >= known and self.count(context) == tokens:
+                return context
+        raise ValueError(f"The books cannot be cut to exactly {tokens:,} tokens: give other --books.")
+
+    def taken(self, facts: Sequence[str]) -> int:
+        """Return how many tokens facts take at most."""
+        return self.count(" ".join(facts)) + len(facts)
+
+    def count(self, text: str) -> int:
+        return len(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+    def cut(self, text: str, tokens: int) -> str:
+        """Return the text up to the end of a token; alone, it may have some tokens more or fewer."""
+        encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return text[: encoded.offset_mapping[tokens - 1][1]]
