@@ -57,10 +57,9 @@ def read_on(model: object, memory: MemoryCache, ids: Tensor, options: argparse.N
     step = len(ids) if memory.state.forward_is_segment else memory.window.segment_tokens
     with tqdm(total=len(ids), initial=begun, unit=" tokens", unit_scale=True, desc="Reading") as bar:
         for count, start in enumerate(range(begun, len(ids), step), 1):
-            last = start + step >= len(ids)
-            cacheformers.read(model, ids[start : start + step], flush=last, progress=False, memory=memory)  # type: ignore[arg-type]
+            cacheformers.read(model, ids[start : start + step], progress=False, memory=memory)  # type: ignore[arg-type]
             bar.update(min(step, len(ids) - start))
-            if options.checkpoint and count % options.checkpoint == 0 and not last:
+            if options.checkpoint and count % options.checkpoint == 0 and start + step < len(ids):
                 memory.save(options.output, append=bool(memory.origin.saved))
 
 

@@ -388,11 +388,11 @@ class MemoryCache(DocumentsCache):
         self.local = {
             layer: (keep_columns(keys, columns, 2), keep_columns(values, columns, 2))
             for layer, (keys, values) in self.local.items()
+            if columns.shape[1]
         }
 
     def forget_columns(self) -> None:
         """Drop local keys and values and open segments; the memory stays."""
-        self.local = {}
         self.timeline.clear(self.batch_size)
         self._keep_columns(torch.zeros(self.batch_size, 0, dtype=torch.long))
         self.forget_ids()
