@@ -39,6 +39,7 @@ quick: install ## Run what every method must pass, on two base models, in under 
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m 'not slow' --bases llama_gqa,opt $(SHARED_TESTS)
 
 test: lint ## Lint, run all tests, then build the wheel and try it in an environment of its own
+	-$(PY) recipes/fetch_smollm2.py  # without it, tests with real weights are skipped
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m 'not slow' --durations=15
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m slow --durations=15
 	$(MAKE) --no-print-directory smoke

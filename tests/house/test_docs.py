@@ -67,10 +67,12 @@ def test_pages_with_numbers_of_smollm2_say_where_its_weights_come_from():
     assert named == {name for name, text in texts.items() if re.search(r"4-bit (\(Q4_1\) )?GGUF", text)}
 
 
-def test_the_readme(make_base, tokenizer, tmp_path, monkeypatch, capsys):
+def test_the_readme(make_base, config_factory, tokenizer, tmp_path, monkeypatch, capsys):
     """Its Quickstart runs as printed, in Python before line 40; 150 lines at most."""
     monkeypatch.chdir(tmp_path)
     make_base("llama_gqa", torch.float32, max_position_embeddings=2048).save_pretrained("data/smollm2-135m-instruct")
+    base = AutoModelForCausalLM.from_pretrained("data/smollm2-135m-instruct")
+    get_peft_model(base, config_factory()).save_pretrained("model_cards/answers_facts")
     monkeypatch.setattr(tokenizer, "chat_template", "{% for message in messages %}{{ message['content'] }}{% endfor %}")
     tokenizer.save_pretrained("data/smollm2-135m-instruct")
     page = (ROOT / "README.md").read_text()
@@ -83,6 +85,19 @@ def test_the_readme(make_base, tokenizer, tmp_path, monkeypatch, capsys):
             understood(text)
     assert names["memory"].tokens_read == [names["book"].input_ids.shape[1]]
     assert names["answer"].shape[1] > names["question"].shape[1] and "tokens_read=" in capsys.readouterr().out
+
+
+def test_the_quickstart_answers(monkeypatch, capsys):
+    """With the adapter that ships and its real base: from the memory alone, and not without the memory."""
+    monkeypatch.chdir(ROOT)
+    if not Path("data/smollm2-135m-instruct").exists():
+        pytest.skip("SmolLM2 is not there: python recipes/fetch_smollm2.py")
+    names: dict = {}
+    exec(next(text for language, text in BLOCK.findall(Path("README.md").read_text()) if language == "python"), names)
+    assert capsys.readouterr().out.splitlines()[-1] == "red window"
+    model, question = names["model"], names["question"]
+    answer = model.generate(question, max_new_tokens=40, do_sample=False)[0, question.shape[1] :]
+    assert "window" not in names["tokenizer"].decode(answer)
 
 
 def test_models_page(make_base, config_factory, tokenizer, tmp_path, monkeypatch, capsys):
