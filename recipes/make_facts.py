@@ -5,7 +5,8 @@ python recipes/make_facts.py data/facts --plays data/plays/valid/hamlet.md data/
 `train.jsonl` is a pool for `train_adapt.py --questions`: who keeps, paints, finds, sells or fears what. A set for
 `eval_longbench.py` is `records/facts.jsonl`: five questions about the beginning of each play, which tells something of
 five people between its lines. Names and things are those of the pool; who has what is drawn anew. `PLAY.txt` is what
-is read.
+is read. With `--lexicon TEXTS` things are words of texts instead of the 45 listed here, and every tenth word, by the
+alphabet, is kept for the questions: the pool never has it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -46,18 +48,20 @@ def main() -> None:
     parser.add_argument("--plays", type=Path, nargs="+", required=True, help="texts to hide facts in")
     parser.add_argument("--words", type=int, default=2_500, help="words that are read of each (default: %(default)s)")
     parser.add_argument("--documents", type=int, default=3000, help="documents of the pool (default: %(default)s)")
+    parser.add_argument("--lexicon", type=Path, help="folder of .md texts whose words are the things")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     options = parser.parse_args()
     rng = random.Random(options.seed)
+    things, new_things = (THINGS.split(),) * 2 if options.lexicon is None else divided(options.lexicon)
     (options.out / "records").mkdir(parents=True, exist_ok=True)
     pool: list[dict[str, Any]] = []
     for _ in range(options.documents):
-        told, asked = facts(rng, 8)
+        told, asked = facts(rng, 8, things)
         pool.append({"task": "facts", "context": "\n".join(told), "questions": asked})
     write_lines(options.out / "train.jsonl", pool)
     records: list[dict[str, Any]] = []
     for play in options.plays:
-        told, asked = facts(rng, 5)
+        told, asked = facts(rng, 5, new_things)
         text = hidden(rng, play.read_text(encoding="utf-8").splitlines(), told, options.words)
         write_text(options.out / f"{play.stem}.txt", text)
         for fact, question in zip(told, asked, strict=True):
@@ -84,11 +88,18 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     write_text(path, "".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def facts(rng: random.Random, count: int) -> tuple[list[str], list[dict[str, Any]]]:
+def divided(folder: Path) -> tuple[list[str], list[str]]:
+    """Return the lower-case words of four letters and more of texts: nine of ten for the pool, the tenth to ask for."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.md"))]
+    words = sorted({word for text in texts for word in re.findall(r"\b[a-z]{4,}\b", text)})
+    return [word for number, word in enumerate(words) if number % 10], words[::10]
+
+
+def facts(rng: random.Random, count: int, things: list[str]) -> tuple[list[str], list[dict[str, Any]]]:
     """Tell one fact about each of some people, and ask for it."""
     told, asked = [], []
-    people, things = rng.sample(NAMES.split(), count), rng.sample(THINGS.split(), count)
-    for number, (name, thing) in enumerate(zip(people, things, strict=True)):
+    people, drawn = rng.sample(NAMES.split(), count), rng.sample(things, count)
+    for number, (name, thing) in enumerate(zip(people, drawn, strict=True)):
         fact, question = rng.choice(KINDS)
         value = f"{rng.choice(COLORS.split())} {thing}"
         told.append(fact.format(name=name, value=value))

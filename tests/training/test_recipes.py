@@ -115,9 +115,9 @@ def test_a_recipe_divides_among_processes_and_fits_its_base(name):
     assert options.train.lanes == processes * options.train.accumulation  # one row in a micro-batch
     config, resolved = adapter_config(base_config(str(RECIPES / "base_configs" / base)), options.train, options.memory)
     shape = resolved.base
-    layer = shape.layers // 2 if name == "smollm2_facts" else 3 * shape.layers // 4
-    assert resolved.retrieval_map == ((layer, layer),)
-    assert config.layers_to_transform == list(range(layer, shape.layers))
+    first, end = (15, 21) if name == "smollm2_facts" else (3 * shape.layers // 4, shape.layers)
+    assert resolved.retrieval_map == ((first, first),)
+    assert config.layers_to_transform == list(range(first, end))
     assert resolved.segment_tokens + resolved.window.kept_tokens <= shape.max_positions
     ids = torch.zeros(2, dtype=torch.long)
     check_evaluation([HeldOut(ids, 1, "one"), HeldOut(ids, 1, "two")], options.evaluation, resolved)
