@@ -70,6 +70,8 @@ demo: install ## Adapt a small pretrained model to plays, with and without a mem
 	$(OFFLINE) $(ASKED) $(MEMORY) --memory_content other
 	$(OFFLINE) $(ASKED) $(MEMORY)
 	$(PY) recipes/show_answers.py data/demo/records runs/demo_asked
+	$(OFFLINE) -m cacheformers read data/demo/hamlet.txt -o runs/demo/hamlet.memory --adapter model_cards/answers_facts --dtype float32 --overwrite
+	$(OFFLINE) -m cacheformers ask runs/demo/hamlet.memory "What does Quentin paint?"
 
 clean: ## Remove build products and caches; keep .venv, data and runs
 	rm -rf build dist *.egg-info $(WHEEL_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
