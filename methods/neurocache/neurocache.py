@@ -7,11 +7,12 @@
 x is the input of a layer's self-attention; W_o CA is added to the output of self-attention.
 
 Beyond the paper, `hit_scores` tells cache attention what the search knew, how near a hit was and a state's place beside
-it, and lets a head attend to nothing (see `HitScores`).
+it, and lets a head attend to nothing (see `hit_scores.py`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,6 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from cacheformers.methods.neurocache.hit_scores import (
+    NEARNESS,
+    NOTHING,
+    NOTHING_STEP,
+    Found,
+    HitScores,
+    newer_hits,
+)
 from cacheformers.methods.neurocache.options import NeurocacheOptions
 from cacheformers.modeling.memory import Gold, Reading, RingState, SegmentCall, keep_columns, token_numbers
 from cacheformers.modeling.method import PerHead, gathered, normalize, tenths
@@ -28,11 +37,6 @@ from cacheformers.modeling.search import get_search
 from cacheformers.modeling.search.store import Ring, vectors
 
 COMPRESSION_EPS = 1e-5
-
-# Initial values of `HitScores`: a pointer of six numbers, fitted with SmolLM2-135M, gave the same values on two books
-# (docs/results/neurocache_recipe.md, 1d).
-NEARNESS, BESIDE, FOLLOWING, NOTHING = 15.0, -2.6, 3.8, 22.0
-NOTHING_STEP = 3.0  # of the score of nothing, for a parameter that moves by one
 
 TEMPERATURE = 0.05  # of `retrieval_loss`; scores lie between -2 and 0 for entries that the norm leaves as they are
 
@@ -44,43 +48,11 @@ class Gate(PerHead):
         return per_head * torch.tanh(self.weight).to(per_head.dtype)[:, None]
 
 
-class HitScores(nn.Module):
-    """What each query head adds to the scores of retrieved states, and its score of nothing.
-
-        score(t, s) = q_t . k_s / sqrt(d_head) + 15 exp(nearness) cos(e_t', e_hit) + beside[t - t', place of s]
-        score(t, nothing) = 22 + 3 nothing, with the value 0
-
-    t' is the token whose search retrieved s, and `hit` the entry that it found, 0 ... w-1 places from s. Like all
-    retrieved numbers, cosines carry a gradient to W_p through the entry only. In float32 or better.
-    """
-
-    def __init__(self, heads: int, context: int, neighborhood: int) -> None:
-        super().__init__()
-        self.nearness = nn.Parameter(torch.zeros(heads))
-        self.beside = nn.Parameter(torch.full((heads, context, neighborhood), BESIDE))
-        self.nothing = nn.Parameter(torch.zeros(heads))
-        if neighborhood > 1:
-            self.beside.data[:, 0, neighborhood // 2] = FOLLOWING  # the entry after the token's own hit
-
-    def forward(self, cosines: list[Tensor]) -> Tensor:
-        """Return what to add, `[tokens, heads, N*c]`, from the cosines of hits `[tokens, k]` by how many tokens ago."""
-        slope = NEARNESS * torch.exp(self.nearness)[:, None, None]
-        added = [
-            slope * near[:, None, :, None] + self.beside[:, back, None, :]  # [tokens, heads, k, w]
-            for back, near in enumerate(cosines)
-        ]
-        return torch.cat([scores.flatten(2) for scores in added], -1)
-
-    def score_of_nothing(self) -> Tensor:
-        """Return the score of nothing, `[heads]`."""
-        return NOTHING + NOTHING_STEP * self.nothing
-
-
 class NeurocacheParts(NamedTuple):
     """The trained parts of one layer; None where the layer needs none.
 
     Shapes: `down` `[d, h]`; `norm` LayerNorm(d); `q` `[heads*d_head, h]`; `k`, `v` `[kv_heads*d_head, d]`;
-    `o` `[h, heads*d_head]`; `gate` `[heads]`; `scores` `[heads]`, `[heads, c, w]`, `[heads]`.
+    `o` `[h, heads*d_head]`; `gate` `[heads]`; `scores` `[heads]`, `[heads, c, w]`, `[heads]`, `[heads]`.
     """
 
     down: nn.Linear | None = None
@@ -140,7 +112,9 @@ def make_parts(options: NeurocacheOptions, layer: int, base_weights: tuple[Tenso
         if options.gate == "zero":
             parts["gate"] = Gate(base.heads)
         if options.hit_scores:
-            parts["scores"] = HitScores(base.heads, options.context_size, options.neighborhood_size)
+            parts["scores"] = HitScores(
+                base.heads, options.context_size, options.neighborhood_size, options.hit_order
+            )
     return parts
 
 
@@ -150,18 +124,17 @@ class Retrieved(NamedTuple):
     Attributes:
         states: `[..., N, d]`.
         filled: which of them exist, `[..., N]`.
-        cosines: between each hit and the token that found it, `[..., k]`; None without `hit_scores`.
+        hits: what `hit_scores` is told about each hit; None without it.
     """
 
     states: Tensor
     filled: Tensor
-    cosines: Tensor | None
+    hits: Found | None
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Retrieved:
         """Apply a function to every tensor."""
-        return Retrieved(
-            change(self.states), change(self.filled), None if self.cosines is None else change(self.cosines)
-        )
+        hits = None if self.hits is None else Found(*map(change, self.hits))
+        return Retrieved(change(self.states), change(self.filled), hits)
 
 
 @dataclass
@@ -311,13 +284,13 @@ def retrieve(
     wide, filled = wide.flatten(2), filled.flatten(2)  # [rows, c-1+time, N]
     slots = ring.slots(wide.masked_fill(~filled, 0))
     states = fetch(options, ring, slots, reading.encoder, hidden.dtype, training)
-    near = None
+    found = None
     if options.hit_scores:
         reading.new["queries"][layer] = queries.clone()  # files cannot hold one tensor as queries and entries
         before = earlier(reading.past["queries"].get(layer), sources, queries, 0)
         alone = states.unflatten(2, (options.topk, -1))[..., max(half - 1, 0), :]  # hits without neighbors
-        near = cosines(torch.cat([before, queries], 1), alone)
-    reading.retrieved[layer] = Retrieved(states, filled, near)
+        found = Found(cosines(torch.cat([before, queries], 1), alone), newer_hits(hits))
+    reading.retrieved[layer] = Retrieved(states, filled, found)
 
 
 def searchable(options: NeurocacheOptions, ring: Ring, row: int, call: SegmentCall) -> int:
@@ -487,7 +460,7 @@ def attend(options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidde
     if parts.scores is None:
         shares = masked_softmax(scores, seen)  # [tokens, heads, N*c]
     else:
-        scores = scores + parts.scores([near.cosines for near in window if near.cosines is not None])
+        scores = scores + parts.scores([near.hits for near in window if near.hits is not None])
         nothing = parts.scores.score_of_nothing()[:, None].expand(*scores.shape[:2], 1).to(scores.dtype)
         shares = masked_softmax(torch.cat([scores, nothing], -1), F.pad(seen, (0, 1), value=True))[..., :-1]
     by_back = shares.to(hidden.dtype).split(retrieved.states.shape[2], dim=-1)
@@ -567,13 +540,17 @@ def naive(
             if parts.scores is None:
                 weights = torch.softmax(scores, 0)
             else:
-                slope = NEARNESS * torch.exp(parts.scores.nearness[head])
                 nothing = NOTHING + NOTHING_STEP * parts.scores.nothing[head]
-                added = [
-                    slope * torch.cosine_similarity(entries[t - back].detach(), entries[hit], 0)
-                    + parts.scores.beside[head, back, place]
-                    for back, _, hit, place in seen
-                ]
+                added = []
+                for back, _, hit, place in seen:
+                    near = torch.cosine_similarity(entries[t - back].detach(), entries[hit], 0)
+                    added.append(
+                        NEARNESS * torch.exp(parts.scores.nearness[head]) * near
+                        + parts.scores.beside[head, back, place]
+                    )
+                    if parts.scores.order is not None:
+                        newer = len({other for _, other, _ in retrieved[t - back] if other > hit})
+                        added[-1] = added[-1] - parts.scores.order[head] * math.log2(1 + newer)
                 weights = torch.softmax(torch.stack([*(scores[i] + new for i, new in enumerate(added)), nothing]), 0)[
                     :-1
                 ]

@@ -49,6 +49,11 @@ class NeurocacheSettings(SearchSettings, LocalWindowSettings):
         "Beyond the paper: cache attention knows how near each hit was and a state's place beside it, and can attend "
         "to nothing. Measured better where it was tried.",
     )
+    hit_order: bool = setting(
+        False,
+        "Beyond the paper, with hit_scores: cache attention also knows which of a token's hits are newer, for questions "
+        "about the latest of several facts.",
+    )
     retrieval_weight: float = setting(
         0.0,
         "Beyond the paper: weight, in `memory.state.loss`, of a contrastive loss by which questions learn to "
@@ -128,6 +133,8 @@ class NeurocacheOptions(StoreOptions, NeurocacheSettings, LocalWindowOptions):
             raise ValueError(
                 f"The published package needs a cache_size that its {buckets} buckets divide, got {self.cache_size}."
             )
+        if self.hit_order and not self.hit_scores:
+            raise ValueError("hit_order is a part of hit_scores: set hit_scores=True, too.")
         if self.compatibility is not None and self.hit_scores:
             raise ValueError("compatibility modes compute what was published: set hit_scores=False.")
         get_search(self.search)

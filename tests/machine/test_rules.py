@@ -29,7 +29,7 @@ SOME = ["llama_gqa", "mistral", "opt"]
 WINDOWS = {
     "segment": {},
     "sinks": {"sink_tokens": 3, "hit_scores": True},
-    "sliding": {"local_window": "sliding", "window_tokens": 12, "hit_scores": True},
+    "sliding": {"local_window": "sliding", "window_tokens": 12, "hit_scores": True, "hit_order": True},
     "sliding sinks": {"local_window": "sliding", "window_tokens": 12, "sink_tokens": 3, "exclude_window": True},
 }
 WHOLE_STATES = {"compression_factor": 1}  # entries are the states themselves, in the model's own precision

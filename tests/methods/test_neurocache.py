@@ -6,7 +6,8 @@ import pytest
 import torch
 from memories import chunked
 
-from cacheformers.methods.neurocache.neurocache import HitScores, naive
+from cacheformers.methods.neurocache.hit_scores import Found, HitScores
+from cacheformers.methods.neurocache.neurocache import naive
 
 ABLATIONS = {
     "paper": {},
@@ -32,6 +33,7 @@ ABLATIONS = {
     "hit scores, w1, c1": {"hit_scores": True, "neighborhood_size": 1, "context_size": 1},
     "hit scores, w4, c4": {"hit_scores": True, "neighborhood_size": 4, "context_size": 4},
     "hit scores, d=h": {"hit_scores": True, "compression_factor": 1, "similarity": "dot"},
+    "hit order": {"hit_scores": True, "hit_order": True, "neighborhood_size": 4, "context_size": 4},
     "hit scores, small store": {"hit_scores": True, "cache_size": 7, "topk": 3},
 }
 
@@ -87,7 +89,7 @@ def test_equals_the_specification(make_model, ids, base, ablation):
     "ablation",
     [
         *("paper", "w4", "c4", "d=h", "d=h/2", "small store", "dot", "no gate"),
-        *("hit scores", pytest.param("hit scores, w4, c4", marks=pytest.mark.slow), "hit scores, d=h"),
+        *("hit scores", pytest.param("hit scores, w4, c4", marks=pytest.mark.slow), "hit scores, d=h", "hit order"),
     ],
 )
 def test_gradients_equal_the_specifications(make_model, ids, ablation):
@@ -118,7 +120,7 @@ def test_gradients_equal_the_specifications(make_model, ids, ablation):
         assert touched >= 4
 
 
-@pytest.mark.parametrize("ablation", ["paper", "d=h", "hit scores", "hit scores, d=h", "d=h/2"])
+@pytest.mark.parametrize("ablation", ["paper", "d=h", "hit scores", "hit scores, d=h", "hit order", "d=h/2"])
 def test_gradients_of_the_inputs_equal_the_specifications(make_model, ids, ablation):
     """Gradient reaches the states of a segment through their queries of cache attention, never through the store."""
     model = make_model("llama_gqa", attention_layers=[1], **ABLATIONS[ablation]).train().requires_grad_(True)
@@ -148,6 +150,7 @@ def test_gradients_of_the_inputs_equal_the_specifications(make_model, ids, ablat
     [
         {},
         {"hit_scores": True},
+        {"hit_scores": True, "hit_order": True},
         {"compression_factor": 1},
         {"compression_factor": 1, "hit_scores": True},
         {"compression_factor": 1, "hit_scores": True, "local_window": "sliding", "window_tokens": 12},
@@ -183,14 +186,15 @@ def test_what_is_stored_holds_no_graph(make_model, ids, options, length, dtype):
 
 def test_what_hit_scores_start_from():
     """Of what a perfect hit brings along, the entry that follows it scores most; nothing scores more still."""
+    perfect = Found(torch.ones(1, 1), torch.zeros(1, 1))
     for window, following in ((2, 1), (4, 2)):
         scores = HitScores(heads=3, context=2, neighborhood=window)
-        near, far = scores([torch.ones(1, 1), torch.ones(1, 1)])[0, 0].split(window)
+        near, far = scores([perfect, perfect])[0, 0].split(window)
         nothing = scores.score_of_nothing()[0]
         assert near.argmax() == following and float(near[following]) == pytest.approx(18.8)
         others = torch.cat([near[:following], near[following + 1 :], far])
         assert torch.allclose(others, torch.tensor(12.4)) and float(nothing) == 22
-    assert HitScores(heads=3, context=1, neighborhood=1)([torch.ones(1, 1)]).shape == (1, 3, 1)
+    assert HitScores(heads=3, context=1, neighborhood=1)([perfect]).shape == (1, 3, 1)
 
 
 @torch.no_grad()
