@@ -21,11 +21,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
 from cacheformers.common.loss import IGNORED, token_losses
 from cacheformers.evaluation.model import evaluate_model
 from cacheformers.hub.card import earlier_card
+from cacheformers.modeling.architectures import find_decoder, unwrap
+from cacheformers.modeling.rotary import rotation
+from cacheformers.modeling.segments import reader
 from cacheformers.training.checkpoints import CheckpointError
 from cacheformers.training.distillation import distilled
 from cacheformers.training.lanes import Group, Step, make_groups
@@ -216,9 +220,21 @@ def next_batches(run: TrainingRun) -> tuple[list[Step], float]:
         run.history.tokens += int(tokens)
         if targets:
             return batches, targets
-        with torch.no_grad():
-            for group, batch in zip(run.groups, batches, strict=True):
-                read_segment(run.model, group, batch, run.accelerator.device)
+        for group, batch in zip(run.groups, batches, strict=True):
+            read_context(run, group, batch)
+
+
+@torch.no_grad()
+def read_context(run: TrainingRun, group: Group, batch: Step) -> None:
+    """Read segments without labels into a group's memory, which closes them; layers above the last that stores rest."""
+    if group.memory is None or any(isinstance(weight, DTensor) for weight in run.trained.parameters()):
+        read_segment(run.model, group, batch, run.accelerator.device)  # FSDP2 gathers weights for whole forwards
+        return
+    decoder = find_decoder(unwrap(run.trained))
+    inputs = forward_inputs(group, batch, run.accelerator.device)
+    with run.accelerator.autocast():
+        reader(decoder, group.memory)(**inputs, memory_keep=1)
+    group.memory.close(range(group.memory.batch_size), rotation(decoder))
 
 
 def read_segment(
@@ -237,22 +253,25 @@ def read_segment(
     Returns:
         `[rows, places]`, of the places where some row has a label: nothing else needs logits.
     """
-    memory = group.memory
-    longest = int(batch.attention_mask.sum(1).max())  # where all documents end, nothing but padding would follow
-    ids, labels, mask = (part[:, :longest] for part in (batch.input_ids, batch.labels, batch.attention_mask))
-    places = (labels != IGNORED).any(0).nonzero()[:, 0]
-    labels = labels[:, places].to(device)
-    output = model(
-        input_ids=ids.to(device),
-        attention_mask=None if bool(mask.all()) else mask.to(device),
-        past_key_values=memory,
-        use_cache=memory is not None,
-        logits_to_keep=places.to(device),
-    )
+    places = (batch.labels != IGNORED).any(0).nonzero()[:, 0]
+    labels = batch.labels[:, places].to(device)
+    output = model(**forward_inputs(group, batch, device), logits_to_keep=places.to(device))
     losses = token_losses(output.logits, labels)
     if teacher is None or not distill:
         return losses
     return distilled(teacher, losses, output.logits, labels, batch.teachers, distill)
+
+
+def forward_inputs(group: Group, batch: Step, device: torch.device) -> dict[str, Any]:
+    """Return the inputs of a forward over a batch, whose memory reads it."""
+    longest = int(batch.attention_mask.sum(1).max())  # where all documents end, nothing but padding would follow
+    ids, mask = batch.input_ids[:, :longest], batch.attention_mask[:, :longest]
+    return {
+        "input_ids": ids.to(device),
+        "attention_mask": None if bool(mask.all()) else mask.to(device),
+        "past_key_values": group.memory,
+        "use_cache": group.memory is not None,
+    }
 
 
 def log(run: TrainingRun, entry: dict[str, Any]) -> None:

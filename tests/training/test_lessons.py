@@ -248,6 +248,23 @@ def test_a_run_learns_from_questions(pool):
     assert parts["losses"] == whole["losses"] and largest_difference(pool / "parts", pool / "whole") == 0
 
 
+def test_contexts_are_read_by_the_layers_that_store(pool, monkeypatch):
+    """Contexts have no labels: leaving out what is above the layers that store changes no loss."""
+    more = {"books_share": 0.0, "lora_dropout": 0.0, "retrieval_map": 0, "attention_layers": 1}
+    depths, lower = [], train_adapt.reader
+
+    def noted(decoder, memory):
+        depths.append((len(lower(decoder, memory).layers), len(decoder.layers)))
+        return lower(decoder, memory)
+
+    monkeypatch.setattr(train_adapt, "reader", noted)
+    short = train(pool, "short", **more)
+    monkeypatch.setattr(train_adapt, "reader", lambda decoder, memory: decoder)
+    whole = train(pool, "whole_depth", **more)
+    assert depths and all(some < all_layers for some, all_layers in depths)
+    assert short["losses"] == whole["losses"] and largest_difference(pool / "short", pool / "whole_depth") == 0
+
+
 def test_lora_alone_learns_from_the_same_questions(pool):
     result = train(pool, "lora", method="lora", books_share=0.0)
     memory = train(pool, "memory", books_share=0.0)
