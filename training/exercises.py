@@ -16,6 +16,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from cacheformers.evaluation.babilong.tasks import ANSWERS
 from cacheformers.evaluation.longbench.records import file_rows
 from cacheformers.evaluation.longbench.retrieval import UNIT
 
@@ -43,7 +44,7 @@ class Exercise:
     """A context and the questions that are asked once it was read.
 
     Attributes:
-        template: the LongBench task whose prompt is used.
+        template: the task of LongBench or BABILong whose prompt is used.
     """
 
     template: str
@@ -289,13 +290,14 @@ def completion(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
 def facts(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
     """Lay out facts, in order, between the lines of a book (the construction of BABILong, arXiv 2406.10149).
 
-    A question's `lines` says after how many facts it is asked, its `supports` which of them answer it (default: all).
+    They are asked about in the words of BABILong where the document's source is a task of bAbI (babi_qa1). A question's `lines` says after how many facts it is asked, its `supports` which of them answer it (default: all).
     """
     document = rng.choice(pool.asked)
-    questions = rng.sample(document["questions"], min(wanted.questions, len(document["questions"])))
     lines = document["context"].split("\n")
-    last = max(question.get("lines", len(lines)) for question in questions)
-    questions = [question for question in questions if question.get("lines", len(lines)) == last]
+    ends = [question.get("lines", len(lines)) for question in document["questions"]]
+    last = rng.choice(sorted(set(ends))) if len(set(ends)) > 1 else ends[0]
+    questions = [question for question, end in zip(document["questions"], ends, strict=True) if end == last]
+    questions = rng.sample(questions, min(wanted.questions, len(questions)))
     parts = lines[:last]
     book = rng.choice(pool.books).splitlines() if pool.books else []
     start = rng.randrange(len(book) // 2 + 1)
@@ -311,7 +313,8 @@ def facts(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
     for each in questions:
         gold = tuple(spans[places[number]] for number in each.get("supports", range(len(parts))))
         asked.append(Question(each["input"], each["answers"][0], gold))
-    return Exercise("multifieldqa_en", context, asked)
+    source = document["source"].removeprefix("babi_")
+    return Exercise(source if source in ANSWERS else "multifieldqa_en", context, asked)
 
 
 QA_SHOT = "Passage:\n{context}\nQuestion:\n{input}\nAnswer:\n"

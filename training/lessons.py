@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from cacheformers.common.documents import DocumentRow, Piece, fingerprint
 from cacheformers.common.recipe import option
+from cacheformers.evaluation.babilong.records import Story
+from cacheformers.evaluation.babilong.tasks import ANSWERS, load_prompts
 from cacheformers.evaluation.longbench.methods import MEMORY_PROMPTS, LongBenchOptions, Method, PromptMaker
 from cacheformers.evaluation.longbench.prompts import Encoded
 from cacheformers.evaluation.longbench.records import Record
@@ -125,7 +127,7 @@ class Lessons(DocumentRow):
         texts = [text for text in books._first_texts() if text]
         how = options.shortest_context, options.longest_context, options.questions_per_context, options.unanswerable
         self.exercises = Exercises(load_pools(options.questions, self._count, texts), seed, *how)
-        templates = load_templates(TASKS)
+        templates = load_templates(TASKS) | (load_prompts() if "babi" in self.exercises.pools else {})
         form = LongBenchOptions(data="", methods=["memory"], chat=options.chat, memory_prompt=options.prompt)
         name = MEMORY_PROMPTS[options.prompt]
         shown = None if name is None else Method(name, name, None, options.prompt_tokens, segment_tokens - 64)
@@ -175,8 +177,9 @@ class Lessons(DocumentRow):
     def asked(self, exercise: Exercise, number: int) -> tuple[Encoded, Piece]:
         """Encode a question as the evaluation asks it, followed by its answer."""
         question = exercise.questions[number]
-        asked = (str(number), question.input, exercise.context, [question.answer], 0, None)
-        record = Record(exercise.template, *asked, gold=question.gold)
+        asked = (exercise.template, str(number), question.input, exercise.context, [question.answer], 0, None)
+        kind = Story if exercise.template in ANSWERS else Record
+        record = kind(*asked, template=exercise.template, gold=question.gold)
         prompt = self.maker(record)
         answer = self.answer_ids(question.answer, record)[: self.segment_tokens + 1 - len(prompt.asked)]
         ids = torch.tensor([*prompt.asked, *answer])

@@ -146,6 +146,20 @@ def test_questions_are_asked_as_in_the_evaluation(pool, byte_tokenizer):
     assert len(asked.inputs) <= SEGMENT and asked.teacher is not None and len(asked.teacher) > len(asked.tokens)
 
 
+def test_stories_are_asked_about_as_by_babilong(pool, byte_tokenizer):
+    facts = ["Mary moved to the bathroom.", "John went to the hallway.", "Mary went to the office."]
+    asked = {"input": "Where is Mary?", "answers": ["office"], "lines": 3, "supports": [0, 2]}
+    story = {"task": "babi", "source": "babi_qa1", "context": "\n".join(facts), "questions": [asked]}
+    (pool / "story.jsonl").write_text(json.dumps(story) + "\n")
+    made = lessons(pool, byte_tokenizer, books_share=0.0, prompt="question", questions=[str(pool / "story.jsonl")])
+    context, question = made.pieces(0)
+    read, prompt = byte_tokenizer.decode(context.tokens), byte_tokenizer.decode(question.tokens)
+    where = [read.index(fact) for fact in facts]
+    assert where == sorted(where) and "If a person was in different locations" in read[: where[0]]
+    assert prompt.split()[1:] == ["Question:", "Where", "is", "Mary?", "office<eos>"] and "</context>" in read + prompt
+    assert "".join(byte_tokenizer.decode(context.tokens[found]) for found in question.gold) == facts[0] + facts[2]
+
+
 def test_lanes_go_on_in_the_middle_of_a_lesson(pool, byte_tokenizer):
     made = lessons(pool, byte_tokenizer, books_share=0.3)
     lanes = Lanes(made, 2, SEGMENT, 0)
