@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def whereabouts(facts: list[str]) -> list[dict[str, Any]]:
-    """Ask, after every second fact, where everybody is; raise ValueError for a fact that does not say who went where."""
+    """Ask, after every second fact, where everybody is; raise ValueError for a fact that does not say it."""
     moves = [MOVE.fullmatch(fact) for fact in facts]
     asked: list[dict[str, Any]] = []
     for lines in range(2, len(facts) + 1, 2):
@@ -52,9 +52,7 @@ def whereabouts(facts: list[str]) -> list[dict[str, Any]]:
             places[move[1]] = move[2]
             supports.setdefault(move[1], []).append(number)
         for name, place in places.items():
-            asked.append(
-                {"input": f"Where is {name}?", "answers": [place], "lines": lines, "supports": supports[name]}
-            )
+            asked.append({"input": f"Where is {name}?", "answers": [place], "lines": lines, "supports": supports[name]})
     return asked
 
 

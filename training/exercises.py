@@ -290,7 +290,8 @@ def completion(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
 def facts(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
     """Lay out facts, in order, between the lines of a book (the construction of BABILong, arXiv 2406.10149).
 
-    They are asked about in the words of BABILong where the document's source is a task of bAbI (babi_qa1). A question's `lines` says after how many facts it is asked, its `supports` which of them answer it (default: all).
+    They are asked about in the words of BABILong where the document's source is a task of bAbI (babi_qa1). A question's
+    `lines` says after how many facts it is asked, its `supports` which of them answer it (default: all).
     """
     document = rng.choice(pool.asked)
     lines = document["context"].split("\n")

@@ -53,7 +53,7 @@ class HitScores(nn.Module):
             self.beside.data[:, 0, neighborhood // 2] = FOLLOWING  # the entry after the token's own hit
 
     def forward(self, found: list[Found]) -> Tensor:
-        """Return what to add, `[tokens, heads, N*c]`, from the hits of tokens, `[tokens, k]`, by how many tokens ago."""
+        """Return what to add, `[tokens, heads, N*c]`, from hits, `[tokens, k]`, by how many tokens ago."""
         slope = NEARNESS * torch.exp(self.nearness)[:, None]
         added = []
         for back, (cosines, newer) in enumerate(found):

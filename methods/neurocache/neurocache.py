@@ -112,9 +112,7 @@ def make_parts(options: NeurocacheOptions, layer: int, base_weights: tuple[Tenso
         if options.gate == "zero":
             parts["gate"] = Gate(base.heads)
         if options.hit_scores:
-            parts["scores"] = HitScores(
-                base.heads, options.context_size, options.neighborhood_size, options.hit_order
-            )
+            parts["scores"] = HitScores(base.heads, options.context_size, options.neighborhood_size, options.hit_order)
     return parts
 
 

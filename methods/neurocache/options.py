@@ -51,8 +51,8 @@ class NeurocacheSettings(SearchSettings, LocalWindowSettings):
     )
     hit_order: bool = setting(
         False,
-        "Beyond the paper, with hit_scores: cache attention also knows which of a token's hits are newer, for questions "
-        "about the latest of several facts.",
+        "Beyond the paper, with hit_scores: cache attention also knows which of a token's hits are newer, for "
+        "questions about the latest of several facts.",
     )
     retrieval_weight: float = setting(
         0.0,

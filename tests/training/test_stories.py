@@ -1,0 +1,40 @@
+"""recipes/make_babi.py: stories of bAbI with a question for everybody."""
+
+import json
+
+import pytest
+from recipe import script
+
+FACTS = [
+    "Mary moved to the bathroom.",
+    "John went back to the hallway.",
+    "Mary travelled to the office.",
+    "John journeyed to the office.",
+    "Mary went to the garden.",
+]
+
+
+def test_everybody_is_asked_for_after_every_second_fact(tmp_path, monkeypatch):
+    stories = [
+        {"task": "babi", "source": "babi_qa1", "context": "\n".join(FACTS), "questions": []},
+        {"task": "babi", "source": "babi_qa2", "context": "Mary got the milk there.", "questions": [{"input": "?"}]},
+        {"task": "babi", "source": "babi_qa4", "context": "The office is north of the kitchen.", "questions": []},
+    ]
+    (tmp_path / "pool.jsonl").write_text("".join(f"{json.dumps(story)}\n" for story in stories))
+    out = tmp_path / "made" / "train.jsonl"
+    monkeypatch.setattr("sys.argv", ["make_babi.py", str(tmp_path / "pool.jsonl"), str(out), "--tasks", "qa1", "qa2"])
+    script("recipes/make_babi.py").main()
+    first, second = [json.loads(line) for line in out.read_text().splitlines()]
+    assert second == stories[1]
+    asked = [(each["lines"], each["input"], each["answers"], each["supports"]) for each in first["questions"]]
+    assert asked == [
+        (2, "Where is Mary?", ["bathroom"], [0]),
+        (2, "Where is John?", ["hallway"], [1]),
+        (4, "Where is Mary?", ["office"], [0, 2]),
+        (4, "Where is John?", ["office"], [1, 3]),
+    ]
+
+
+def test_other_facts_are_refused():
+    with pytest.raises(ValueError, match="does not say who went where: 'Mary got the milk there.'"):
+        script("recipes/make_babi.py").whereabouts([FACTS[0], "Mary got the milk there."])
