@@ -15,12 +15,14 @@ from reciter import make_reciter
 from transformers import AutoTokenizer
 
 from cacheformers.evaluation.babilong import main as babilong
-from cacheformers.evaluation.babilong import stories as stories_module
 from cacheformers.evaluation.babilong import tasks
-from cacheformers.evaluation.babilong.records import label, load_official
-from cacheformers.evaluation.babilong.report import accuracy
-from cacheformers.evaluation.babilong.stories import StoryMaker, load_books, load_questions, split
+from cacheformers.evaluation.babilong.records import load_official
+from cacheformers.evaluation.babilong.stories import StoryMaker, load_questions
 from cacheformers.evaluation.babilong.tasks import ANSWERS, PLACES, load_prompts, score
+from cacheformers.evaluation.lengths import books as books_module
+from cacheformers.evaluation.lengths.books import load_books, split
+from cacheformers.evaluation.lengths.options import label
+from cacheformers.evaluation.lengths.report import accuracy
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (400, 700)
@@ -122,7 +124,7 @@ def test_a_question_shows_the_facts_up_to_its_line_and_no_later_one(make, data):
 
 
 def test_a_story_depends_on_itself_the_books_and_the_seed(make, monkeypatch):
-    monkeypatch.setattr(stories_module, "READ", 1000)
+    monkeypatch.setattr(books_module, "READ", 1000)
     stories, _, identity = make()  # of the first book; with a length of 5,000, the second one is read, too
     assert make()[::2] == (stories, identity)
     again, _, same = make(records=5, longest=5000, all_tasks=("qa2", "qa1"))
