@@ -105,8 +105,8 @@ class Maker:
         words = words_of(books)
         if len(words) < max(100, tokens**0.5):
             raise ValueError(
-                f"{', '.join(options.books)}: {len(words):,} words that come more than once, too few for {label(tokens)} "
-                "tokens. Give more --books, or shorter --lengths."
+                f"{', '.join(options.books)}: {len(words):,} words that come more than once, too few for "
+                f"{label(tokens)} tokens. Give more --books, or shorter --lengths."
             )
         random.Random(f"{options.seed}/{name}").shuffle(words)
         wording = self.with_example(task, tokens, words)
@@ -123,8 +123,9 @@ class Maker:
                 break
         if len(samples) < options.records:
             raise ValueError(
-                f"{task}: {len(samples):,} questions whose documents fit into {label(tokens)} tokens, which is fewer than "
-                f"{options.records:,} records. Give more --questions, fewer --records, or leave out the task or length."
+                f"{task}: {len(samples):,} questions whose documents fit into {label(tokens)} tokens, which is fewer "
+                f"than {options.records:,} records. Give more --questions, fewer --records, or leave out the task or "
+                "the length."
             )
         asked = [[each.input, each.answers] for each in self.questions[task][0]] if task in QUESTIONS else []
         documents = self.questions[task][1] if task in QUESTIONS else []
@@ -154,10 +155,9 @@ class Maker:
         draw = partial(random.Random, f"{self.options.seed}/{cell_name(task, tokens)}/example")
         if task == "vt":
             make = partial(self.sample, "", task, "", wording)
-            room = min(EXAMPLE, tokens)
-            solved = longest(ChainTexts(room, letters=3), draw, lambda text: self.cost(make(text), wording), room)
-            if solved is None:
-                raise ValueError(f"{task}: a solved example takes more than {room:,} tokens. Give longer --lengths.")
+            texts = ChainTexts(EXAMPLE, letters=3)
+            solved = longest(texts, draw, lambda text: self.cost(make(text), wording), EXAMPLE)
+            solved = solved or texts(texts.least, draw())
             answer, gap = " ".join(solved.answers), "\n\n"
         elif task == "cwe":
             many = tokens >= LONG

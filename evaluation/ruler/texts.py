@@ -304,13 +304,13 @@ class QuestionTexts:
 def load_questions(paths: Sequence[str], task: str, seed: int) -> tuple[list[Question], list[str]]:
     """Load the questions of a task, in an order that the seed decides, and the documents.
 
-    qa_1 asks those of the pool `wiki_qa` whose source is one of SQuAD's relatives, such as xquad; other passages of
+    qa_1 asks those of the pool `wiki_qa` whose source is one of SQuAD's relatives (xquad, squadshifts); passages of
     their article come first among the others. qa_2 asks those of `multihop_qa`, whose ten passages are always there.
 
     Raises:
         FileNotFoundError, ValueError: there are no pools, or none of the task.
     """
-    name, needed = ("wiki_qa", "squad") if task == "qa_1" else ("multihop_qa", "")
+    name, needed = ("wiki_qa", "quad") if task == "qa_1" else ("multihop_qa", "")
     pool = load_pools(paths, len).get(name)
     rows: list[dict[str, Any]] = pool.documents if pool else []
     parts = [[row["context"]] if task == "qa_1" else row["context"].split("\n\n") for row in rows]
