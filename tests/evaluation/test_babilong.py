@@ -9,8 +9,8 @@ from pathlib import Path
 import datasets
 import pytest
 from conftest import SHARED, save_adapter
-from longbench_cases import KILLED, write_rows
-from recipe import Recipe, run
+from length_cases import check_killed_and_resumed, predictions, result, times
+from longbench_cases import write_rows
 from reciter import make_reciter
 from transformers import AutoTokenizer
 
@@ -60,14 +60,6 @@ def arguments(folder, *more, methods=("full",)):
     given = {key: value for key, value in given.items() if not any(m.startswith(f"--{key}=") for m in more)}
     lists = ["--methods", *methods, "--tasks", "qa1", "qa2", "--lengths", "0K", "700"]
     return [*(f"--{key}={value}" for key, value in given.items()), *lists, *more]
-
-
-def predictions(folder, output="out", title="base-full"):
-    return {file.name: file.read_text() for file in sorted((folder / output / "pred" / title).glob("*.jsonl"))}
-
-
-def result(folder, output="out", title="base-full"):
-    return json.loads((folder / output / title / "result.json").read_text())
 
 
 # Stories
@@ -283,29 +275,16 @@ def test_methods_are_longbenchs(data, capsys):
     assert nothing != texts["remembering-memory"]
 
 
-RECIPE = "evaluation.babilong.main"
-
-
 def test_killed_and_resumed_equals_uninterrupted(data):
-    babilong.main(arguments(data, f"--output={data / 'whole'}"))
-    before = KILLED.format(rank=0, moment=6, half=True)  # times, answers, times, ...
-    killed = Recipe(arguments(data), data / "killed.log", 1, before, RECIPE)
-    assert killed.wait() == [-9], killed.output()
-    times = (data / "out" / "pred" / "base-full" / "times.ndjson").read_text().splitlines()[:2]
-    resumed = run(arguments(data), data / "resumed.log", 2, recipe=RECIPE)
-    assert (data / "out" / "pred" / "base-full" / "times.ndjson").read_text().splitlines()[:2] == times
-    assert predictions(data) == predictions(data, "whole")
-    assert result(data)["accuracy"] == result(data, "whole")["accuracy"]
-    assert result(data)["environment"]["processes"] == 2
-    assert "| task |" in resumed.output(0) and "| task |" not in resumed.output(1)
+    check_killed_and_resumed(data, babilong.main, arguments, "evaluation.babilong.main")
 
 
 def test_records_and_lengths_can_be_added_and_settings_must_be_the_same(data, refused):
     babilong.main(arguments(data))
-    times = (data / "out" / "pred" / "base-full" / "times.ndjson").read_text()
+    first = times(data)
     babilong.main(arguments(data, "--records=4", "--lengths", "0K", "700", "900"))
-    more = (data / "out" / "pred" / "base-full" / "times.ndjson").read_text()
-    assert more.startswith(times) and len(more.splitlines()) == 2 * 3 * 4
+    more = times(data)
+    assert more.startswith(first) and len(more.splitlines()) == 2 * 3 * 4
     (data / "other.txt").write_text(BOOK.replace("very", "rather"))
     write_rows(data / "other.jsonl", [story(task, number) for number in range(5) for task in ("qa1", "qa2")])
     for given, message in {

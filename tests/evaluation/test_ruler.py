@@ -9,16 +9,16 @@ from dataclasses import replace
 
 import pytest
 from conftest import SHARED, save_adapter
+from length_cases import check_killed_and_resumed, result, times
 from lm_eval.tasks.ruler import common_utils
-from longbench_cases import KILLED, write_rows
-from recipe import Recipe, run
+from longbench_cases import write_rows
 
 from cacheformers.evaluation.lengths.books import load_books
 from cacheformers.evaluation.longbench.prompts import cut_beginning, cut_middle, encode, fill, in_chat
 from cacheformers.evaluation.ruler import main as ruler
 from cacheformers.evaluation.ruler import tasks
 from cacheformers.evaluation.ruler.tasks import NEEDLES, NEW_TOKENS, QUESTIONS, load_wordings, score
-from cacheformers.evaluation.ruler.texts import COMMON, DEPTHS, listed, longest, words_of
+from cacheformers.evaluation.ruler.texts import COMMON, DEPTHS, distinct, listed, longest, words_of
 
 TOKENS = 3000  # of a byte each
 DRAW = random.Random(0)
@@ -123,7 +123,7 @@ def prompts_of(made):
 
 @pytest.mark.parametrize("task", NEEDLES)
 def test_needles_are_found_by_who_looks_for_them(make, task):
-    settings = NEEDLES[task]
+    settings, in_order = NEEDLES[task], []
     for sample, prompt in prompts_of(make(task)):
         told, asked = needles_of(prompt.text)
         assert asked == re.split(r", and |, ", sample.input) and len(asked) == settings.queries
@@ -134,6 +134,7 @@ def test_needles_are_found_by_who_looks_for_them(make, task):
             sample.answers[place : place + settings.values] for place in range(0, len(sample.answers), settings.values)
         ]
         assert [sorted(row) for row in rows] == [sorted(row) for row in own]
+        in_order.append([value for _, value in told if value in sample.answers] == sample.answers)
         others = [value for key, value in told if key not in asked]
         assert len({value for _, value in told}) == len(told) and not set(others) & set(sample.answers)
         assert len(others) == (settings.keys - settings.queries) * settings.values or settings.haystack == "needles"
@@ -143,6 +144,7 @@ def test_needles_are_found_by_who_looks_for_them(make, task):
         assert all(re.fullmatch(key, name) for name, _ in told)
         gold = [sample.context[start:end] for start, end in sample.gold]
         assert sorted(re.findall(r"is: (\S+)\.", " ".join(gold))) == sorted(sample.answers)
+    assert all(in_order) == (settings.queries * settings.values == 1)
 
 
 @pytest.mark.parametrize("task", [task for task, settings in NEEDLES.items() if settings.haystack == "books"])
@@ -416,14 +418,6 @@ def arguments(folder, *more, methods=("full",), chosen=("niah_single_1", "vt", "
     return [*(f"--{key}={value}" for key, value in given.items()), *lists, *more]
 
 
-def predictions(folder, output="out", title="base-full"):
-    return {file.name: file.read_text() for file in sorted((folder / output / "pred" / title).glob("*.jsonl"))}
-
-
-def result(folder, output="out", title="base-full"):
-    return json.loads((folder / output / title / "result.json").read_text())
-
-
 def test_every_task_by_every_method(data, capsys):
     save_adapter(data / "base", data / "remembering", cache_size=4096, segment_tokens=256)
     methods = ("full", "truncation", "retrieval", "memory")
@@ -457,27 +451,16 @@ def test_a_model_that_has_the_answer(data, monkeypatch):
     assert [found[name][0]["accuracy"] for name in ("vt", "fwe", "all")] == [60, 66.67, 63.33]
 
 
-RECIPE = "evaluation.ruler.main"
-
-
 def test_killed_and_resumed_equals_uninterrupted(data):
-    ruler.main(arguments(data, f"--output={data / 'whole'}"))
-    before = KILLED.format(rank=0, moment=6, half=True)  # times, answers, times, ...
-    killed = Recipe(arguments(data), data / "killed.log", 1, before, RECIPE)
-    assert killed.wait() == [-9], killed.output()
-    times = (data / "out" / "pred" / "base-full" / "times.ndjson").read_text().splitlines()[:2]
-    run(arguments(data), data / "resumed.log", 2, recipe=RECIPE)
-    assert (data / "out" / "pred" / "base-full" / "times.ndjson").read_text().splitlines()[:2] == times
-    assert predictions(data) == predictions(data, "whole")
-    assert result(data)["accuracy"] == result(data, "whole")["accuracy"]
+    check_killed_and_resumed(data, ruler.main, arguments, "evaluation.ruler.main")
 
 
 def test_records_and_tasks_can_be_added_and_settings_must_be_the_same(data, refused):
     ruler.main(arguments(data))
-    times = (data / "out" / "pred" / "base-full" / "times.ndjson").read_text()
+    first = times(data)
     ruler.main(arguments(data, "--records=3", chosen=("niah_single_1", "vt", "qa_1", "fwe")))
-    more = (data / "out" / "pred" / "base-full" / "times.ndjson").read_text()
-    assert more.startswith(times) and len(more.splitlines()) == 4 * 3
+    more = times(data)
+    assert more.startswith(first) and len(more.splitlines()) == 4 * 3
     write_rows(data / "other.jsonl", [{"text": " ".join(SENTENCES[1:])}])
     write_rows(data / "fewer.jsonl", [row for row in pools() if row["source"] != "nq"])
     for given, message in {
@@ -537,6 +520,11 @@ def test_questions_are_needed_for_their_tasks_alone(data, refused):
     assert "qa_1 need --questions" in refused(ruler.main, given)
     ruler.main([*given, "--tasks", "vt", "--records=1"])
     assert result(data)["tasks"] == ["vt"]
+
+
+def test_nothing_is_drawn_twice():
+    drawn, known = iter("aabcbad"), {"c"}
+    assert distinct(lambda: next(drawn), 3, known) == ["a", "b", "d"] and known == set("abcd")
 
 
 def test_queries_are_listed_as_in_english():
