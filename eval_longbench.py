@@ -9,11 +9,9 @@ python eval_longbench.py --compare runs/longbench/ONE runs/longbench/OTHER
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from accelerate import PartialState
 
 from cacheformers.common.base_model import ModelOptions
 from cacheformers.common.environment import environment
@@ -23,8 +21,8 @@ from cacheformers.common.recipe import RecipeParser
 from cacheformers.evaluation.loading import prepare
 from cacheformers.evaluation.longbench.methods import CompareOptions, LongBenchOptions, PromptMaker
 from cacheformers.evaluation.longbench.metrics import check_scorers
-from cacheformers.evaluation.longbench.predictions import PredictionError, Predictions
-from cacheformers.evaluation.longbench.records import Record, limited, load_records, own_tasks, records_identity
+from cacheformers.evaluation.longbench.predictions import Predictions
+from cacheformers.evaluation.longbench.records import limited, load_records, own_tasks, records_identity
 from cacheformers.evaluation.longbench.report import (
     by_length,
     by_task,
@@ -34,28 +32,12 @@ from cacheformers.evaluation.longbench.report import (
     task_scores,
 )
 from cacheformers.evaluation.longbench.tasks import chosen_tasks, load_templates
-from cacheformers.evaluation.longbench.work import make_work, run_method
+from cacheformers.evaluation.longbench.work import Plan, checked, ending, make_work, run_method
 
 DESCRIPTION = (
     "Evaluate a model on LongBench, as the official code does. With --compare RESULT ... (and --output) nothing is "
     "run: results are put side by side."
 )
-
-
-@dataclass
-class Plan:
-    """A checked run: everything that it needs but the models' weights.
-
-    Attributes:
-        records: task -> its records.
-        work: a method's prompts, and where its predictions go.
-    """
-
-    model: ModelOptions
-    options: LongBenchOptions
-    state: PartialState
-    records: dict[str, list[Record]]
-    work: list[tuple[PromptMaker, Predictions]]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -65,22 +47,11 @@ def main(arguments: list[str] | None = None) -> None:
         compare(arguments)
         return
     parser = RecipeParser([ModelOptions, LongBenchOptions], DESCRIPTION)
-    model, options = parser.parse(arguments)
-    try:
-        plan = make_plan(model, options)
-    except (OSError, ValueError, ImportError) as error:
-        parser.error(str(error))
-    results, failure = [], ""
-    try:
-        for maker, predictions in plan.work:
-            results.append(evaluate(plan, maker, predictions, arguments))
-    except (PredictionError, OSError) as error:
-        failure = str(error)
-    if plan.state.is_main_process and len(results) > 1 and not failure:
-        report(Path(options.output), results, options.plots)
-    plan.state.destroy_process_group()
-    if failure:
-        sys.exit(f"\n{failure}")
+    plan = checked(parser, arguments, make_plan)
+    with ending(plan.state):
+        results = [evaluate(plan, *each, arguments) for each in plan.work]
+        if plan.state.is_main_process and len(results) > 1:
+            report(Path(plan.options.output), results, plan.options.plots)
 
 
 def make_plan(model: ModelOptions, options: LongBenchOptions) -> Plan:

@@ -70,6 +70,7 @@ ELSEWHERE = {
     "compare": ("Put results of longbench side by side.", "cacheformers.eval_longbench"),
     "perplexity": ("Measure the perplexity of a model on texts.", "cacheformers.evaluation.text_perplexity"),
     "babilong": ("Hide facts in books and ask about them.", "cacheformers.evaluation.babilong.main"),
+    "ruler": ("Ask for needles, variables and frequent words in long texts.", "cacheformers.evaluation.ruler.main"),
     "passkey": ("Hide a key in long texts and ask for it.", "cacheformers.evaluation.passkey.main"),
     "lm-eval": ("Run lm-eval's command line with memory models.", "cacheformers.evaluation.harness"),
     "gates": ("Draw the gates or the memory's shares of a model.", "cacheformers.evaluation.gates"),
@@ -86,6 +87,7 @@ RECIPES = (
     "longbench",
     "perplexity",
     "babilong",
+    "ruler",
     "passkey",
 )  # their parsers take both spellings of options
 

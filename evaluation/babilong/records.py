@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheformers.evaluation.babilong.tasks import ANSWERS, NEW_TOKENS, check_answer
+from cacheformers.evaluation.lengths.options import Cell, cell_name, label
 from cacheformers.evaluation.longbench.records import Record, dataset_rows, records_identity
 from cacheformers.evaluation.longbench.tasks import SYNTHETIC, Task
 
@@ -18,21 +19,6 @@ class Story(Record):
     @property
     def form(self) -> Task:
         return Task(self.template, SYNTHETIC, "babilong", NEW_TOKENS)
-
-
-Cell = tuple[list[Record], str]  # the stories of a task and a length, and a hash of all that more of them depend on
-
-
-def cell_name(task: str, tokens: int) -> str:
-    return f"{task}-{label(tokens)}"
-
-
-def label(tokens: int) -> str:
-    """Format a length as in the paper: 0K, 4K, 1M."""
-    for unit, size in (("M", 1024**2), ("K", 1024)):
-        if tokens and tokens % size == 0:
-            return f"{tokens // size}{unit}"
-    return str(tokens) if tokens else "0K"
 
 
 def make_story(task: str, tokens: int, id: str, question: str, context: str, answer: str) -> Story:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -19,11 +19,13 @@ class Prompt:
     Attributes:
         question: index of the first character after the context.
         special: the tokenizer adds its special tokens (a chat template has its own).
+        begun: how the answer begins, which follows the text and is never cut.
     """
 
     text: str
     question: int
     special: bool = True
+    begun: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class Encoded:
 def fill(template: str, record: Record, context: str | None = None) -> Prompt:
     """Fill a record's fields, or another context, into the template."""
     text = template.format(context=record.context if context is None else context, input=record.input)
-    return Prompt(text, len(text) - len(after_context(template, record)))
+    begun = f" {record.begun}" if record.begun else ""
+    return Prompt(text, len(text) - len(after_context(template, record)), begun=begun)
 
 
 def after_context(template: str, record: Record) -> str:
@@ -82,7 +85,7 @@ def cut_middle(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_length: i
     half = max_length // 2
     text = "".join(str(tokenizer.decode(part, skip_special_tokens=True)) for part in (ids[:half], ids[-half:]))
     kept = os.path.commonprefix([text[::-1], prompt.text[prompt.question :][::-1]])
-    return Prompt(text, len(text) - len(kept))
+    return replace(prompt, text=text, question=len(text) - len(kept))
 
 
 def cut_beginning(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_length: int) -> Prompt:
@@ -91,7 +94,7 @@ def cut_beginning(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_length
     if len(ids) <= max_length:
         return prompt
     text = str(tokenizer.decode(ids[-max_length:], skip_special_tokens=True))
-    return Prompt(text, max(0, len(text) - (len(prompt.text) - prompt.question)))
+    return replace(prompt, text=text, question=max(0, len(text) - (len(prompt.text) - prompt.question)))
 
 
 def in_chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Prompt:
@@ -103,7 +106,8 @@ def in_chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     if start < 0:
         raise ValueError("The chat template changes the prompt's text: run without --chat.")
     stripped = len(prompt.text) - len(prompt.text.lstrip())
-    return Prompt(text, start + min(prompt.question - stripped, len(body)), special=False)
+    question = start + min(prompt.question - stripped, len(body))
+    return Prompt(text, question, special=False, begun=prompt.begun.lstrip())
 
 
 def encode(
@@ -118,9 +122,8 @@ def encode(
         split: find where the question begins (takes a fast tokenizer): at the first token that is wholly in it.
         gold: `(start, end)` in characters of the prompt, whose tokens are looked up (with `split`).
     """
-    encoded: Any = tokenizer(
-        prompt.text, add_special_tokens=prompt.special, return_offsets_mapping=split, verbose=False
-    )
+    text = prompt.text + prompt.begun
+    encoded: Any = tokenizer(text, add_special_tokens=prompt.special, return_offsets_mapping=split, verbose=False)
     ids: list[int] = encoded.input_ids
     if not split:
         return Encoded(ids, 0)

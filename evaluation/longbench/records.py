@@ -34,6 +34,7 @@ class Record:
         all_classes: the labels of a classification task, as in the data.
         template: the LongBench task whose prompt and metric it has; the task itself in LongBench's own data.
         gold: where in the context the answer's passages are, `(start, end)` in characters; empty if nobody knows.
+        begun: how the answer begins: the end of the prompt, in a chat template the beginning of the model's turn.
     """
 
     task: str
@@ -45,6 +46,7 @@ class Record:
     all_classes: list[str] | None
     template: str = ""
     gold: tuple[tuple[int, int], ...] = ()
+    begun: str = ""
 
     @property
     def form(self) -> Task:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+from accelerate import PartialState
 from peft import PeftConfig
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from cacheformers.common.base_model import ModelOptions
+from cacheformers.common.recipe import RecipeParser
 from cacheformers.evaluation.longbench.answers import batches, check_prompts, predict
 from cacheformers.evaluation.longbench.methods import (
     AnsweringOptions,
@@ -21,11 +26,50 @@ from cacheformers.evaluation.longbench.methods import (
     method_settings,
     model_settings,
 )
-from cacheformers.evaluation.longbench.predictions import Predictions
+from cacheformers.evaluation.longbench.predictions import PredictionError, Predictions
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.retrieval import make_retriever
 
 Records = dict[str, list[Record]]  # by task
+Checked = TypeVar("Checked")
+
+
+@dataclass
+class Plan:
+    """A checked run: everything that it needs but the models' weights.
+
+    Attributes:
+        records: by task (or by cell: a task and a length).
+        work: a method's prompts, and where its predictions go.
+    """
+
+    model: ModelOptions
+    options: Any
+    state: PartialState
+    records: Records
+    work: list[tuple[PromptMaker, Predictions]]
+
+
+def checked(parser: RecipeParser, arguments: list[str], make_plan: Callable[..., Checked]) -> Checked:
+    """Parse the options and make a plan of them; what is wrong ends the command with a message."""
+    options = parser.parse(arguments)
+    try:
+        return make_plan(*options)
+    except (OSError, ValueError, ImportError) as error:
+        parser.error(str(error))
+
+
+@contextmanager
+def ending(state: PartialState) -> Iterator[None]:
+    """End the processes of a run; an error that a user can mend ends them with a message and status 1."""
+    failure = ""
+    try:
+        yield
+    except (PredictionError, OSError, ValueError, ImportError) as error:
+        failure = str(error)
+    state.destroy_process_group()
+    if failure:
+        sys.exit(f"\n{failure}")
 
 
 def make_work(

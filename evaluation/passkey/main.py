@@ -7,7 +7,6 @@ torchrun --nproc_per_node 8 -m cacheformers passkey passkey.yaml
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -28,20 +27,19 @@ from cacheformers.common.environment import environment, origin_lines
 from cacheformers.common.files import write_json, write_text
 from cacheformers.common.plots import heat_map, save_figures
 from cacheformers.common.recipe import RecipeParser, option
+from cacheformers.evaluation.lengths.options import parse_length
 from cacheformers.evaluation.loading import counted_positions, load, memory_config, peak_bytes, prepare, progress
 from cacheformers.evaluation.longbench.answers import answer
 from cacheformers.evaluation.longbench.methods import model_settings
-from cacheformers.evaluation.longbench.predictions import PredictionError, Predictions
+from cacheformers.evaluation.longbench.predictions import Predictions
 from cacheformers.evaluation.longbench.tasks import SYNTHETIC, Task
+from cacheformers.evaluation.longbench.work import checked, ending
 from cacheformers.evaluation.passkey.prompts import NEEDLES, REPEAT, Case, PromptMaker, Wording, load_filler, make_cases
 from cacheformers.evaluation.run import short
 from cacheformers.hub.card import cells
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-UNITS = {"": 1, "K": 1024, "M": 1024 * 1024}
 
 
 @dataclass
@@ -107,14 +105,6 @@ class PasskeyOptions:
         return sorted({parse_length(length) for length in self.lengths})
 
 
-def parse_length(text: str) -> int:
-    """Turn `4096`, `4K` or `1M` into a number; raise ValueError for another form, or 0."""
-    match = re.fullmatch(r"(\d+)([KM]?)", text.upper())
-    if match is None or int(match[1]) == 0:
-        raise ValueError(f"lengths: {text!r} is not a number of tokens such as 5000, 4K or 1M.")
-    return int(match[1]) * UNITS[match[2]]
-
-
 COMMAND = "cacheformers passkey"
 DESCRIPTION = (
     "The passkey task: a key is hidden in a long text and asked for at its end; greedy answer, exact score. Try the "
@@ -142,19 +132,9 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = RecipeParser([ModelOptions, PasskeyOptions], DESCRIPTION)
     parser.prog = COMMAND
-    model, options = parser.parse(arguments)
-    try:
-        plan = make_plan(model, options)
-    except (OSError, ValueError, ImportError) as error:
-        parser.error(str(error))
-    failure = ""
-    try:
+    plan = checked(parser, arguments, make_plan)
+    with ending(plan.state):
         evaluate(plan, arguments)
-    except (PredictionError, OSError, ValueError, ImportError) as error:
-        failure = str(error)
-    plan.state.destroy_process_group()
-    if failure:
-        sys.exit(f"\n{failure}")
 
 
 def make_plan(model: ModelOptions, options: PasskeyOptions) -> Plan:

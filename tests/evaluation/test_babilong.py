@@ -9,18 +9,20 @@ from pathlib import Path
 import datasets
 import pytest
 from conftest import SHARED, save_adapter
-from longbench_cases import KILLED, write_rows
-from recipe import Recipe, run
+from length_cases import check_killed_and_resumed, predictions, result, times
+from longbench_cases import write_rows
 from reciter import make_reciter
 from transformers import AutoTokenizer
 
 from cacheformers.evaluation.babilong import main as babilong
-from cacheformers.evaluation.babilong import stories as stories_module
 from cacheformers.evaluation.babilong import tasks
-from cacheformers.evaluation.babilong.records import label, load_official
-from cacheformers.evaluation.babilong.report import accuracy
-from cacheformers.evaluation.babilong.stories import StoryMaker, load_books, load_questions, split
+from cacheformers.evaluation.babilong.records import load_official
+from cacheformers.evaluation.babilong.stories import StoryMaker, load_questions
 from cacheformers.evaluation.babilong.tasks import ANSWERS, PLACES, load_prompts, score
+from cacheformers.evaluation.lengths import books as books_module
+from cacheformers.evaluation.lengths.books import load_books, split
+from cacheformers.evaluation.lengths.options import label
+from cacheformers.evaluation.lengths.report import accuracy
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (400, 700)
@@ -58,14 +60,6 @@ def arguments(folder, *more, methods=("full",)):
     given = {key: value for key, value in given.items() if not any(m.startswith(f"--{key}=") for m in more)}
     lists = ["--methods", *methods, "--tasks", "qa1", "qa2", "--lengths", "0K", "700"]
     return [*(f"--{key}={value}" for key, value in given.items()), *lists, *more]
-
-
-def predictions(folder, output="out", title="base-full"):
-    return {file.name: file.read_text() for file in sorted((folder / output / "pred" / title).glob("*.jsonl"))}
-
-
-def result(folder, output="out", title="base-full"):
-    return json.loads((folder / output / title / "result.json").read_text())
 
 
 # Stories
@@ -122,7 +116,7 @@ def test_a_question_shows_the_facts_up_to_its_line_and_no_later_one(make, data):
 
 
 def test_a_story_depends_on_itself_the_books_and_the_seed(make, monkeypatch):
-    monkeypatch.setattr(stories_module, "READ", 1000)
+    monkeypatch.setattr(books_module, "READ", 1000)
     stories, _, identity = make()  # of the first book; with a length of 5,000, the second one is read, too
     assert make()[::2] == (stories, identity)
     again, _, same = make(records=5, longest=5000, all_tasks=("qa2", "qa1"))
@@ -281,29 +275,16 @@ def test_methods_are_longbenchs(data, capsys):
     assert nothing != texts["remembering-memory"]
 
 
-RECIPE = "evaluation.babilong.main"
-
-
 def test_killed_and_resumed_equals_uninterrupted(data):
-    babilong.main(arguments(data, f"--output={data / 'whole'}"))
-    before = KILLED.format(rank=0, moment=6, half=True)  # times, answers, times, ...
-    killed = Recipe(arguments(data), data / "killed.log", 1, before, RECIPE)
-    assert killed.wait() == [-9], killed.output()
-    times = (data / "out" / "pred" / "base-full" / "times.ndjson").read_text().splitlines()[:2]
-    resumed = run(arguments(data), data / "resumed.log", 2, recipe=RECIPE)
-    assert (data / "out" / "pred" / "base-full" / "times.ndjson").read_text().splitlines()[:2] == times
-    assert predictions(data) == predictions(data, "whole")
-    assert result(data)["accuracy"] == result(data, "whole")["accuracy"]
-    assert result(data)["environment"]["processes"] == 2
-    assert "| task |" in resumed.output(0) and "| task |" not in resumed.output(1)
+    check_killed_and_resumed(data, babilong.main, arguments, "evaluation.babilong.main")
 
 
 def test_records_and_lengths_can_be_added_and_settings_must_be_the_same(data, refused):
     babilong.main(arguments(data))
-    times = (data / "out" / "pred" / "base-full" / "times.ndjson").read_text()
+    first = times(data)
     babilong.main(arguments(data, "--records=4", "--lengths", "0K", "700", "900"))
-    more = (data / "out" / "pred" / "base-full" / "times.ndjson").read_text()
-    assert more.startswith(times) and len(more.splitlines()) == 2 * 3 * 4
+    more = times(data)
+    assert more.startswith(first) and len(more.splitlines()) == 2 * 3 * 4
     (data / "other.txt").write_text(BOOK.replace("very", "rather"))
     write_rows(data / "other.jsonl", [story(task, number) for number in range(5) for task in ("qa1", "qa2")])
     for given, message in {

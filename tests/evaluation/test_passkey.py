@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import cacheformers
 from cacheformers import train_adapt
 from cacheformers.common.documents import DataOptions, open_documents
+from cacheformers.evaluation.lengths.options import parse_length
 from cacheformers.evaluation.passkey import main as passkey
-from cacheformers.evaluation.passkey.main import parse_length
 from cacheformers.evaluation.passkey.prompts import INTRO, NEEDLES, REPEATED, Case, PromptMaker, load_filler, make_cases
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,6 +22,8 @@ from cacheformers.evaluation.babilong.main import BabilongOptions
 from cacheformers.evaluation.longbench.methods import LongBenchOptions
 from cacheformers.evaluation.passkey.main import PasskeyOptions
 from cacheformers.evaluation.passkey.prompts import INTRO, NEEDLES, REPEATED
+from cacheformers.evaluation.ruler.main import RulerOptions
+from cacheformers.evaluation.ruler.tasks import NEW_TOKENS
 from cacheformers.hub import results
 from cacheformers.methods.cacheformer.configuration import VARIANTS
 from cacheformers.modeling.method import METHODS
@@ -223,6 +225,18 @@ def test_babilong_page():
     [trained] = [line for line in lines if line[:2] == ["python", "train_adapt.py"]]
     understood(" ".join(trained))
     assert trained[-1] == options[1].adapter and len(lines) == len(asked) + 2
+
+
+def test_ruler_page():
+    """Its commands, and the one of the results, have options that exist; its table has every task with its tokens."""
+    page, results = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("ruler.md", "results/ruler.md"))
+    lines = [line.split() for _, text in BLOCK.findall(page + results) for line in text.splitlines()]
+    asked = [line[2:] for line in lines if line[:2] == ["cacheformers", "ruler"] and line[2:] != ["--help"]]
+    parser = RecipeParser([ModelOptions, RulerOptions], "")
+    options = [parser.parse(line)[1] for line in asked]
+    assert [each.tokens[-1] for each in options] == [4096, 131072, 4096, 4096, 4096, 4096]
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (\d+) \|$", page, re.MULTILINE)
+    assert {task: int(tokens) for task, tokens in rows} == NEW_TOKENS
 
 
 def test_methods_in_the_training_page(capsys):

@@ -1,9 +1,9 @@
-"""Accuracy by task and length: JSON, Markdown, and the paper's heat map."""
+"""Accuracy by task and length: JSON, Markdown, and a heat map."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import NormalDist, mean
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,7 @@ import numpy as np
 
 from cacheformers.common.environment import origin_lines
 from cacheformers.common.plots import heat_map
-from cacheformers.evaluation.babilong.records import cell_name, label
-from cacheformers.evaluation.babilong.tasks import score
+from cacheformers.evaluation.lengths.options import cell_name, label
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.run import LEVEL
 from cacheformers.hub.card import cells
@@ -25,16 +24,18 @@ def make_result(
     name: str,
     tasks: Sequence[str],
     lengths: Sequence[int],
-    stories: Mapping[str, Sequence[Record]],
+    records: Mapping[str, Sequence[Record]],
     predictions: Mapping[str, Sequence[str]],
     times: Sequence[dict[str, Any]],
+    score: Callable[[Any, str], dict[str, float]],
     **more: Any,
 ) -> dict[str, Any]:
     """Collect everything about one method's run, for JSON.
 
     Args:
-        stories, predictions: by cell.
-        times: the costs of the stories (`Predictions.times`).
+        records, predictions: by cell.
+        times: the costs of the records (`Predictions.times`).
+        score: see `Benchmark`.
         more: settings, command, options, environment.
 
     Returns:
@@ -42,11 +43,11 @@ def make_result(
     """
     scored: list[dict[str, Any]] = [
         {
-            **{"_id": story.id, "cell": cell, "question": story.input, "answer": story.answers[0]},
-            **{"prediction": text, "score": score(story.template, text, story.answers[0], story.input)},
+            **{"_id": record.id, "cell": cell, "question": record.input, "answers": record.answers},
+            **{"prediction": text, **score(record, text)},
         }
-        for cell, own in stories.items()
-        for story, text in zip(own, predictions[cell], strict=True)
+        for cell, own in records.items()
+        for record, text in zip(own, predictions[cell], strict=True)
     ]
     rows = {task: [task] for task in tasks} | {"all": list(tasks)}
     wanted = {name: [{cell_name(task, tokens) for task in row} for tokens in lengths] for name, row in rows.items()}
@@ -94,7 +95,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(results: Sequence[dict[str, Any]]) -> Figure:
-    """Draw the paper's heat map, a panel for each result: tasks by lengths, from red to green; numbers say the same."""
+    """Draw BABILong's heat map, a panel for each result: tasks by lengths, from red to green; numbers say the same."""
     tasks, lengths = (results[0][name] for name in ("tasks", "lengths"))
     panels = {
         result["name"]: np.array([[each["accuracy"] for each in result["accuracy"][task]] for task in tasks])
