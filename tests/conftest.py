@@ -77,6 +77,8 @@ BASES_IN_FULL = {
 }
 METHODS = {name: dict(method.test_settings) for name, method in method_registry.METHODS.items()}
 OTHERS = [method for method in METHODS if method != "neurocache"]
+# Factors by which random models enlarge rounding: memory tokens go through all layers again in each segment.
+ENLARGED = {"recurrent_memory": 100}
 # They attend to everything in a way of their own.
 OWN_WINDOW = [name for name, method in method_registry.METHODS.items() if method.stores == "everything"]
 
