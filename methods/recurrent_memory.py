@@ -10,8 +10,8 @@ memory token stands before a segment, those behind it are always the learned M_0
     A += sum_i beta_i phi(k_i) (v_i - A^T phi(k_i) / (z . phi(k_i) + e))^T     k = W_k h, v = W_v h, beta = sigmoid(w h)
     z += sum_i gamma_i phi(k_i)                 gamma_i = 1 - z . phi(k_i) / (|phi(k_i)|^2 + e), clipped to [0, 1]
 
-h are the layer's outputs at the m memory tokens when a segment closes; phi is DPFP-3 (`dpfp`), e is `EPSILON`. As in the
-authors' code, gamma has no gradient. A and z are float32 or better.
+h are the layer's outputs at the m memory tokens when a segment closes; phi is DPFP-3 (`dpfp`), e is `EPSILON`. As in
+the authors' code, gamma has no gradient. A and z are float32 or better.
 
 Memory tokens take positions like any token: M_s before the segment, and again behind it. They run through all layers
 with the base's own attention, those behind a segment once, when it closes: nothing of a segment depends on them, so no

@@ -151,7 +151,7 @@ class MemoryState(ABC):
         gold: where the answers to what the next forward asks are; None where nobody knows.
         retrieves: tokens look up single tokens of the document, which `retrieved` returns.
         memory_tokens: memory tokens that run through all layers behind a segment when it closes, and leave behind what
-            `commit` stores (RMT); 0 for none. Such a state holds no columns of open segments.
+            `commit` stores; 0 for none. Such a state holds no columns of open segments.
     """
 
     forward_is_segment = False

@@ -34,7 +34,7 @@ class MemoryMethod:
         make_parts: takes options, layer and the layer's W_q, W_k, W_v, W_o (or None); returns new parts by name.
         branch: takes options, layer, parts, the input of self-attention `[rows, time, h]`, the call and whether this is
             training; returns what is added to the output of self-attention, or None for nothing.
-        memory_tokens: takes options, the parts of the lowest layer, and the `MemoryCache`; returns input embeddings of the
+        memory_tokens: takes options, the parts of the lowest layer, and the `MemoryCache`; returns input embeddings of
             memory tokens that run through all layers for each row, `[rows, tokens, h]` (`MemoryState.memory_tokens`).
         enter: takes options, layer, parts, the input of a decoder layer `[rows, time, h]` and the call; returns what
             the layer takes instead.
