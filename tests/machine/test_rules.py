@@ -36,6 +36,7 @@ WHOLE_STATES = {"compression_factor": 1}  # entries are the states themselves, i
 PUBLISHED = {"compatibility": "reference", "gate": "none"}
 SLIDING = {"local_window": "sliding", "window_tokens": 12, "sink_tokens": 3}
 FIXED = {"method": "gated_attention", "far_heads": {0: [1], 1: [], 2: [0, 1]}}
+ASSOCIATIVE = {"method": "recurrent_memory", "associative": True, "key_size": 8}
 FIXED_HEADS = pytest.param("llama_gqa", FIXED, id="llama_gqa fixed heads")
 EXACT = 1e-9
 
@@ -51,6 +52,7 @@ def rows_of_windows(bases):
     for base, method in [*inside, *other_cases()]:
         window = SLIDING if base in ("mistral", "qwen2", "phi") else {}
         cases.append(pytest.param(base, {"method": method, **window}, id=f"{base} {method}"))
+    cases.append(pytest.param("llama_gqa", ASSOCIATIVE, id="llama_gqa associative"))
     return cases
 
 
