@@ -74,13 +74,13 @@ class MemoryTuner(LoraModel):
         super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
         # PeftModel does this, but transformers' loading does not, and both must compute the same.
         self._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
-        decoder = find_decoder(model)
+        decoder: Any = find_decoder(model)
         attentions = attention_modules(decoder)
         half = (torch.float16, torch.bfloat16)
         for layer in options.layers:
             attention = attentions[layer]
             if not hasattr(attention, "memory"):
-                put_memory(decoder.layers[layer], attention, MemoryLayer(method, layer))  # type: ignore[index]
+                put_memory(decoder.layers[layer], attention, MemoryLayer(method, layer))
             memory: Any = attention.memory
             weight = next(attention.parameters())
             starts = None

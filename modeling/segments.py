@@ -237,8 +237,8 @@ def begin_segments(decoder: nn.Module, memory: MemoryCache, real: Tensor) -> Non
     if not memory.window.memory_tokens:
         return
     timeline = memory.timeline
-    begun = timeline.open.any(1) | timeline.memory.any(1) | ~real.any(1)
-    rows = [row for row in (~begun).nonzero()[:, 0].tolist() if memory.state.reads_tokens(timeline.closed[row])]
+    begin = real.any(1) & ~timeline.open.any(1) & ~timeline.memory.any(1)
+    rows = [row for row in begin.nonzero()[:, 0].tolist() if memory.state.reads_tokens(timeline.closed[row])]
     if rows:
         run_memory_tokens(decoder, memory, rows, "read")
 

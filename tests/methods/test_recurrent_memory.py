@@ -281,6 +281,25 @@ def test_memory_tokens_stand_before_a_segment_and_count_as_no_text(make_model, i
     assert memory.columns == M + 7 and memory.visible == 7 and memory.tokens_read == memory.tokens_kept == [39, 39]
     assert memory.timeline.position[0].tolist() == list(range(M + 7))
     assert memory.timeline.memory[0].tolist() == [True] * M + [False] * 7
+    learned = some_model(make_model, "llama_gqa", "learned first")
+    empty = cacheformers.new_memory(learned, 2, cache_size=0)
+    learned(ids[:, :20], past_key_values=empty)
+    assert empty.columns == M + 4 and empty.tokens_kept == [4, 4]
+
+
+@torch.no_grad()
+def test_a_sliding_window_keeps_text_alone(make_model, ids):
+    """When a short segment closes, its memory tokens go, and the window reaches back behind them."""
+    window = {"local_window": "sliding", "window_tokens": 12, "sink_tokens": 3}
+    model = some_model(make_model, "llama_gqa", "tokens", **window)
+    memory = cacheformers.read(model, ids[:, :20], flush=False, progress=False)
+    _, values = memory.local[1]  # sinks, 12 of the first segment, memory tokens, 4 of the second
+    assert memory.timeline.memory[0].nonzero()[:, 0].tolist() == list(range(15, 15 + M)) and values.shape[2] == 19 + M
+    close_segments(find_decoder(unwrap(model)), memory, [0, 1])
+    expected = values[:, :, [0, 1, 2, *range(7, 15), *range(15 + M, 19 + M)]]
+    kept = memory.timeline.kept[0].nonzero()[:, 0]
+    assert torch.equal(memory.local[1][1][:, :, kept], expected)
+    assert memory.timeline.position[0, kept].tolist() == list(range(15)) and not bool(memory.timeline.memory.any())
 
 
 @torch.no_grad()
