@@ -293,10 +293,10 @@ def test_a_sliding_window_keeps_text_alone(make_model, ids):
     window = {"local_window": "sliding", "window_tokens": 12, "sink_tokens": 3}
     model = some_model(make_model, "llama_gqa", "tokens", **window)
     memory = cacheformers.read(model, ids[:, :20], flush=False, progress=False)
-    _, values = memory.local[1]  # sinks, 12 of the first segment, memory tokens, 4 of the second
-    assert memory.timeline.memory[0].nonzero()[:, 0].tolist() == list(range(15, 15 + M)) and values.shape[2] == 19 + M
+    _, values = memory.local[1]  # the first segment without its fourth token, memory tokens, 4 of the second segment
+    assert memory.timeline.memory[0].nonzero()[:, 0].tolist() == list(range(16, 16 + M)) and values.shape[2] == 20 + M
     close_segments(find_decoder(unwrap(model)), memory, [0, 1])
-    expected = values[:, :, [0, 1, 2, *range(7, 15), *range(15 + M, 19 + M)]]
+    expected = values[:, :, [0, 1, 2, *range(8, 16), *range(16 + M, 20 + M)]]
     kept = memory.timeline.kept[0].nonzero()[:, 0]
     assert torch.equal(memory.local[1][1][:, :, kept], expected)
     assert memory.timeline.position[0, kept].tolist() == list(range(15)) and not bool(memory.timeline.memory.any())
