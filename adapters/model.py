@@ -100,7 +100,7 @@ class MemoryTuner(LoraModel):
         lowest.beside[adapter_name] = [named for named in model.named_modules() if named[0].endswith(names)]
         if not hasattr(decoder, "memory_hooks"):
             checks = [GenerationChecks(model)] if isinstance(model, GenerationMixin) else []
-            decoder.memory_hooks = [*add_hooks(model), *checks]  # type: ignore[assignment]  # handles on a module
+            decoder.memory_hooks = [*add_hooks(model), *checks]
             self.register_load_state_dict_post_hook(check_complete)  # type: ignore[no-untyped-call]  # torch's
 
     def _check_alone(self, adapter_name: str) -> None:
