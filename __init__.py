@@ -44,6 +44,12 @@ from cacheformers.methods.neurocache import (
     NeurocacheModel,
 )
 from cacheformers.methods.neurocache.start import start_from_states
+from cacheformers.methods.recurrent_memory import (
+    RecurrentMemoryAdapterConfig,
+    RecurrentMemoryConfig,
+    RecurrentMemoryForCausalLM,
+    RecurrentMemoryModel,
+)
 from cacheformers.methods.windowed import WindowedAdapterConfig, WindowedConfig, WindowedForCausalLM, WindowedModel
 from cacheformers.modeling.architectures import register_architecture
 from cacheformers.modeling.cache import MemoryCache
@@ -87,6 +93,10 @@ __all__ = [
     "NeurocacheConfig",
     "NeurocacheForCausalLM",
     "NeurocacheModel",
+    "RecurrentMemoryAdapterConfig",
+    "RecurrentMemoryConfig",
+    "RecurrentMemoryForCausalLM",
+    "RecurrentMemoryModel",
     "WindowedAdapterConfig",
     "WindowedConfig",
     "WindowedForCausalLM",

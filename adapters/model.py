@@ -74,13 +74,13 @@ class MemoryTuner(LoraModel):
         super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
         # PeftModel does this, but transformers' loading does not, and both must compute the same.
         self._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
-        decoder = find_decoder(model)
+        decoder: Any = find_decoder(model)
         attentions = attention_modules(decoder)
         half = (torch.float16, torch.bfloat16)
         for layer in options.layers:
             attention = attentions[layer]
             if not hasattr(attention, "memory"):
-                put_memory(attention, MemoryLayer(method, layer))
+                put_memory(decoder.layers[layer], attention, MemoryLayer(method, layer))
             memory: Any = attention.memory
             weight = next(attention.parameters())
             starts = None
@@ -100,7 +100,7 @@ class MemoryTuner(LoraModel):
         lowest.beside[adapter_name] = [named for named in model.named_modules() if named[0].endswith(names)]
         if not hasattr(decoder, "memory_hooks"):
             checks = [GenerationChecks(model)] if isinstance(model, GenerationMixin) else []
-            decoder.memory_hooks = [*add_hooks(model), *checks]  # type: ignore[assignment]  # handles on a module
+            decoder.memory_hooks = [*add_hooks(model), *checks]
             self.register_load_state_dict_post_hook(check_complete)  # type: ignore[no-untyped-call]  # torch's
 
     def _check_alone(self, adapter_name: str) -> None:

@@ -20,8 +20,7 @@ from cacheformers.common.loss import IGNORED, token_losses
 from cacheformers.modeling.architectures import find_decoder, is_whole, unwrap
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.memory import LocalWindow
-from cacheformers.modeling.rotary import rotation
-from cacheformers.modeling.segments import active_options, new_memory
+from cacheformers.modeling.segments import active_options, close_segments, new_memory
 
 
 class Reader(Protocol):
@@ -78,12 +77,12 @@ class Damaged:
 
     def read(self, model: nn.Module, ids: list[Tensor], segment_tokens: int) -> Iterator[Tensor]:
         memory = new_memory(model, len(ids))
-        rotate = rotation(find_decoder(unwrap(model)))
+        decoder = find_decoder(unwrap(model))
         for start in range(0, len(ids[0]) - 1, segment_tokens):
             inputs, labels = segment(ids, start, segment_tokens)
             real = labels != IGNORED
             # What is full enters its own document's memory now, so that nothing is stored during the damage.
-            memory.close(memory.timeline.full_rows(), rotate)
+            close_segments(decoder, memory, memory.timeline.full_rows())
             with self.damage(memory, start // segment_tokens):
                 yield losses(
                     model, inputs, labels, attention_mask=None if bool(real.all()) else real, past_key_values=memory

@@ -7,6 +7,7 @@ from cacheformers.methods import (
     infini_attention,
     memorizing,
     neurocache,
+    recurrent_memory,
     windowed,
 )
 
@@ -20,5 +21,6 @@ __all__ = [
     "infini_attention",
     "memorizing",
     "neurocache",
+    "recurrent_memory",
     "windowed",
 ]

@@ -320,7 +320,7 @@ class MemoryCache(DocumentsCache):
         return self.timeline.columns
 
     def close(self, rows: Sequence[int], rotate: Rotate | None) -> None:
-        """Move the open segments of the given rows into the memory.
+        """Move the open segments of the given rows into the memory; `segments.close_segments` runs memory tokens first.
 
         Args:
             rotate: turns keys `[rows, heads, columns, dim]` by `[rows, columns]` positions; None without rotation.
@@ -362,7 +362,7 @@ class MemoryCache(DocumentsCache):
             raise ValueError("A segment is open: read() with flush=True before the prompt.")
         twin = self.clone()
         twin.forget_columns()
-        twin.window = LocalWindow(tokens)
+        twin.window = LocalWindow(tokens, memory_tokens=self.window.memory_tokens)
         twin.timeline.window = twin.window
         return twin
 
@@ -370,7 +370,8 @@ class MemoryCache(DocumentsCache):
         """Cut the graph of a row's closed segment, and turn the kept keys to their new positions."""
         if not bool(self.timeline.kept[row].any()):
             return
-        for layer, (keys, values) in self.local.items():
+        local, self.local = self.local, {}  # a forward that is run again, by checkpointing, may read the old dictionary
+        for layer, (keys, values) in local.items():
             moved = keys[row : row + 1].detach()
             if rotate is not None and bool(shift.any()):
                 moved = rotate(moved, shift[None])
@@ -417,7 +418,14 @@ class MemoryCache(DocumentsCache):
         return SegmentCall(self, self.state.begin(), local, real, real.long() if ids is None else ids)
 
     def end(self, call: SegmentCall) -> None:
-        """Store what a forward left behind, as new columns of the rows' open segments."""
+        """Store what a forward left behind: new columns of open segments, or of memory tokens before them."""
+        if call.memory_tokens == "write":
+            return
+        if call.memory_tokens == "read":
+            self.seen.append(call.ids, torch.zeros_like(call.real), self.tokens_read)
+            self.timeline.append_memory(call.real, call.positions[:, self.columns :])
+            self.local = call.local.staged
+            return
         self.seen.append(call.ids, call.real, self.tokens_read)
         self.timeline.append(call.real, call.positions[:, self.columns :])
         self.local = call.local.staged

@@ -139,7 +139,8 @@ class CompositePreTrainedModel(MemoryPreTrainedModel):
         check_rotation(language_model, options)
         if method.attend is not None:
             route_attention(language_model)
-        attentions = attention_modules(find_decoder(language_model))
+        decoder: Any = find_decoder(language_model)
+        attentions = attention_modules(decoder)
         for layer in options.layers:
             attention = attentions[layer]
             weight = next(attention.parameters())
@@ -149,7 +150,8 @@ class CompositePreTrainedModel(MemoryPreTrainedModel):
                 starts = split_projections(own, base_shape(text_config))
             memory = CompositeMemory(method, options, layer, starts)
             half = weight.dtype in (torch.float16, torch.bfloat16)  # float32 then, as in the adapters
-            put_memory(attention, memory.to(weight.device, torch.float32 if half else weight.dtype))
+            memory = memory.to(weight.device, torch.float32 if half else weight.dtype)
+            put_memory(decoder.layers[layer], attention, memory)
             if not weight.is_meta:
                 mark_initialized(memory)
         add_hooks(language_model)

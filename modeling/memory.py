@@ -47,21 +47,23 @@ class LocalWindow:
         segment_tokens: tokens after which a segment closes (n).
         kept_tokens: newest tokens of closed segments that stay visible (W); 0 for the papers' `segment` window.
         sink_tokens: first tokens of the document, which always stay visible.
+        memory_tokens: positions of memory tokens, before and behind a segment together.
     """
 
     segment_tokens: int
     kept_tokens: int = 0
     sink_tokens: int = 0
+    memory_tokens: int = 0
 
     @property
     def positions(self) -> int:
         """Positions that the base model must have."""
-        return self.segment_tokens + self.kept_tokens + self.sink_tokens
+        return self.segment_tokens + self.kept_tokens + self.sink_tokens + self.memory_tokens
 
     @property
     def empties(self) -> bool:
-        """Whether nothing of closed segments stays visible."""
-        return self.kept_tokens == 0 and self.sink_tokens == 0
+        """Whether nothing is visible beside the open segment, and nothing looks at it again."""
+        return self.kept_tokens == 0 and self.sink_tokens == 0 and self.memory_tokens == 0
 
     @property
     def unbounded(self) -> bool:
@@ -89,6 +91,8 @@ class SegmentCall:
         earlier: hidden states of the pieces before this one; None if another piece follows.
         keep: how many of the last hidden states are wanted; None for all.
         returned: whether the caller gets the memory back (not with use_cache=False, unless it was passed in).
+        memory_tokens: what the new columns are instead of text: memory tokens that are "read" by the next segment, as
+            columns before it, or that "write" behind a segment which closes, and leave no columns; "" for text.
         forgets: whether local keys and values are dropped at the end (each forward is a segment, and use_cache=False).
         rotate: turns keys `[rows, heads, columns, d_head]` by `[rows, columns]` positions; None without rotation.
     """
@@ -106,6 +110,7 @@ class SegmentCall:
         self.keep: int | None = None
         self.returned = True
         self.forgets = False
+        self.memory_tokens = ""
         self.scratch: dict[str, Any] = {}
 
 
@@ -145,11 +150,14 @@ class MemoryState(ABC):
         can_crop: the last tokens of open segments can be removed.
         gold: where the answers to what the next forward asks are; None where nobody knows.
         retrieves: tokens look up single tokens of the document, which `retrieved` returns.
+        memory_tokens: memory tokens that run through all layers behind a segment when it closes, and leave behind what
+            `commit` stores; 0 for none. Such a state holds no columns of open segments.
     """
 
     forward_is_segment = False
     can_crop = True
     retrieves = False
+    memory_tokens = 0
     own_layers: frozenset[int] = frozenset()
     loss: Tensor | None = None
     gold: Gold | None = None
@@ -171,6 +179,19 @@ class MemoryState(ABC):
 
     def commit(self, row: int, columns: Tensor) -> None:  # noqa: B027  # some methods store at the end of a forward
         """Move one row's open segment into the memory; `columns` `[length]` are its tokens in order."""
+
+    def write(self, rows: Sequence[int], hidden: Tensor, reading: Any) -> None:
+        """Take up what memory tokens found behind the segments of rows that close next.
+
+        Args:
+            hidden: their last hidden states, `[all rows, tokens, h]`.
+            reading: what their forward read and left behind (`begin`).
+        """
+        raise NotImplementedError
+
+    def reads_tokens(self, closed: int) -> bool:
+        """Whether memory tokens stand before a segment that follows `closed` others."""
+        return False
 
     def detach(self) -> None:  # noqa: B027  # most states hold no graph
         """Cut the autograd graph of held tensors (at the end of every top-level forward)."""

@@ -19,7 +19,7 @@ from cacheformers.modeling.memory import MemoryState
 class MemoryMethod:
     """Everything that the rest of the package knows about one memory method.
 
-    A method has `branch`, or `attend`, or neither if it only cuts text into segments.
+    A method has `branch`, or `attend`, or neither if it only cuts text into segments or passes memory tokens on.
 
     Attributes:
         adapter_config: PEFT config class of the method, a subclass of its settings.
@@ -34,6 +34,11 @@ class MemoryMethod:
         make_parts: takes options, layer and the layer's W_q, W_k, W_v, W_o (or None); returns new parts by name.
         branch: takes options, layer, parts, the input of self-attention `[rows, time, h]`, the call and whether this is
             training; returns what is added to the output of self-attention, or None for nothing.
+        memory_tokens: takes options, the parts of the lowest layer, and the `MemoryCache`; returns input embeddings of
+            memory tokens that run through all layers for each row, `[rows, tokens, h]` (`MemoryState.memory_tokens`).
+        enter: takes options, layer, parts, the input of a decoder layer `[rows, time, h]` and the call; returns what
+            the layer takes instead.
+        leave: takes options, layer, parts, the output of a decoder layer `[rows, time, h]` and the call.
         attend: takes options, layer, parts and `AttentionInputs`; returns what attention returns instead,
             `[rows, time, heads, d_head]`.
         title, paper, citation: its name, the address of its paper, and the paper's BibTeX entry.
@@ -59,6 +64,9 @@ class MemoryMethod:
     make_parts: Callable[..., dict[str, nn.Module]]
     branch: Callable[..., Tensor | None] | None = None
     attend: Callable[..., Tensor] | None = None
+    memory_tokens: Callable[..., Tensor] | None = None
+    enter: Callable[..., Tensor] | None = None
+    leave: Callable[..., None] | None = None
     title: str
     summary: str
     stores: Literal["entries", "matrix", "everything", "nothing"]

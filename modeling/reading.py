@@ -16,8 +16,7 @@ from cacheformers.modeling.architectures import device_of, find_decoder, unwrap
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.modeling.origin import tokenized, tokenizer_hash
-from cacheformers.modeling.rotary import rotation
-from cacheformers.modeling.segments import identity, match_rows, new_memory, reader, required_options
+from cacheformers.modeling.segments import close_segments, identity, match_rows, new_memory, reader, required_options
 
 
 @torch.no_grad()
@@ -87,7 +86,7 @@ def read(
     if memory.state.forward_is_segment:
         memory.forget_columns()
     elif flush:
-        memory.close(range(memory.batch_size), rotation(decoder))
+        close_segments(decoder, memory, range(memory.batch_size))
     memory.forget_ids()
     return memory
 

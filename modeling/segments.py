@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from cacheformers.modeling.architectures import architecture, attention_modules, find_decoder, layer_devices, unwrap
 from cacheformers.modeling.attention import former_attention, keep_inputs
@@ -76,14 +79,18 @@ def identity(decoder: nn.Module) -> dict[str, str]:
     return identify(decoder, getattr(active_memories(decoder)[0], "active_adapters", ()))
 
 
-def put_memory(attention: nn.Module, memory: MethodOnLayer) -> None:
-    """Put a memory on an attention module, with the hooks that it needs (`memory.handles`)."""
+def put_memory(layer: nn.Module, attention: nn.Module, memory: MethodOnLayer) -> None:
+    """Put a memory on a layer's attention module, with the hooks that it needs (`memory.handles`)."""
     attention.memory = memory  # type: ignore[assignment]
     memory.handles = []
     if memory.method.branch is not None:
         memory.handles.append(attention.register_forward_hook(add_branch, with_kwargs=True))
     if memory.method.attend is not None:
         memory.handles.append(attention.register_forward_pre_hook(keep_inputs, with_kwargs=True))
+    if memory.method.enter is not None:
+        memory.handles.append(layer.register_forward_pre_hook(partial(before_layer, memory), with_kwargs=True))
+    if memory.method.leave is not None:
+        memory.handles.append(layer.register_forward_hook(partial(after_layer, memory), with_kwargs=True))
 
 
 def add_hooks(model: nn.Module) -> list[Any]:
@@ -182,11 +189,16 @@ def begin_piece(
     decoder: nn.Module, memory: MemoryCache, kwargs: dict[str, Any], real: Tensor, start: int, end: int
 ) -> dict[str, Any]:
     """Close full segments, and return the decoder's arguments for the columns `start` to `end`."""
-    rotate = rotation(decoder)
-    memory.close(memory.timeline.full_rows(), rotate)
+    close_segments(decoder, memory, memory.timeline.full_rows())
+    begin_segments(decoder, memory, real[:, start:end])
     ids = kwargs["input_ids"][:, start:end]
     call = memory.begin(real[:, start:end], ids)
-    call.rotate = rotate
+    return {**kwargs, "input_ids": ids, **piece_arguments(decoder, call, ids.device)}
+
+
+def piece_arguments(decoder: nn.Module, call: SegmentCall, device: torch.device) -> dict[str, Any]:
+    """Return the decoder's arguments for new columns beside their ids or embeddings."""
+    call.rotate = rotation(decoder)
     config: Any = decoder.config
     most = config.max_position_embeddings
     if not architecture(config).rotary and int(call.positions.max()) >= most:
@@ -196,14 +208,66 @@ def begin_piece(
     checkpointing = decoder.training and getattr(decoder, "gradient_checkpointing", False)
     drops_cache = checkpointing and call.local.columns == 0
     return {
-        **kwargs,
-        "input_ids": ids,
-        "attention_mask": local_mask(decoder, call, ids.device),
-        "position_ids": call.positions[:, -ids.shape[1] :].to(ids.device),
+        "attention_mask": local_mask(decoder, call, device),
+        "position_ids": call.positions[:, -call.real.shape[1] :].to(device),
         "past_key_values": None if drops_cache else call.local,
         "use_cache": not drops_cache,
         "memory_state": call,
     }
+
+
+def close_segments(decoder: nn.Module, memory: MemoryCache, rows: Iterable[int]) -> None:
+    """Move the open segments of rows into the memory, after memory tokens have run behind them if the method has any.
+
+    Their gradients go as far as those of the segment's keys and values: through the forward that they are a part of.
+    """
+    rows = [row for row in rows if bool(memory.timeline.open[row].any())]
+    if rows and memory.state.memory_tokens:
+        call, hidden = run_memory_tokens(decoder, memory, rows, "write")
+        memory.state.write(rows, hidden, call.reading)
+    memory.close(rows, rotation(decoder))
+
+
+def begin_segments(decoder: nn.Module, memory: MemoryCache, real: Tensor) -> None:
+    """Run the memory tokens that stand before the segments which begin in new columns; their keys and values stay.
+
+    Args:
+        real: which of the columns are tokens, `[rows, time]`.
+    """
+    if not memory.window.memory_tokens:
+        return
+    timeline = memory.timeline
+    begin = real.any(1) & ~timeline.open.any(1) & ~timeline.memory.any(1)
+    rows = [row for row in begin.nonzero()[:, 0].tolist() if memory.state.reads_tokens(timeline.closed[row])]
+    if rows:
+        run_memory_tokens(decoder, memory, rows, "read")
+
+
+def run_memory_tokens(decoder: nn.Module, memory: MemoryCache, rows: list[int], use: str) -> tuple[SegmentCall, Tensor]:
+    """Run memory tokens through all layers, behind what self-attention sees in the given rows.
+
+    Args:
+        use: "read" or "write", see `SegmentCall.memory_tokens`.
+
+    Returns:
+        The forward, and its last hidden states `[all rows, tokens, h]`, which mean nothing in other rows.
+    """
+    lowest = active_memories(decoder)[0]
+    embeddings: Tensor = lowest.method.memory_tokens(lowest.options, lowest.active_parts, memory)  # type: ignore[misc]
+    weight: Tensor = decoder.get_input_embeddings().weight  # type: ignore[operator]
+    if isinstance(weight, DTensor) or weight.shape[1] != embeddings.shape[2]:
+        raise ValueError(
+            f"Memory tokens have {embeddings.shape[2]} numbers and run whenever a row's segment closes. They need a "
+            f"base whose token embeddings are as wide (here {weight.shape[1]}), and weights that are not sharded over "
+            "processes, which close segments at different times: choose another base or method, or train without FSDP."
+        )
+    real = torch.zeros(memory.batch_size, embeddings.shape[1], dtype=torch.bool)
+    real[rows] = True
+    call = memory.begin(real)
+    call.memory_tokens = use
+    call.local.stage = use == "read"
+    output = decoder(inputs_embeds=embeddings.to(weight), **piece_arguments(decoder, call, weight.device))
+    return call, output.last_hidden_state
 
 
 def local_mask(decoder: nn.Module, call: SegmentCall, device: torch.device) -> Tensor | dict[str, Tensor] | None:
@@ -257,6 +321,24 @@ def add_branch(attention: nn.Module, args: Any, kwargs: dict[str, Any], output: 
     if added is None:
         return output
     return (output[0] + added.to(output[0].dtype), *output[1:])
+
+
+def before_layer(memory: Any, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Pre-hook of a decoder layer: let the memory change its input."""
+    call = kwargs.get("memory_state")
+    if memory.options is None or not isinstance(call, SegmentCall):
+        return None
+    hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    changed = memory.method.enter(memory.options, memory.layer, memory.active_parts, hidden, call)
+    return args[1:], {**kwargs, "hidden_states": changed}
+
+
+def after_layer(memory: Any, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """Hook of a decoder layer: show the memory its output."""
+    call = kwargs.get("memory_state")
+    if memory.options is not None and isinstance(call, SegmentCall):
+        hidden = output[0] if isinstance(output, tuple) else output
+        memory.method.leave(memory.options, memory.layer, memory.active_parts, hidden, call)
 
 
 def after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:

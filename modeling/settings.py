@@ -173,7 +173,8 @@ class LocalWindowOptions(MethodOptions, LocalWindowSettings):
         if window.positions > base.max_positions:
             raise ValueError(
                 f"segment_tokens {window.segment_tokens} + window_tokens {window.kept_tokens} + sink_tokens "
-                f"{window.sink_tokens} = {window.positions} positions, but this base model has {base.max_positions}. "
+                f"{window.sink_tokens}{f' + memory tokens {window.memory_tokens}' if window.memory_tokens else ''} = "
+                f"{window.positions} positions, but this base model has {base.max_positions}. "
                 "Choose a smaller segment_tokens."
             )
 

@@ -22,13 +22,14 @@ class Timeline:
     Attributes:
         open: whether a column belongs to the row's open segment, `[rows, columns]`.
         kept: whether a column is of a closed segment and still visible, `[rows, columns]`.
-        sink: whether a kept column always stays, `[rows, columns]`.
+        sink: whether a kept column is no text of the window: a sink, which always stays, or a memory token.
+        memory: whether a kept column is a memory token, which stays until the segment after it closes.
         position: of the token in its row's local window, `[rows, columns]`.
         closed: number of segments that each row has closed.
         tokens_read: number of tokens that each row has read.
     """
 
-    COLUMNS = ("open", "kept", "sink", "position")
+    COLUMNS = ("open", "kept", "sink", "position", "memory")
     ROWS = ("closed", "tokens_read")
 
     def __init__(self, rows: int, window: LocalWindow) -> None:
@@ -39,7 +40,7 @@ class Timeline:
     def clear(self, rows: int) -> None:
         """Forget every column."""
         self.open = torch.zeros(rows, 0, dtype=torch.bool)
-        self.kept, self.sink = self.open.clone(), self.open.clone()
+        self.kept, self.sink, self.memory = self.open.clone(), self.open.clone(), self.open.clone()
         self.position = torch.zeros(rows, 0, dtype=torch.long)
 
     @property
@@ -60,23 +61,24 @@ class Timeline:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return everything as tensors."""
+        columns = self.COLUMNS if self.window.memory_tokens else self.COLUMNS[:-1]  # the other methods have none
         return {
-            **{name: getattr(self, name) for name in self.COLUMNS},
+            **{name: getattr(self, name) for name in columns},
             **{name: torch.tensor(getattr(self, name)) for name in self.ROWS},
         }
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         """Take over a `state_dict`."""
         for name in self.COLUMNS:
-            setattr(self, name, tensors[name])
+            setattr(self, name, tensors[name] if name in tensors else torch.zeros_like(self.open))
         for name in self.ROWS:
             setattr(self, name, tensors[name].tolist())
 
     def select(self, rows: Sequence[int]) -> None:
         """Make row i what row `rows[i]` was."""
         index = torch.tensor(rows, dtype=torch.long)
-        self.open, self.kept, self.sink = self.open[index], self.kept[index], self.sink[index]
-        self.position = self.position[index]
+        for name in self.COLUMNS:
+            setattr(self, name, getattr(self, name)[index])
         self.closed, self.tokens_read = [self.closed[i] for i in rows], [self.tokens_read[i] for i in rows]
 
     def keep(self, columns: Tensor) -> None:
@@ -87,7 +89,7 @@ class Timeline:
     def reset(self, rows: Sequence[int]) -> None:
         """Forget what the given rows have read."""
         for row in rows:
-            self.open[row] = self.kept[row] = self.sink[row] = False
+            self.open[row] = self.kept[row] = self.sink[row] = self.memory[row] = False
             self.closed[row] = self.tokens_read[row] = 0
 
     def pieces(self, real: Tensor) -> list[tuple[int, int]]:
@@ -112,6 +114,9 @@ class Timeline:
         Returns:
             The number of positions by which each column moved, `[columns]`.
         """
+        self.kept[row] &= ~self.memory[row]
+        self.sink[row] &= ~self.memory[row]
+        self.memory[row] = False
         before, seen = self.position[row].clone(), self.used[row].nonzero()[:, 0]
         if self.closed[row] == 0:
             self.sink[row, seen[: self.window.sink_tokens]] = True
@@ -150,9 +155,16 @@ class Timeline:
     def append(self, real: Tensor, position: Tensor) -> None:
         """Add columns that were read."""
         none = torch.zeros_like(real)
-        self.open, self.position = torch.cat([self.open, real], 1), torch.cat([self.position, position], 1)
-        self.kept, self.sink = torch.cat([self.kept, none], 1), torch.cat([self.sink, none], 1)
+        self._add(open=real, kept=none, sink=none, position=position, memory=none)
         self.tokens_read = [have + new for have, new in zip(self.tokens_read, real.sum(1).tolist(), strict=True)]
+
+    def append_memory(self, real: Tensor, position: Tensor) -> None:
+        """Add columns of memory tokens."""
+        self._add(open=torch.zeros_like(real), kept=real, sink=real, position=position, memory=real)
+
+    def _add(self, **columns: Tensor) -> None:
+        for name in self.COLUMNS:
+            setattr(self, name, torch.cat([getattr(self, name), columns[name]], 1))
 
     def remove_last(self, columns: int) -> None:
         """Remove the last columns, which all hold tokens of open segments."""

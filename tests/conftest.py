@@ -77,6 +77,8 @@ BASES_IN_FULL = {
 }
 METHODS = {name: dict(method.test_settings) for name, method in method_registry.METHODS.items()}
 OTHERS = [method for method in METHODS if method != "neurocache"]
+# Factors by which random models enlarge rounding: memory tokens go through all layers again in each segment.
+ENLARGED = {"recurrent_memory": 100}
 # They attend to everything in a way of their own.
 OWN_WINDOW = [name for name, method in method_registry.METHODS.items() if method.stores == "everything"]
 
@@ -202,8 +204,8 @@ def adapter_config(method="neurocache", **options):
     return kind(**{"r": 4, **method_options(method, **options)})
 
 
-OPEN = ("lora_mem_gate", "lora_mem_beta", "lora_mem_token_gate", "lora_B")
-OPEN_IN_MODELS = (".memory.gate", ".memory.beta", ".memory.token_gate")
+OPEN = ("lora_mem_gate", "lora_mem_beta", "lora_mem_token_gate", "lora_mem_value", "lora_B")
+OPEN_IN_MODELS = (".memory.gate", ".memory.beta", ".memory.token_gate", ".memory.value")
 
 
 def open_gates(model, adapter="default"):

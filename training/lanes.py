@@ -19,8 +19,7 @@ from cacheformers.common.loss import IGNORED
 from cacheformers.modeling.architectures import find_decoder, unwrap
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.memory import Gold
-from cacheformers.modeling.rotary import rotation
-from cacheformers.modeling.segments import new_memory
+from cacheformers.modeling.segments import close_segments, new_memory
 
 
 @dataclass
@@ -178,7 +177,7 @@ class Group:
         if memory is None:
             return
         memory.reset(batch.reset.nonzero()[:, 0].tolist())
-        memory.close(batch.close, rotation(find_decoder(unwrap(model))))
+        close_segments(find_decoder(unwrap(model)), memory, batch.close)
         memory.drop(batch.drop)
         memory.state.gold = batch.gold
 

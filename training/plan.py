@@ -110,7 +110,8 @@ def make_plan(options: Options) -> Plan:
         else Adaptation(options.model, train, options.memory)
     )
     accelerator = make_accelerator(options.model.device, train.output, run, precision=options.scratch.precision)
-    check_division(accelerator.num_processes, train, run.sharding, options.model.quantize)
+    tokens = subject.remembers and subject.memory.window.memory_tokens > 0
+    check_division(accelerator.num_processes, train, run.sharding, options.model.quantize, tokens)
     tokenizer = subject.tokenizer(accelerator)
     check_lengths(options.data, subject.memory)
     documents = train_documents(options, tokenizer, subject.memory)
@@ -189,7 +190,8 @@ def estimated(options: Options) -> Estimate:
     check_train_options(train, options.run)
     adapter, memory = adapter_config(base, train, options.memory)
     processes = options.run.estimate_processes
-    check_division(processes, train, options.run.sharding, options.model.quantize)
+    tokens = train.method != "lora" and memory.window.memory_tokens > 0
+    check_division(processes, train, options.run.sharding, options.model.quantize, tokens)
     dtype: Any = (base.dtype or torch.float32) if options.model.dtype == "auto" else getattr(torch, options.model.dtype)
     same = ("accumulation", "backprop_segments", "optimizer", "activation_checkpointing")
     work = Work(

@@ -50,8 +50,14 @@ def make_accelerator(device: str, output: str, run: RunOptions, precision: str =
     return accelerator
 
 
-def check_division(processes: int, train: TrainOptions, sharding: str, quantize: str) -> None:
-    """Raise ValueError if this number of processes cannot share a run with these options."""
+def check_division(
+    processes: int, train: TrainOptions, sharding: str, quantize: str, memory_tokens: bool = False
+) -> None:
+    """Raise ValueError if this number of processes cannot share a run with these options.
+
+    Args:
+        memory_tokens: the method runs memory tokens whenever a row's segment closes.
+    """
     if train.lanes % (processes * train.accumulation):
         raise ValueError(
             f"lanes {train.lanes} must be a multiple of {processes} process(es) x accumulation {train.accumulation}."
@@ -66,6 +72,12 @@ def check_division(processes: int, train: TrainOptions, sharding: str, quantize:
         raise ValueError(
             "--sharding fsdp2 needs backprop_segments 1: documents end at different places, and all processes must "
             "make the same number of forwards."
+        )
+    if memory_tokens:
+        raise ValueError(
+            "--sharding fsdp2 cannot train this method: its memory tokens run whenever a document's segment closes, "
+            "and all processes must make the same number of forwards. Leave --sharding out: each process then has the "
+            "whole model (DDP)."
         )
     if quantize != "none":
         raise ValueError("--sharding fsdp2 cannot divide quantized weights: use --quantize none, or DDP.")

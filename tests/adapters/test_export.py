@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import other_cases, save_adapter
+from conftest import ENLARGED, other_cases, save_adapter
 from golden import base_model, cases, load, publish
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -84,7 +84,8 @@ def test_same_logits(saved, ids, base, options, tmp_path):
     expected = model(ids).logits
     export(adapter, tmp_path / "model")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert float((loaded(ids).logits - expected).abs().max() / expected.abs().max()) <= 1e-5
+    bound = 1e-5 * ENLARGED.get(options.get("method"), 1)
+    assert float((loaded(ids).logits - expected).abs().max() / expected.abs().max()) <= bound
     assert not any("lora" in name for name, _ in loaded.named_parameters())
     memory = cacheformers.read(model, ids, progress=False)  # of the adapter; the exported model goes on with it
     question = ids[:, :6]

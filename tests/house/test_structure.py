@@ -19,7 +19,9 @@ FLOORS = (
     ("training", "evaluation", "hub"),
     ("", "train_adapt", "eval_longbench", "cli", "__main__", "benchmarks"),
 )
-METHOD_NAMES = re.compile(r'"(neurocache|memorizing|infini_attention|gated_attention|gated_deltanet|windowed)"')
+METHOD_NAMES = re.compile(
+    r'"(neurocache|memorizing|infini_attention|gated_attention|gated_deltanet|recurrent_memory|windowed)"'
+)
 
 
 @cache

@@ -143,7 +143,7 @@ def test_tuples_and_hidden_states(make, ids):
 
 
 # Weights that are drawn anew, such as W_P, which must tell a segment's vectors apart: how far they spread at least.
-DRAWN = {"cacheformer_on_base": 0.1, "neurocache": 0.05}
+DRAWN = {"cacheformer_on_base": 0.1, "neurocache": 0.05, "recurrent_memory": 0.01}
 
 
 @torch.no_grad()

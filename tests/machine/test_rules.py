@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import COMMON, METHODS, ONE_LINE, OWN_WINDOW, every_method, other_cases
+from conftest import COMMON, ENLARGED, METHODS, ONE_LINE, OWN_WINDOW, every_method, other_cases
 from memories import chunked
 from peft import get_peft_model
 from torch.nn.functional import cross_entropy
@@ -36,6 +36,7 @@ WHOLE_STATES = {"compression_factor": 1}  # entries are the states themselves, i
 PUBLISHED = {"compatibility": "reference", "gate": "none"}
 SLIDING = {"local_window": "sliding", "window_tokens": 12, "sink_tokens": 3}
 FIXED = {"method": "gated_attention", "far_heads": {0: [1], 1: [], 2: [0, 1]}}
+ASSOCIATIVE = {"method": "recurrent_memory", "associative": True, "key_size": 8}
 FIXED_HEADS = pytest.param("llama_gqa", FIXED, id="llama_gqa fixed heads")
 EXACT = 1e-9
 
@@ -51,6 +52,7 @@ def rows_of_windows(bases):
     for base, method in [*inside, *other_cases()]:
         window = SLIDING if base in ("mistral", "qwen2", "phi") else {}
         cases.append(pytest.param(base, {"method": method, **window}, id=f"{base} {method}"))
+    cases.append(pytest.param("llama_gqa", ASSOCIATIVE, id="llama_gqa associative"))
     return cases
 
 
@@ -235,7 +237,8 @@ def test_eager_and_sdpa_agree_with_padding(make_model, ids, base, options):
     mask[0, :9] = 0
     sdpa = make_model(base, **options)(ids, attention_mask=mask).logits
     eager = make_model(base, **options, base={"attn_implementation": "eager"})(ids, attention_mask=mask).logits
-    assert difference(eager[mask.bool()], sdpa[mask.bool()]) < 1e-4  # eager attention takes its softmax in float32
+    bound = 1e-4 * ENLARGED.get(options.get("method"), 1)  # eager attention takes its softmax in float32
+    assert difference(eager[mask.bool()], sdpa[mask.bool()]) < bound
 
 
 @torch.no_grad()

@@ -57,6 +57,7 @@ def test_rates_of_parts(make_model):
         "memorizing": {("gate", 3.0, 0.0), ("memory", 2.0, 0.0), ("weights", 1.0, 0.1)},
         "infini_attention": {("beta", 0.01, 0.0), ("weights", 1.0, 0.1)},
         "gated_deltanet": {("memory", 2.0, 0.1), ("memory", 2.0, 0.0), ("weights", 1.0, 0.1)},
+        "recurrent_memory": {("memory", 2.0, 0.1), ("weights", 1.0, 0.1)},
         "gated_attention": {("memory", 2.0, 0.1), ("memory", 2.0, 0.0), ("weights", 1.0, 0.1)},
         "cacheformer_on_base": {("memory", 2.0, 0.1), ("weights", 1.0, 0.1)},
     }
@@ -146,6 +147,7 @@ def test_fixed_heads_of_a_saved_adapter(make_base, config_factory, ids, tmp_path
         ({"method": "windowed", "local_window": "sliding", "window_tokens": 5, "sink_tokens": 2}, 5, 16),
         ({"method": "infini_attention"}, 75, 75),
         ({"method": "gated_deltanet"}, 75, 75),
+        ({"method": "recurrent_memory"}, 75, 75),
         ({"method": "gated_attention"}, 75, 75),
         ({"method": "cacheformer_on_base"}, 75, 75),
     ],

@@ -25,6 +25,7 @@ METHODS = {
     "memorizing": ("--cache_size=40", "--topk=4", "--attention_layers=1"),
     "infini_attention": ("--layers", "1", "2"),
     "gated_deltanet": ("--layers", "1", "2", "--backprop_segments=2"),
+    "recurrent_memory": ("--memory_tokens=4", "--backprop_segments=2"),
     "gated_attention": ("--layers", "1", "2", "--window_tokens=6", "--mean_weight=0.1", "--max_tokens=64"),
     "cacheformer_on_base": (
         *("--layers", "1", "2", "--window_tokens=8", "--pool_tokens=4", "--topk=2", "--max_tokens=64"),
@@ -38,6 +39,7 @@ RATES = {
     "memorizing": "0.01 (LoRA), 0.01 (memory), 0.3 (gates)",
     "infini_attention": "0.01 (LoRA), 0.01 (the memory's shares)",
     "gated_deltanet": "0.01 (LoRA), 0.01 (memory)",
+    "recurrent_memory": "0.01 (LoRA), 0.01 (memory)",
     "gated_attention": "0.01 (LoRA), 0.01 (memory)",
     "cacheformer_on_base": "0.01 (LoRA), 0.01 (memory)",
     "windowed": "0.01 (LoRA)",
@@ -45,7 +47,9 @@ RATES = {
 OFF_AND_ON = {"off": Remembering(0), "memory": Remembering()}
 READERS = {
     **dict.fromkeys(("neurocache", "toy", "memorizing"), {"cache off": Remembering(0), "cache 40": Remembering(40)}),
-    **dict.fromkeys(("infini_attention", "gated_deltanet", "gated_attention", "cacheformer_on_base"), OFF_AND_ON),
+    **dict.fromkeys(
+        ("infini_attention", "gated_deltanet", "recurrent_memory", "gated_attention", "cacheformer_on_base"), OFF_AND_ON
+    ),
     "windowed": {"windowed": Remembering()},
 }
 
@@ -98,12 +102,19 @@ def test_a_run(folder, method):
         assert nats[name] == pytest.approx(result["scores"][name]["nats"], rel=1e-6)
     assert len({*nats.values(), result["scores"]["base"]["nats"]}) == len(nats) + 1
     config = PeftConfig.from_pretrained(str(folder / "adapter"))
-    assert config.layers_to_transform == {"memorizing": [1], "toy": [1], "windowed": [0, 1, 2]}.get(method, [1, 2])
+    assert config.layers_to_transform == {
+        "memorizing": [1],
+        "toy": [1],
+        "windowed": [0, 1, 2],
+        "recurrent_memory": [0, 1, 2],
+    }.get(method, [1, 2])
     layers = {int(name.partition("layers.")[2].partition(".")[0]) for name in adapter_weights(folder / "adapter")}
     assert layers == set(config.layers_to_transform)
 
 
-@pytest.mark.parametrize("method", ["infini_attention", "gated_deltanet", "gated_attention", "cacheformer_on_base"])
+@pytest.mark.parametrize(
+    "method", ["infini_attention", "gated_deltanet", "recurrent_memory", "gated_attention", "cacheformer_on_base"]
+)
 def test_a_stopped_run_goes_on(documents, method):
     settings = ("--lanes=4", "--accumulation=2", "--steps=8", "--checkpoint_every=2", "--log_every=3")
     train_adapt.main(arguments(documents, method, *settings, output="whole"))

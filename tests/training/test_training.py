@@ -421,6 +421,7 @@ def test_trainer_with_rows_of_two_segments_trains_the_memory(make_base, config_f
         "memorizing": {"gate", "scale"},
         "infini_attention": {"beta"},
         "gated_deltanet": {"alpha", "beta", "gate"},
+        "recurrent_memory": {"initial"},
         "gated_attention": {"token_gate"},
         "cacheformer_on_base": {"pool"},
         "toy": {"gate"},
