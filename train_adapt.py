@@ -28,8 +28,7 @@ from cacheformers.common.loss import IGNORED, token_losses
 from cacheformers.evaluation.model import evaluate_model
 from cacheformers.hub.card import earlier_card
 from cacheformers.modeling.architectures import find_decoder, unwrap
-from cacheformers.modeling.rotary import rotation
-from cacheformers.modeling.segments import reader
+from cacheformers.modeling.segments import close_segments, reader
 from cacheformers.training.checkpoints import CheckpointError
 from cacheformers.training.distillation import distilled
 from cacheformers.training.lanes import Group, Step, make_groups
@@ -234,7 +233,7 @@ def read_context(run: TrainingRun, group: Group, batch: Step) -> None:
     inputs = forward_inputs(group, batch, run.accelerator.device)
     with run.accelerator.autocast():
         reader(decoder, group.memory)(**inputs, memory_keep=1)
-    group.memory.close(range(group.memory.batch_size), rotation(decoder))
+    close_segments(decoder, group.memory, range(group.memory.batch_size))
 
 
 def read_segment(
