@@ -224,7 +224,10 @@ def test_babilong_page():
     assert [each.tokens[-1] for each in options] == [4096, 131072, 4096]
     [trained] = [line for line in lines if line[:2] == ["python", "train_adapt.py"]]
     understood(" ".join(trained))
-    assert trained[-1] == options[1].adapter and len(lines) == len(asked) + 2
+    [made] = [line for line in lines if line[:2] == ["python", "recipes/make_babi.py"]]
+    recipe = train_adapt.Options(*train_adapt.make_parser(trained[2:]).parse(trained[2:]))
+    assert recipe.train.output == options[1].adapter and recipe.lessons.questions == [made[-1]]
+    assert len(lines) == len(asked) + 3
 
 
 def test_ruler_page():
