@@ -112,9 +112,16 @@ def parser(doc: str | None, folder: str = "costs") -> argparse.ArgumentParser:
 
 
 def save(
-    name: str, options: argparse.Namespace, result: dict[str, Any], page: Callable[[dict[str, Any]], str] | None = None
+    name: str,
+    options: argparse.Namespace,
+    result: dict[str, Any],
+    page: Callable[[dict[str, Any]], str] | None = None,
+    indent: int | None = 1,
 ) -> Path:
     """Write a result, with its circumstances and options, as NAME.json and, if it has a page, NAME.md.
+
+    Args:
+        indent: of the JSON; None for one line, where a result has many numbers.
 
     Returns:
         Where its plot goes, NAME.png.
@@ -123,7 +130,7 @@ def save(
     result = {"about": about(getattr(options, "device", "cpu")), "settings": given, **result}
     path: Path = options.output / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(result, indent=indent) + "\n", encoding="utf-8")
     print(f"Wrote {path}")
     if page is not None:
         text = page(result)
