@@ -38,6 +38,7 @@ ESTIMATED = {
     "passkey": ("smollm2-135m", 1, 2),
     "qlora_7b": ("mistral-7b", 1, 24),
     "smollm2_answers": ("smollm2-135m", 1, 3),
+    "smollm2_babi": ("smollm2-135m", 1, 2),
     "smollm2_books": ("smollm2-135m", 1, 2),
     "smollm2_facts": ("smollm2-135m", 1, 3),
 }
@@ -115,7 +116,7 @@ def test_a_recipe_divides_among_processes_and_fits_its_base(name):
     assert options.train.lanes == processes * options.train.accumulation  # one row in a micro-batch
     config, resolved = adapter_config(base_config(str(RECIPES / "base_configs" / base)), options.train, options.memory)
     shape = resolved.base
-    first, end = (15, 21) if name == "smollm2_facts" else (3 * shape.layers // 4, shape.layers)
+    first, end = (15, 21) if name in ("smollm2_babi", "smollm2_facts") else (3 * shape.layers // 4, shape.layers)
     assert resolved.retrieval_map == ((first, first),)
     assert config.layers_to_transform == list(range(first, end))
     assert resolved.segment_tokens + resolved.window.kept_tokens <= shape.max_positions
