@@ -143,7 +143,7 @@ def infini(options: argparse.Namespace) -> Attention:
 def compressed(chosen: cacheformer.CacheFormerOptions, device: str) -> Attention:
     """Return CacheFormer's attention, whose keys are its values."""
     made = {name: module.to(device) for name, module in cacheformer.make_parts(chosen).items()}
-    parts = cacheformer.CacheFormerParts(**made)  # type: ignore[arg-type]
+    parts = cacheformer.CacheFormerParts(**made)  # type: ignore[arg-type]  # as above
     return lambda q, k, v: attend(chosen, parts, cacheformer.Projected(q, k, None))
 
 
