@@ -160,6 +160,23 @@ def test_stories_are_asked_about_as_by_babilong(pool, byte_tokenizer):
     assert "".join(byte_tokenizer.decode(context.tokens[found]) for found in question.gold) == facts[0] + facts[2]
 
 
+def test_questions_about_a_story_are_asked_after_their_own_facts(pool, byte_tokenizer):
+    rooms = ["bathroom", "office", "garden", "kitchen"]
+    asked = [{"input": "Where is Mary?", "answers": [room], "lines": line} for line, room in enumerate(rooms, 1)]
+    facts = "\n".join(f"Mary went to the {room}." for room in rooms)
+    story = {"task": "babi", "source": "babi_qa1", "context": facts, "questions": asked}
+    (pool / "story.jsonl").write_text(json.dumps(story) + "\n")
+    made = lessons(pool, byte_tokenizer, questions=[str(pool / "story.jsonl")], questions_per_context=4)
+    ends = set()
+    for number in range(20):
+        exercise = made.exercises.make(number)
+        [question] = exercise.questions
+        told = [room for room in rooms if f"Mary went to the {room}." in exercise.context]
+        assert told == rooms[: len(told)] and question.answer == told[-1]
+        ends.add(len(told))
+    assert ends == {1, 2, 3, 4}
+
+
 def test_lanes_go_on_in_the_middle_of_a_lesson(pool, byte_tokenizer):
     made = lessons(pool, byte_tokenizer, books_share=0.3)
     lanes = Lanes(made, 2, SEGMENT, 0)
@@ -265,17 +282,23 @@ def test_a_run_learns_from_questions(pool):
 def test_contexts_are_read_by_the_layers_that_store(pool, monkeypatch):
     """Contexts have no labels: leaving out what is above the layers that store changes no loss."""
     more = {"books_share": 0.0, "lora_dropout": 0.0, "retrieval_map": 0, "attention_layers": 1}
-    depths, lower = [], train_adapt.reader
+    depths, kept, lower, read_segment = [], [], train_adapt.reader, train_adapt.read_segment
 
     def noted(decoder, memory):
         depths.append((len(lower(decoder, memory).layers), len(decoder.layers)))
         return lower(decoder, memory)
 
+    def asked(model, group, *more):
+        kept.append(group.memory.tokens_kept[0])
+        return read_segment(model, group, *more)
+
     monkeypatch.setattr(train_adapt, "reader", noted)
+    monkeypatch.setattr(train_adapt, "read_segment", asked)
     short = train(pool, "short", **more)
     monkeypatch.setattr(train_adapt, "reader", lambda decoder, memory: decoder)
     whole = train(pool, "whole_depth", **more)
     assert depths and all(some < all_layers for some, all_layers in depths)
+    assert len(kept) == 8 and min(kept) > 150, "what was read is in the memory when a question comes"
     assert short["losses"] == whole["losses"] and largest_difference(pool / "short", pool / "whole_depth") == 0
 
 
