@@ -53,6 +53,7 @@ from cacheformers.methods.recurrent_memory import (
 from cacheformers.methods.windowed import WindowedAdapterConfig, WindowedConfig, WindowedForCausalLM, WindowedModel
 from cacheformers.modeling.architectures import register_architecture
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.conversation import Answer, Conversation
 from cacheformers.modeling.files.index import MemoryFileError
 from cacheformers.modeling.files.load import load_memory
 from cacheformers.modeling.method import MemoryMethod
@@ -62,6 +63,7 @@ from cacheformers.training.trainer import MemoryCallback, parameter_groups
 
 __version__ = "0.1.0.dev0"
 __all__ = [
+    "Answer",
     "CacheFormerAdapterConfig",
     "CacheFormerConfig",
     "CacheFormerForCausalLM",
@@ -69,6 +71,7 @@ __all__ = [
     "CacheFormerOnBaseConfig",
     "CacheFormerOnBaseForCausalLM",
     "CacheFormerOnBaseModel",
+    "Conversation",
     "GatedAttentionAdapterConfig",
     "GatedAttentionConfig",
     "GatedAttentionForCausalLM",

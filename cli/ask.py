@@ -1,37 +1,35 @@
-"""`cacheformers ask`: answer from a memory file."""
+"""`cacheformers ask`: answer from a memory file, one question at a time or in a conversation."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from numpy.ma import masked_where
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedTokenizerBase
 
 import cacheformers
 from cacheformers.cli.inspection import kept
 from cacheformers.cli.model import load_model
 from cacheformers.common.plots import heat_map, save_figures
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.conversation import Answer, Conversation, opening
 from cacheformers.modeling.files.index import read_index
-from cacheformers.modeling.reading import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-PASSAGE, SHOWN = 40, 3  # tokens of a passage, and how many are shown
-
-
 def ask(options: argparse.Namespace) -> None:
-    """Load the model once and answer every question."""
-    if not all(question.strip() for question in options.questions):
-        raise ValueError("There is an empty question.")
+    """Load the model once, then answer every question, or hold a conversation."""
+    check(options)
     start = time.perf_counter()
     reader = read_index(options.memory).reader
     names = (options.model or reader.base, options.adapter or reader.adapter)
@@ -42,52 +40,100 @@ def ask(options: argparse.Namespace) -> None:
         raise ValueError(
             f"{options.memory} holds {memory.batch_size} documents: ask it in Python, with memory.select()."
         )
-    print(f"{kept(memory)} Loaded in {time.perf_counter() - loaded:.2f} s (the model took {loaded - start:.1f} s).")
-    for number, question in enumerate(options.questions):
-        picture = options.heat_map or Path(f"{options.memory.resolve().with_suffix('')}.png")
-        if number:
-            picture = picture.with_name(f"{picture.stem}_{number + 1}{picture.suffix}")
-        answer(model, tokenizer, memory.clone(), question, options, picture)
-
-
-def answer(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    memory: MemoryCache,
-    question: str,
-    options: argparse.Namespace,
-    picture: Path,
-) -> None:
-    """Print a question, its answer, and what was retrieved for them."""
     if options.explain and not memory.state.retrieves:
         raise ValueError(
             "--explain shows what was retrieved, and this memory's method retrieves nothing: leave it out. It is for "
             "Neurocache and the Memorizing Transformer."
         )
-    ids = prompt(tokenizer, question, shown_text(memory, tokenizer, question, options)).to(model.device)
-    if options.prompt != "question":
-        memory = memory.with_window(ids.shape[1] + options.max_new_tokens)
-    trace = Trace(memory) if memory.state.retrieves else None
-    print(f"\nQ: {question}\nA: ", end="", flush=True)
-    produced = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=memory,
-        max_new_tokens=options.max_new_tokens,
-        do_sample=False,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        logits_processor=LogitsProcessorList([trace] if trace else []),
+    print(
+        f"{kept(memory)} Loaded in {time.perf_counter() - loaded:.2f} s (the model took {loaded - start:.1f} s).",
+        file=sys.stderr if options.json else sys.stdout,
     )
-    if trace is None:
+    if not options.questions:
+        chat(Conversation(model, tokenizer, memory), options)
         return
-    print("\nWhat question and answer retrieved most:")
-    for passage in trace.passages(trace.asked + trace.chosen, PASSAGE, SHOWN):
+    for number, question in enumerate(options.questions):
+        shown = shown_text(memory, tokenizer, question, options)
+        seen = memory
+        if options.prompt != "question":
+            seen = memory.with_window(len(opening(tokenizer, question, shown=shown)) + options.max_new_tokens)
+        if not options.json:
+            print(f"\nQ: {question}\nA: ", end="", flush=True)
+        say(Conversation(model, tokenizer, seen, shown=shown), question, options, picture(options, number))
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise ValueError for options that do not go together, before anything is loaded."""
+    if not all(question.strip() for question in options.questions):
+        raise ValueError("There is an empty question.")
+    if not options.questions and options.prompt != "question":
+        raise ValueError("--prompt shows text for one question: give the question, or leave --prompt out.")
+
+
+def chat(conversation: Conversation, options: argparse.Namespace) -> None:
+    """Ask what is typed, line by line, each question after the ones before, until the end of the input."""
+    typed = sys.stdin.isatty() and not options.json
+    if typed:
+        print("Ask; each question follows on the ones before. Ctrl-C stops an answer, Ctrl-D ends.")
+    number = 0
+    while True:
+        try:
+            question = input("\nQ: " if typed else "")
+        except EOFError:
+            return
+        if not question.strip():
+            continue
+        if not options.json:
+            print("A: " if typed else f"\nQ: {question}\nA: ", end="", flush=True)
+        say(conversation, question, options, picture(options, number))
+        number += 1
+
+
+def picture(options: argparse.Namespace, number: int) -> Path:
+    """Name the heat map of a question."""
+    first: Path = options.heat_map or Path(f"{options.memory.resolve().with_suffix('')}.png")
+    return first.with_name(f"{first.stem}_{number + 1}{first.suffix}") if number else first
+
+
+def say(conversation: Conversation, question: str, options: argparse.Namespace, heat_map: Path) -> None:
+    """Print an answer as it comes, and what was retrieved for it; or one JSON object."""
+    explain = conversation.retrieves
+    pieces = conversation.ask(question, max_new_tokens=options.max_new_tokens, stream=True, explain=explain)
+    try:
+        for piece in pieces:
+            if not options.json:
+                print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        if options.questions:
+            raise
+        pieces.close()  # the answer so far is a part of the conversation
+    answer = conversation.turns[-1]
+    tokens = [str(conversation.tokenizer.decode([token])) for token in answer.tokens]
+    if options.json:
+        print(json.dumps(described(answer, tokens, options.explain), ensure_ascii=False), flush=True)
+        return
+    print()
+    if not explain:
+        return
+    print("What question and answer retrieved most:")
+    for passage in answer.retrieved_most:
         print(f"  token {passage.first:,} ({passage.times} times): {passage.text}")
     if options.explain:
-        tokens = [str(tokenizer.decode([token])) for token in produced[0, ids.shape[1] :].tolist()]
-        print_tokens(trace, tokens)
-        if save_figures({picture: lambda: draw(trace, tokens, question)}):
-            print(f"\nHeat map: {picture}")
+        print_tokens(answer, tokens)
+        if save_figures({heat_map: lambda: draw(answer, conversation.memory, tokens)}):
+            print(f"\nHeat map: {heat_map}")
+
+
+def described(answer: Answer, tokens: list[str], explain: bool) -> dict[str, Any]:
+    """Return an answer as JSON, with `explain` also what each of its tokens retrieved."""
+    found: dict[str, Any] = {"question": answer.question, "answer": answer.text, "finished": answer.finished}
+    found["passages"] = [asdict(passage) for passage in answer.retrieved_most]
+    if explain:
+        found["tokens"] = [
+            {"token": token, "passages": [asdict(passage) for passage in passages]}
+            for token, passages in zip(tokens, answer.passages, strict=True)
+        ]
+    return found
 
 
 def shown_text(
@@ -115,28 +161,16 @@ def shown_text(
     return cut(Prompt(text, len(text)), tokenizer, length).text
 
 
-def prompt(tokenizer: PreTrainedTokenizerBase, question: str, text: str = "") -> Tensor:
-    """Encode a question after the text that is shown, in the tokenizer's chat template if it has one, `[1, tokens]`."""
-    text = f"{text}\n\n" if text else ""
-    if tokenizer.chat_template is None:
-        return tokenizer(f"{text}\nQuestion: {question}\nAnswer:", return_tensors="pt").input_ids
-    turns = [{"role": "user", "content": text + question}]
-    chat: Any = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    ids: Tensor = chat["input_ids"]
-    return ids
-
-
-TOKEN_PASSAGE, TOKEN_SHOWN = 16, 2  # tokens of a passage, and how many are shown for a token
 BINS = 120  # stretches of the document in the picture
 FORGOTTEN = "0.8"  # gray
 
 
-def print_tokens(trace: Trace, tokens: list[str]) -> None:
+def print_tokens(answer: Answer, tokens: list[str]) -> None:
     """Print, for each token of the answer, the passages that it retrieved most often."""
-    print(f"\nEach token of the answer, and where its {len(trace.chosen[0])} searches hit:")
-    for token, numbers in zip(tokens, trace.chosen, strict=True):
+    print(f"\nEach token of the answer, and where its {len(answer.retrieved[0])} searches hit:")
+    for token, passages in zip(tokens, answer.passages, strict=True):
         name = quoted(token)
-        for passage in trace.passages([numbers], TOKEN_PASSAGE, TOKEN_SHOWN):
+        for passage in passages:
             print(f"  {name:<16} {passage.times:>2} near token {passage.first:>9,}: {passage.text}")
             name = ""
         if name:
@@ -155,17 +189,18 @@ def counts(retrieved: list[Tensor], length: int) -> Tensor:
     return torch.stack([torch.bincount(place, minlength=bins) for place in places])
 
 
-def draw(trace: Trace, tokens: list[str], title: str) -> Figure:
+def draw(answer: Answer, memory: MemoryCache | None, tokens: list[str]) -> Figure:
     """Draw which parts of the document each token of the answer retrieved; what the memory has forgotten is gray."""
     from matplotlib import colormaps
 
-    length = trace.memory.tokens_read[0]
-    forgotten = length - trace.memory.tokens_kept[0]
-    table = counts(trace.chosen, length)
+    assert memory is not None
+    length = memory.tokens_read[0]
+    forgotten = length - memory.tokens_kept[0]
+    table = counts([numbers[numbers < length] for numbers in answer.retrieved], length)
     ends = torch.arange(1, table.shape[1] + 1) * length // table.shape[1]
     gone = (ends <= forgotten) & (table == 0)  # what was retrieved just before it was forgotten stays visible
     figure, (axes,) = heat_map(
-        {title: masked_where(gone.numpy(), table.numpy())},
+        {answer.question: masked_where(gone.numpy(), table.numpy())},
         ("token of the document" + (f" (gray: the first {forgotten:,}, forgotten)" if forgotten else ""), ""),
         "times retrieved",
         (9, 1.5 + 0.16 * len(tokens)),

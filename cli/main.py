@@ -18,7 +18,7 @@ DESCRIPTION = """Read a book once into a memory file, then ask it as often as yo
 
   cacheformers read BOOK.txt -o book.memory --adapter ADAPTER
   cacheformers ask book.memory "Who tells this story?"
-  cacheformers ask book.memory "Who tells this story?" --explain
+  cacheformers ask book.memory                                    # a conversation, on the terminal
   cacheformers inspect book.memory
 
 ADAPTER is a folder or Hub id of a memory adapter, as train_adapt.py writes it; it knows its base model. A memory file
@@ -37,12 +37,15 @@ keeps the newest --cache-size tokens and forgets older ones; the command says so
 """
 ASK = """Answer questions from a memory file.
 
-The text is not read again. The model that read it is loaded by the name it had then. Every question starts from the
+The text is not read again. The model that read it is loaded by the name it had then. Without a question it holds a
+conversation: questions are typed, and each follows on the ones before. Questions that are given all start from the
 memory as it was saved. If the method retrieves (Neurocache, Memorizing Transformer), the passages that the question and
 the answer retrieved most are printed below the answer.
 
   cacheformers ask book.memory "Who tells this story?"
+  cacheformers ask book.memory                                                  # a conversation
   cacheformers ask book.memory "Who?" "When?" "Where?"                          # the memory is loaded once
+  cacheformers ask book.memory "Who tells this story?" --json                   # one JSON object a line
   cacheformers ask book.memory "Who tells this story?" --explain                # every token of the answer
   cacheformers ask book.memory "Who?" --adapter ADAPTER                         # if the adapter's folder has moved
 
@@ -98,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given and given[0] in ELSEWHERE:
         run_elsewhere(given[0], given[1:])
         return
-    options = make_parser().parse_args(dashed(given))
+    options = parsed(given)
     try:
         getattr(import_module(HERE[options.command]), options.command)(options)
     except KeyboardInterrupt:
@@ -106,6 +109,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(130)
     except (OSError, ValueError, ModuleNotFoundError) as error:
         sys.exit(f"cacheformers {options.command}: {error}")
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse a command of this file; questions may come after options, which argparse does not expect of a list."""
+    parser = make_parser()
+    options, rest = parser.parse_known_args(dashed(arguments))
+    if options.command == "ask" and not any(word.startswith("-") for word in rest):
+        options.questions, rest = [*options.questions, *rest], []
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return options
 
 
 def run_elsewhere(command: str, arguments: list[str]) -> None:
@@ -169,7 +183,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = add("ask", ASK)
     command.add_argument("memory", type=Path, metavar="MEMORY", help="folder that `cacheformers read` wrote")
-    command.add_argument("questions", nargs="+", metavar="QUESTION", help="one or several, each on its own")
+    command.add_argument(
+        "questions", nargs="*", metavar="QUESTION", help="one or several, each on its own; none: a conversation"
+    )
     add_model(command, "the one that read")
     command.add_argument("--max-new-tokens", type=int, default=60, metavar="N", help="longest answer (default: 60)")
     command.add_argument(
@@ -183,6 +199,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--prompt-tokens", type=int, default=896, metavar="N", help="text that --prompt shows, in tokens (default: 896)"
     )
     command.add_argument("--explain", action="store_true", help="for each token of the answer, what was retrieved")
+    command.add_argument(
+        "--json", action="store_true", help="print one JSON object an answer, and nothing else on standard output"
+    )
     command.add_argument(
         "--heat-map", type=Path, metavar="PNG", help="picture that --explain draws (default: MEMORY's name with .png)"
     )

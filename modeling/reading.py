@@ -1,16 +1,15 @@
-"""`read` documents of any length into a memory, and `Trace` which of their tokens are retrieved later."""
+"""`read` documents of any length into a memory."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import LogitsProcessor, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from cacheformers.modeling.architectures import device_of, find_decoder, unwrap
 from cacheformers.modeling.cache import MemoryCache
@@ -172,69 +171,3 @@ def check_ids(ids: Tensor, lengths: Tensor, vocab_size: int) -> None:
             f"Token ids range from {low} to {high}, but the vocabulary has {vocab_size} entries: was the text "
             "tokenized with another model's tokenizer?"
         )
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A passage of a document: the number of its first token, how often its tokens were retrieved, and its text."""
-
-    first: int
-    times: int
-    text: str
-
-
-class Trace(LogitsProcessor):
-    """Records which tokens are retrieved in `generate(logits_processor=[trace])`, without changing any score.
-
-    Args:
-        memory: the memory that is passed to `generate`.
-
-    Attributes:
-        asked: for each token of the question except the last, the numbers of the document's tokens that it retrieved.
-        chosen: for each generated token, the numbers of the tokens that were retrieved when it was chosen.
-
-    Raises:
-        ValueError: the memory has several rows, or its method does not retrieve.
-    """
-
-    def __init__(self, memory: MemoryCache) -> None:
-        if memory.batch_size != 1 or not memory.state.retrieves:
-            raise ValueError(
-                "A trace needs a memory of one row, of a method that retrieves (Neurocache, Memorizing Transformer)."
-            )
-        self.memory = memory
-        self.asked: list[Tensor] = []
-        self.chosen: list[Tensor] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        retrieved = list(self.memory.state.retrieved().values())
-        if not self.chosen:
-            # The rest of the question is in closed segments.
-            columns = min(int(self.memory.timeline.open.sum()), self.memory.visible, retrieved[0].shape[1])
-            self.asked = [numbers(retrieved, column) for column in range(-columns, -1)]
-        self.chosen.append(numbers(retrieved, -1))
-        return scores
-
-    def passages(self, retrieved: list[Tensor], tokens: int, most: int) -> list[Passage]:
-        """Return the passages of `tokens` tokens that were retrieved most often, at most `most` of them."""
-        votes = torch.bincount(torch.cat(retrieved) // tokens) if retrieved else torch.zeros(0, dtype=torch.long)
-        best = votes.sort(descending=True, stable=True)
-        source = self.memory.origin.sources[0]
-        passages = []
-        for times, place in list(zip(best.values.tolist(), best.indices.tolist(), strict=True))[:most]:
-            first = place * tokens
-            if source is None:
-                text = "(its text was not saved)"
-            elif first < len(source.offsets):
-                text = source.passage(first, first + tokens - 1)
-            else:
-                text = "(question and answer)"
-            if times:
-                passages.append(Passage(first, times, text))
-        return passages
-
-
-def numbers(retrieved: list[Tensor], column: int) -> Tensor:
-    """Return the numbers of the document's tokens that one column's token retrieved, in all layers."""
-    here = torch.cat([layer[0, column].cpu() for layer in retrieved])
-    return here[here >= 0]

@@ -1,5 +1,6 @@
 """The command `cacheformers`, from a text file to an answer, as real processes on a tiny model."""
 
+import io
 import json
 import signal
 import subprocess
@@ -16,8 +17,9 @@ from transformers import LogitsProcessorList
 
 import cacheformers
 from cacheformers.cli.main import ELSEWHERE, dashed, main, make_parser
+from cacheformers.modeling.conversation import opening
 from cacheformers.modeling.files.index import read_index
-from cacheformers.modeling.reading import Trace
+from cacheformers.modeling.trace import Trace, passages
 
 WORDS = 120
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,13 +63,14 @@ def test_from_book_to_answer(folder, model, tokenizer):
     elsewhere.mkdir()
     asked = command("ask", folder / "book.memory", "w5 w6 ?", "--explain", "--max-new-tokens", "20", cwd=elsewhere)
     assert asked.returncode == 0, asked.stderr
-    question = tokenizer("\nQuestion: w5 w6 ?\nAnswer:", return_tensors="pt").input_ids
+    question = torch.tensor([opening(tokenizer, "w5 w6 ?")])
     trace, answer = traced(model, question, expected, 20)
     assert f"A: {tokenizer.decode(answer[0, question.shape[1] :], skip_special_tokens=True)}" in asked.stdout
     texts = make_text(WORDS).split()
-    for passage in trace.passages(trace.asked + trace.chosen, 40, 3):
-        text = " ".join(texts[passage.first : passage.first + 40]) or "(question and answer)"
-        assert f"  token {passage.first} ({passage.times} times): {text}\n" in asked.stdout
+    seen = [(0, expected.origin.sources[0]), (WORDS, None)]
+    for passage in passages(trace.asked + trace.chosen, seen, 40, 3):
+        text = " ".join(texts[passage.first : passage.first + 40])
+        assert f"  token {passage.first} ({passage.times} times): {text}" in asked.stdout
     assert asked.stdout.count(" near token ") >= 20
     picture = (folder / "book.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 5000
@@ -76,6 +79,39 @@ def test_from_book_to_answer(folder, model, tokenizer):
     assert seen.returncode == 0, seen.stderr
     assert f"{WORDS} tokens" in seen.stdout and "40 entries (at most 40) of 8 numbers" in seen.stdout
     assert f"of the tokens from {WORDS - 40}" in seen.stdout and "book.txt" in seen.stdout
+
+
+def test_a_conversation_on_the_terminal(folder, model, tokenizer, monkeypatch, capsys):
+    """Lines of standard input are questions that follow each other; the same as JSON lines."""
+    monkeypatch.chdir(folder)
+    main(["read", "book.txt", "-o", "book.memory", "--adapter", "adapter"])
+    memory = cacheformers.load_memory("book.memory", model, tokenizer=tokenizer)
+    conversation = cacheformers.Conversation(model, tokenizer, memory)
+    questions = ["w5 w6 ?", "w7 w8"]
+    answers = [conversation.ask(question, max_new_tokens=5, explain=True) for question in questions]
+    capsys.readouterr()
+    ask = ["ask", "book.memory", "--max-new-tokens", "5"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([questions[0], "", questions[1]])))
+    main(ask)
+    output = capsys.readouterr().out
+    for answer in answers:
+        assert f"\nQ: {answer.question}\nA: {answer.text}\n" in output
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(questions)))
+    main([*ask, "--json", "--explain"])
+    captured = capsys.readouterr()
+    lines = [json.loads(line) for line in captured.out.splitlines()]
+    assert "120 tokens read" in captured.err
+    for line, answer in zip(lines, answers, strict=True):
+        assert line["question"] == answer.question and line["answer"] == answer.text
+        assert [token["token"] for token in line["tokens"]] == [tokenizer.decode([token]) for token in answer.tokens]
+        found = [passage["text"] for token in line["tokens"] for passage in token["passages"]]
+        assert found == [passage.text for passages in answer.passages for passage in passages]
+        assert [passage["first"] for passage in line["passages"]] == [each.first for each in answer.retrieved_most]
+    main([*ask, *questions, "--json"])  # each on its own
+    alone = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert alone[0]["answer"] == answers[0].text and "tokens" not in alone[0]
+    other = cacheformers.Conversation(model, tokenizer, memory).ask(questions[1], max_new_tokens=5)
+    assert alone[1]["answer"] == other.text != answers[1].text
 
 
 READ = ["read", "long.txt", "-o", "long.memory", "--adapter", "adapter", "--checkpoint", "4"]
@@ -150,6 +186,7 @@ def test_refusals(folder, model, monkeypatch):
         "ask book.memory why --adapter other_adapter": "another adapter",
         "ask base why": "not a memory",
         "inspect nowhere": "not a memory",
+        "ask book.memory --prompt cut": "--prompt shows text for one question",
         "ask windowed.memory why --explain": "this memory's method retrieves nothing",
     }.items():
         with pytest.raises(SystemExit, match=message) as stopped:
