@@ -115,6 +115,7 @@ def make_run(plan: Plan, model: Trained) -> TrainingRun:
         process=accelerator.process_index,
         processes=accelerator.num_processes,
         teacher_tokens=subject.memory.base.max_positions if plan.options.lessons.distill_all else 0,
+        questions=plan.options.lessons.questions_per_step,
     )
     run = TrainingRun(
         accelerator, wrapped, model, optimizer, groups, plan.checkpoints, plan.settings, options.steps, History()
@@ -268,15 +269,15 @@ def forward_inputs(group: Group, batch: Step, device: torch.device) -> dict[str,
     return {
         "input_ids": ids.to(device),
         "attention_mask": None if bool(mask.all()) else mask.to(device),
-        "past_key_values": group.memory,
-        "use_cache": group.memory is not None,
+        "past_key_values": group.asked,
+        "use_cache": group.asked is not None,
     }
 
 
 def log(run: TrainingRun, entry: dict[str, Any]) -> None:
     """Add an entry to the history's log and to the trackers. Every process must call this."""
     history = run.history
-    memories = [group.memory for group in run.groups if group.memory is not None]
+    memories = [group.asked for group in run.groups if group.asked is not None]
     statistics = memory_statistics(run.trained, memories)
     entry = {"step": history.steps, "loss": history.losses[-1], **entry, **statistics}
     history.log.append(entry)

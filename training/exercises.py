@@ -19,6 +19,7 @@ from typing import Any
 from cacheformers.evaluation.babilong.tasks import ANSWERS
 from cacheformers.evaluation.longbench.records import file_rows
 from cacheformers.evaluation.longbench.retrieval import UNIT
+from cacheformers.evaluation.longbench.tasks import QUOTE
 
 Span = tuple[int, int]
 HARD = 24  # passages most like the question that are drawn into its context at most
@@ -318,6 +319,23 @@ def facts(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
     return Exercise(source if source in ANSWERS else "multifieldqa_en", context, asked)
 
 
+def quotation(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
+    """Lay out a part of a book; ten words of a sentence are shown, the next ten are the answer."""
+    text = rng.choice(pool.documents)["context"]
+    sentences = re.split(r"(?<=[.!?])\s+", text)
+    first = rng.randrange(len(sentences))
+    chosen = pool.filled(sentences[first:], ROOM * wanted.tokens)
+    context, spans = joined([sentences[first + place] for place in chosen], " ")
+    long = [place for place in chosen if len(sentences[first + place].split()) >= 2 * QUOTED]
+    questions = []
+    for place in rng.sample(long, min(wanted.questions, len(long))):
+        words = sentences[first + place].split()
+        shown, answer = " ".join(words[:QUOTED]), " ".join(words[QUOTED : 2 * QUOTED])
+        questions.append(Question(f"{shown} ...", answer, (spans[chosen.index(place)],)))
+    return Exercise(QUOTE, context, questions)
+
+
+QUOTED = 10  # words of a sentence that are shown, and asked for
 QA_SHOT = "Passage:\n{context}\nQuestion:\n{input}\nAnswer:\n"
 DIALOGUE = "Dialogue: {context}\nSummary: "
 LAYOUTS: dict[str, Layout] = {
@@ -336,6 +354,7 @@ LAYOUTS: dict[str, Layout] = {
     "intent": examples("trec", "Question: {context}\nType: {answer}", "Question: {context}\nType:", same=True),
     "dialogue_summary": examples("samsum", f"{DIALOGUE}{{answer}}\n", DIALOGUE),
     "code": completion,
+    "quote": quotation,
     "babi": facts,
     "facts": facts,
 }

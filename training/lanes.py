@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,19 +24,19 @@ from cacheformers.modeling.segments import close_segments, new_memory
 
 @dataclass
 class Step:
-    """The next segment of each lane.
+    """The next segment of each lane: a row for each, or a row for each of several questions about one lane's context.
 
     Attributes:
-        input_ids: `[lanes, segment_tokens]`, padded on the right where a document ends.
-        labels: the token that follows each position, also across segments, `[lanes, segment_tokens]`; -100 in padding
+        input_ids: `[rows, segment_tokens]`, padded on the right where a document ends.
+        labels: the token that follows each position, also across segments, `[rows, segment_tokens]`; -100 in padding
             and where nothing is to be learned.
-        attention_mask: 1 for tokens, `[lanes, segment_tokens]`.
+        attention_mask: 1 for tokens, `[rows, segment_tokens]`.
         reset: whether the lane begins a document and must forget the one before, `[lanes]`.
-        documents: index of the document that each lane reads.
+        documents: index of the document that each row reads.
         close: lanes whose open segment must enter the memory before this one is read.
         drop: lanes whose open segment must be forgotten before this one is read.
-        pieces: what each lane reads from.
-        teachers: of each lane, ids that end like its piece, for a teacher with full attention; None without.
+        pieces: what each row reads from.
+        teachers: of each row, ids that end like its piece, for a teacher with full attention; None without.
     """
 
     input_ids: Tensor
@@ -69,6 +69,17 @@ class Step:
         return int(self.attention_mask.sum())
 
 
+class Part(NamedTuple):
+    """A row of a step: a piece from `start` on, and the piece that its lane has just left, if it has left one."""
+
+    lane: int
+    document: int
+    number: int
+    start: int
+    piece: Piece
+    before: Piece | None
+
+
 class Lanes:
     """Read documents in lanes, one segment a step.
 
@@ -77,10 +88,10 @@ class Lanes:
     Args:
         count: number of lanes of the whole run.
         segment_tokens: tokens a step.
-
         own: the lanes that this instance reads (rows of its batch). Default: all.
         contexts: read the contexts of questions; without a memory that is of no use.
         teacher_tokens: give a teacher this many tokens of a document up to each segment's end, too.
+        questions: of a context in a step, each in a row of its own. More than 1 takes a single lane.
     """
 
     def __init__(
@@ -92,8 +103,9 @@ class Lanes:
         own: Sequence[int] | None = None,
         contexts: bool = True,
         teacher_tokens: int = 0,
+        questions: int = 1,
     ) -> None:
-        self.contexts, self.teacher_tokens = contexts, teacher_tokens
+        self.contexts, self.teacher_tokens, self.questions = contexts, teacher_tokens, questions
         self.documents, self.count, self.segment_tokens = documents, count, segment_tokens
         self.seed = seed
         self.position = list(range(count) if own is None else own)  # each lane's place in the endless row
@@ -103,30 +115,47 @@ class Lanes:
 
     def step(self) -> Step:
         """Read the next segment of every lane."""
-        shape = (len(self.position), self.segment_tokens)
+        lanes = range(len(self.position))
+        parts = [part for lane in lanes for part in self._next(lane)]
+        shape = (len(parts), self.segment_tokens)
         ids, mask = torch.zeros(2, *shape, dtype=torch.long)
         labels = torch.full(shape, IGNORED)
-        step = Step(ids, labels, mask, torch.zeros(len(self.position), dtype=torch.bool), [])
-        for lane in range(len(self.position)):
-            pieces = self._current(lane)  # it may pass over documents, which moves the place
-            number, start = self.piece[lane], self.offset[lane]
-            piece = pieces[number]
-            inputs = piece.inputs[start : start + self.segment_tokens]
+        step = Step(ids, labels, mask, torch.zeros(len(lanes), dtype=torch.bool), [])
+        for row, part in enumerate(parts):
+            inputs = part.piece.inputs[part.start : part.start + self.segment_tokens]
             length = len(inputs)
-            ids[lane, :length], mask[lane, :length] = inputs, 1
-            labels[lane, :length] = piece.labels(start, length, IGNORED)
-            step.reset[lane] = number == start == 0
-            if number and not start:
-                (step.drop if pieces[number - 1].asked else step.close).append(lane)
-            step.documents.append(self._document(lane))
-            step.pieces.append(piece)
-            step.teachers.append(self._teacher(piece, start + length))
-            self.offset[lane] += length
-            if self.offset[lane] >= len(piece.inputs):
-                self.piece[lane], self.offset[lane] = number + 1, 0
-                if number + 1 == len(pieces):
-                    self._next_document(lane)
+            ids[row, :length], mask[row, :length] = inputs, 1
+            labels[row, :length] = part.piece.labels(part.start, length, IGNORED)
+            if part.number == part.start == 0:
+                step.reset[part.lane] = True
+            if part.before is not None:
+                (step.drop if part.before.asked else step.close).append(part.lane)
+            step.documents.append(part.document)
+            step.pieces.append(part.piece)
+            step.teachers.append(self._teacher(part.piece, part.start + length))
         return step
+
+    def _next(self, lane: int) -> list[Part]:
+        """Take a lane's next segment, or its next questions."""
+        pieces = self._current(lane)  # it may pass over documents, which moves the place
+        first = self.piece[lane]
+        found: list[Part] = []
+        while not found or self._goes_on(lane, first, len(found)):
+            number, start = self.piece[lane], self.offset[lane]
+            before = pieces[number - 1] if number and not start and not found else None
+            found.append(Part(lane, self._document(lane), number, start, pieces[number], before))
+            self.offset[lane] += self.segment_tokens
+            if self.offset[lane] >= len(pieces[number].inputs):
+                self.piece[lane], self.offset[lane] = number + 1, 0
+        if self.piece[lane] == len(pieces):
+            self._next_document(lane)
+        return found
+
+    def _goes_on(self, lane: int, first: int, taken: int) -> bool:
+        pieces = self._pieces[lane]
+        assert pieces is not None
+        left = self.piece[lane] < len(pieces) and not self.offset[lane]
+        return left and taken < self.questions and pieces[first].asked and pieces[self.piece[lane]].asked
 
     def _teacher(self, piece: Piece, end: int) -> Tensor | None:
         if piece.asked or piece.context or not self.teacher_tokens:
@@ -166,10 +195,15 @@ class Lanes:
 
 @dataclass
 class Group:
-    """Lanes that go through the model together, and the memory of what they have read (None without a memory)."""
+    """Lanes that go through the model together, and the memory of what they have read (None without a memory).
+
+    Attributes:
+        asked: the memory that the present batch reads: the lanes' own, or with several questions a row of it for each.
+    """
 
     lanes: Lanes
     memory: MemoryCache | None
+    asked: MemoryCache | None = None
 
     def begin(self, model: nn.Module, batch: Step) -> None:
         """Make the memory ready for a batch: forget, close or drop what was read before, and say where answers are."""
@@ -179,16 +213,20 @@ class Group:
         memory.reset(batch.reset.nonzero()[:, 0].tolist())
         close_segments(find_decoder(unwrap(model)), memory, batch.close)
         memory.drop(batch.drop)
-        memory.state.gold = batch.gold
+        self.asked = memory
+        if len(batch.pieces) > memory.batch_size:
+            self.asked = memory.clone()
+            self.asked.select([0] * len(batch.pieces))
+        self.asked.state.gold = batch.gold
 
     def own_loss(self) -> Tensor | float:
         """Return the term that a method adds to the loss (gated attention does), a mean over `own_targets` tokens."""
-        loss: Tensor | None = None if self.memory is None else getattr(self.memory.state, "loss", None)
+        loss: Tensor | None = None if self.asked is None else getattr(self.asked.state, "loss", None)
         return 0.0 if loss is None else loss
 
     def own_targets(self, batch: Step) -> int:
         """Count the tokens of a batch over which a method's own loss is a mean."""
-        memory = self.memory
+        memory = self.asked
         if memory is None or not hasattr(memory.state, "loss_targets"):
             return 0
         return int(memory.state.loss_targets(memory.tokens_read, batch.attention_mask.sum(1).tolist()))
@@ -205,6 +243,7 @@ def make_groups(
     process: int = 0,
     processes: int = 1,
     teacher_tokens: int = 0,
+    questions: int = 1,
 ) -> list[Group]:
     """Divide the lanes of a run among processes, and each process's lanes among `groups` batches.
 
@@ -213,13 +252,13 @@ def make_groups(
         lanes: of the whole run; a multiple of `processes * groups`.
         tokens: that each lane reads in a step.
         remembers: give each group a memory.
-        teacher_tokens: see `Lanes`.
+        teacher_tokens, questions: see `Lanes`.
     """
     rows = lanes // (processes * groups)
     first = process * groups * rows
     made = []
     for start in range(first, first + groups * rows, rows):
         own = range(start, start + rows)
-        read = Lanes(documents, lanes, tokens, seed, own, contexts=remembers, teacher_tokens=teacher_tokens)
+        read = Lanes(documents, lanes, tokens, seed, own, remembers, teacher_tokens, questions)
         made.append(Group(read, new_memory(model, rows) if remembers else None))
     return made

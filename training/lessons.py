@@ -21,7 +21,7 @@ from cacheformers.evaluation.longbench.methods import MEMORY_PROMPTS, LongBenchO
 from cacheformers.evaluation.longbench.prompts import Encoded
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.retrieval import make_retriever
-from cacheformers.evaluation.longbench.tasks import CODE, TASKS, load_templates
+from cacheformers.evaluation.longbench.tasks import CODE, FORMS, load_templates
 from cacheformers.training.exercises import LAYOUTS, Exercise, Exercises, load_pools
 
 MIXTURE = 1000  # exercises and books repeat their order of kinds after this many
@@ -43,6 +43,11 @@ class LessonOptions:
     )
     longest_context: int = option(32768, help="Tokens of the longest context.")
     questions_per_context: int = option(4, help="Questions that are asked after a context was read.")
+    questions_per_step: int = option(
+        1,
+        help="Questions of a context that are asked side by side in a step, each in a row that has read that context. "
+        "More than 1 takes one lane in each batch (lanes = processes x accumulation).",
+    )
     books_share: float = option(
         0.2, help="Share of documents that are --train's instead, of which all tokens are learned, so as not to forget."
     )
@@ -66,8 +71,12 @@ class LessonOptions:
     )
 
 
-def check_lessons(options: LessonOptions, memory: Any) -> None:
-    """Raise ValueError for numbers out of range, and contexts or prompts too long for the options of a memory."""
+def check_lessons(options: LessonOptions, memory: Any, rows: int = 1) -> None:
+    """Raise ValueError for numbers out of range, and contexts or prompts too long for the options of a memory.
+
+    Args:
+        rows: lanes that go through the model together.
+    """
     if not 0 <= options.distill <= 1:
         raise ValueError(f"distill must be between 0 and 1, got {options.distill}.")
     if options.questions is None:
@@ -79,8 +88,14 @@ def check_lessons(options: LessonOptions, memory: Any) -> None:
         raise ValueError(f"shortest_context {low} must be greater than 0, and at most longest_context {high}.")
     if options.prompt not in MEMORY_PROMPTS:
         raise ValueError(f"prompt must be one of {', '.join(MEMORY_PROMPTS)}, got {options.prompt!r}.")
-    if options.questions_per_context < 1 or options.prompt_tokens < 2:
-        raise ValueError("questions_per_context must be at least 1, and prompt_tokens at least 2.")
+    for name, least in (("questions_per_context", 1), ("questions_per_step", 1), ("prompt_tokens", 2)):
+        if getattr(options, name) < least:
+            raise ValueError(f"{name} must be at least {least}, got {getattr(options, name)}.")
+    if options.questions_per_step > 1 and rows > 1:
+        raise ValueError(
+            f"questions_per_step {options.questions_per_step} asks about one context, but {rows} lanes go through the "
+            "model together: choose lanes = processes x accumulation."
+        )
     for name in ("books_share", "unanswerable"):
         if not 0 <= getattr(options, name) < 1:
             raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(options, name)}.")
@@ -127,7 +142,7 @@ class Lessons(DocumentRow):
         texts = [text for text in books._first_texts() if text]
         how = options.shortest_context, options.longest_context, options.questions_per_context, options.unanswerable
         self.exercises = Exercises(load_pools(options.questions, self._count, texts), seed, *how)
-        templates = load_templates(TASKS) | (load_prompts() if "babi" in self.exercises.pools else {})
+        templates = load_templates(FORMS) | (load_prompts() if "babi" in self.exercises.pools else {})
         form = LongBenchOptions(data="", methods=["memory"], chat=options.chat, memory_prompt=options.prompt)
         name = MEMORY_PROMPTS[options.prompt]
         shown = None if name is None else Method(name, name, None, options.prompt_tokens, segment_tokens - 64)

@@ -114,7 +114,7 @@ def make_plan(options: Options) -> Plan:
     check_division(accelerator.num_processes, train, run.sharding, options.model.quantize, tokens)
     tokenizer = subject.tokenizer(accelerator)
     check_lengths(options.data, subject.memory)
-    documents = train_documents(options, tokenizer, subject.memory)
+    documents = train_documents(options, tokenizer, subject.memory, accelerator.num_processes)
     documents.check(subject.memory.segment_tokens)
     valid = valid_documents(options, tokenizer)
     if valid:
@@ -143,9 +143,12 @@ def make_plan(options: Options) -> Plan:
     return Plan(options, subject, accelerator, tokenizer, documents, valid, checkpoints, settings, resumed)
 
 
-def train_documents(options: Options, tokenizer: PreTrainedTokenizerBase, memory: Any) -> DocumentRow:
+def train_documents(
+    options: Options, tokenizer: PreTrainedTokenizerBase, memory: Any, processes: int = 1
+) -> DocumentRow:
     """Return what is trained on with these options of a memory: documents, and questions if there are some."""
-    check_lessons(options.lessons, memory)
+    rows = options.train.lanes // (processes * options.train.accumulation)
+    check_lessons(options.lessons, memory, rows)
     documents = open_documents(options.data.train, tokenizer, options.data)
     if options.lessons.questions is None:
         return documents

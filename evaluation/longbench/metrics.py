@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from cacheformers.evaluation.longbench.tasks import TASKS
+from cacheformers.evaluation.longbench.tasks import FORMS
 
 Metric = Callable[[str, str, Sequence[str]], float]
 # Where the answers of passage retrieval name the paragraph.
@@ -37,12 +37,12 @@ def score(task: str, prediction: str, answers: Sequence[str], classes: Sequence[
     """Return the best score of a prediction against the reference answers.
 
     Args:
-        task: a name of `TASKS`.
+        task: a name of `FORMS`.
         classes: all labels of a classification task.
     """
-    if TASKS[task].first_line:
+    if FORMS[task].first_line:
         prediction = prediction.lstrip("\n").split("\n")[0]
-    metric = METRICS[TASKS[task].metric]
+    metric = METRICS[FORMS[task].metric]
     return max(metric(prediction, answer, classes) for answer in answers)
 
 

@@ -18,7 +18,7 @@ from datasets import load_dataset
 from cacheformers.common.documents import fingerprint
 from cacheformers.common.sources import HUB_ID, UNREADABLE
 from cacheformers.evaluation.longbench.metrics import PARAGRAPHS
-from cacheformers.evaluation.longbench.tasks import TASKS, Task
+from cacheformers.evaluation.longbench.tasks import FORMS, TASKS, Task
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 FIELDS = {"input": str, "context": str, "answers": list, "length": int}
@@ -50,8 +50,8 @@ class Record:
 
     @property
     def form(self) -> Task:
-        """The LongBench task whose prompt and metric it has."""
-        return TASKS[self.template or self.task]
+        """The task whose prompt and metric it has."""
+        return FORMS[self.template or self.task]
 
     @property
     def characters(self) -> int:
@@ -160,10 +160,10 @@ def checked(task: str, number: int, row: Any, where: str) -> Record:
         raise ValueError(f"{where} has an empty context.")
     classes = row.get("all_classes")
     template = task if task in TASKS else str(row.get("template"))
-    if template not in TASKS:
+    if template not in FORMS:
         raise ValueError(
             f"{where}: {task} is not a task of LongBench, so its records need a field template that names one, whose "
-            f"prompt and metric they have: {', '.join(TASKS)}."
+            f"prompt and metric they have: {', '.join(FORMS)}."
         )
     if template in ("trec", "lsht") and not classes:
         raise ValueError(f"{where} has no all_classes, which {template} is scored with.")

@@ -17,7 +17,7 @@ from cacheformers.common.plots import COLOURS, MARKERS, bars, beside, new_figure
 from cacheformers.evaluation.longbench.gold import gold_summary
 from cacheformers.evaluation.longbench.metrics import score
 from cacheformers.evaluation.longbench.records import Record
-from cacheformers.evaluation.longbench.tasks import BUCKETS, TASKS, bucket
+from cacheformers.evaluation.longbench.tasks import BUCKETS, FORMS, TASKS, bucket
 from cacheformers.evaluation.plots import reach
 from cacheformers.evaluation.run import Floats, draws, middle
 from cacheformers.hub.card import cells
@@ -60,7 +60,7 @@ def rounded(values: Sequence[float]) -> float | None:
 
 def category(name: str, numbers: dict[str, Any]) -> str:
     """Return the heading of a task in the papers' tables; a task of one's own has that of its template."""
-    return TASKS[numbers.get("template", name)].category
+    return FORMS[numbers.get("template", name)].category
 
 
 def averages(tasks: dict[str, Any]) -> dict[str, float]:

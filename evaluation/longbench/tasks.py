@@ -67,6 +67,10 @@ TASKS = {
         Task("repobench-p", CODE, "code_sim_score", 64, chat=False),
     )
 }
+# What a record of one's own sets may be: one of LongBench's tasks, or how a sentence of the text goes on.
+QUOTE = "quote"
+FORMS = {**TASKS, QUOTE: Task(QUOTE, SYNTHETIC, "qa_f1_score", 32)}
+OWN_TEMPLATES = {QUOTE: "Here is a text:\n{context}\n\nContinue this sentence of the text with its next words: {input}"}
 # LongBench-E: 13 of them, with records of all lengths.
 NOT_IN_E = {
     *("narrativeqa", "multifieldqa_zh", "musique", "dureader"),
@@ -141,7 +145,9 @@ def load_templates(tasks: Iterable[str], file: str | None = None) -> dict[str, s
         ImportError, OSError: lm-eval is not installed, or the file cannot be read.
         ValueError: a template is missing, or is not the official one.
     """
-    found = {task: from_lm_eval(task) for task in tasks} if file is None else from_file(Path(file), tasks)
+    own = {task: OWN_TEMPLATES[task] for task in tasks if task in OWN_TEMPLATES}
+    official = [task for task in tasks if task not in own]
+    found = {task: from_lm_eval(task) for task in official} if file is None else from_file(Path(file), official)
     source = f"lm-eval in {lm_eval_folder()}" if file is None else file
     changed = [task for task, text in found.items() if hashlib.sha256(text.encode()).hexdigest() != SHA256[task]]
     if changed:
@@ -150,7 +156,7 @@ def load_templates(tasks: Iterable[str], file: str | None = None) -> dict[str, s
             "would compare with nothing: give the official config/dataset2prompt.json with --prompts, or install "
             "lm-eval 0.4.13."
         )
-    return found
+    return found | own
 
 
 def from_lm_eval(task: str) -> str:

@@ -335,21 +335,25 @@ def retrieval_loss(
         The mean over the asking tokens of rows that hold their passage; 0 where there are none.
     """
     losses = [encoder.encode(hidden[:1, :1].detach()).sum() * 0]  # every process has the same graph
-    for row in range(ring.rows):
-        asking = gold.asking[row, : hidden.shape[1]].to(hidden.device)
-        first = ring.entries(row).first
-        places = gold.numbers(row) - first
-        places = places[(places >= 0) & (places < ring.count(row))]
-        if ring.values is None or not asking.any() or not len(places):
+    for sharing in ring.sharing():
+        count, first = ring.count(sharing[0]), ring.entries(sharing[0]).first
+        known = {
+            row: places[(places >= 0) & (places < count)] for row in sharing if len(places := gold.numbers(row) - first)
+        }
+        if ring.values is None or not any(len(places) for places in known.values()):
             continue
-        slots = ring.slots(torch.arange(ring.count(row)).expand(ring.rows, 1, -1))[row, 0].to(ring.values.device)
+        slots = ring.slots(torch.arange(count).expand(ring.rows, 1, -1))[sharing[0], 0].to(ring.values.device)
         entries = encoder.encode(ring.values.flatten(0, 1)[slots].to(hidden.device, hidden.dtype))  # [m, d]
-        queries = encoder.encode(hidden[row, asking].detach())  # [asking, d]
-        scores = queries @ entries.T
-        if options.similarity == "l2":  # |e_t|^2 is the same for all entries
-            scores = scores - entries.square().sum(-1) / 2
-        chances = torch.log_softmax(scores / (options.width * TEMPERATURE), -1)
-        losses.append(-torch.logsumexp(chances[:, places.to(chances.device)], -1))
+        for row, places in known.items():
+            asking = gold.asking[row, : hidden.shape[1]].to(hidden.device)
+            if not asking.any() or not len(places):
+                continue
+            queries = encoder.encode(hidden[row, asking].detach())  # [asking, d]
+            scores = queries @ entries.T
+            if options.similarity == "l2":  # |e_t|^2 is the same for all entries
+                scores = scores - entries.square().sum(-1) / 2
+            chances = torch.log_softmax(scores / (options.width * TEMPERATURE), -1)
+            losses.append(-torch.logsumexp(chances[:, places.to(chances.device)], -1))
     found = torch.cat([loss.reshape(-1) for loss in losses])
     return found.sum() / max(len(found) - 1, 1)
 

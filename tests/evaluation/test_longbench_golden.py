@@ -74,6 +74,17 @@ def test_all_templates_of_lm_eval_are_official():
     assert list(load_templates(TASKS)) == list(TASKS)
 
 
+def test_a_quote_is_a_form_of_ones_own():
+    """LongBench has no such task: its template is ours, and words are compared as in its question answering."""
+    record = Record("mine", "0", "It was the best of times ...", "A TALE", ["it was the worst"], 2, None, "quote")
+    text = fill(load_templates(["quote", "trec"])["quote"], record).text
+    assert text == f"Here is a text:\nA TALE\n\nContinue this sentence of the text with its next words: {record.input}"
+    assert record.form.new_tokens == 32 and "quote" not in TASKS
+    assert score("quote", "it was the best", record.answers) == pytest.approx(
+        2 / 3
+    )  # of "it was best" and "it was worst"
+
+
 @needs_golden
 def test_prompts():
     templates, cases = load_templates(TASKS), lines("golden_prompts.jsonl")

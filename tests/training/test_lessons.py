@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from peft import get_peft_model
 from recipe import largest_difference, make_text, write_documents
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +20,7 @@ from cacheformers.modeling.memory import Gold
 from cacheformers.modeling.search.store import Ring
 from cacheformers.training.distillation import distilled, taught
 from cacheformers.training.exercises import LAYOUTS, Exercises, load_pools
-from cacheformers.training.lanes import Lanes
+from cacheformers.training.lanes import Lanes, make_groups
 from cacheformers.training.lessons import LessonOptions, Lessons, check_lessons
 
 POSITIONS, SEGMENT = 1024, 256
@@ -46,6 +47,9 @@ def document(task, number):
     if task == "facts":
         context = "\n".join(f"fact {number} {line}" for line in range(5))
         questions = [{"input": "who?", "answers": [f"{line}"], "supports": [line]} for line in range(5)]
+    if task == "quote":
+        context = " ".join(f"{make_text(24, number + place)}." for place in range(40))
+        questions = []
     if task == "code":
         context = "\n".join(f"a line of code number {line}" for line in range(20))
         questions = []
@@ -96,6 +100,9 @@ def test_gold_passages_hold_the_answers(pool, task):
                 assert passages[0].startswith(question.answer) and re.fullmatch(r"Paragraph \d+", question.answer)
             if task == "intent":
                 assert passages and all(text.endswith(f"Type: {question.answer}") for text in passages)
+            if task == "quote":
+                shown = question.input.removesuffix(" ...")
+                assert passages[0].startswith(f"{shown} {question.answer}") and len(shown.split()) == 10
             if task == "code":
                 assert question.answer.startswith("a line of code") and exercise.context.endswith("\n")
 
@@ -191,6 +198,49 @@ def test_lanes_go_on_in_the_middle_of_a_lesson(pool, byte_tokenizer):
         assert (one.close, one.drop) == (two.close, two.drop)
         kinds |= {piece.asked or piece.context for piece in one.pieces}
     assert kinds == {True, False}  # books among them
+
+
+def asked(model, made, questions):
+    """Read the first context and ask about it, `questions` at once: losses, gradients, and rows of each step."""
+    [group] = make_groups(model, made, 1, SEGMENT, 0, remembers=True, questions=questions)
+    losses, own, targets, rows = [], [], [], []
+    while group.lanes.position[0] == 0:
+        batch = group.lanes.step()
+        group.begin(model, batch)
+        if batch.pieces[0].context:
+            with torch.no_grad():
+                train_adapt.read_segment(model, group, batch, torch.device("cpu"))
+            continue
+        found = train_adapt.read_segment(model, group, batch, torch.device("cpu"))
+        losses += list(found.sum(1))
+        targets.append(group.own_targets(batch))
+        own.append(group.own_loss() * targets[-1])
+        rows.append(len(batch.pieces))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    total = sum(losses) + sum(own)
+    gradients = torch.autograd.grad(total, trained, allow_unused=True)
+    return torch.stack(losses), sum(own), gradients, rows
+
+
+def test_questions_side_by_side_are_questions_one_after_another(pool, byte_tokenizer):
+    """The same losses and gradients in float64, retrieval's own loss included; the memory is the context's alone."""
+    options = {"questions_per_context": 5, "books_share": 0.0, "questions": [str(pool / "pool" / "facts.jsonl")]}
+    made = lessons(pool, byte_tokenizer, **options)
+    base = AutoModelForCausalLM.from_pretrained(pool / "base", dtype=torch.float64)
+    settings = {"segment_tokens": SEGMENT, "cache_size": 800, "topk": 4, "retrieval_weight": 0.5, "gate": "none"}
+    config = cacheformers.NeurocacheAdapterConfig(retrieval_map={1: 1}, r=4, **settings)
+    model = get_peft_model(base, config, autocast_adapter_dtype=False).train()
+    one, other = asked(model, made, 1), asked(model, made, 3)
+    assert one[3] == [1] * 5 and other[3] == [3, 2] and float(one[1].detach()) > 0
+    torch.testing.assert_close(one[0], other[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(one[1], other[1], rtol=1e-9, atol=1e-9)
+    moved = 0
+    for single, together in zip(one[2], other[2], strict=True):
+        assert (single is None) == (together is None)
+        if single is not None:
+            torch.testing.assert_close(single, together, rtol=1e-7, atol=1e-9)
+            moved += bool(single.any())
+    assert moved > 4
 
 
 def test_retrieval_loss_is_its_definition(make_model):
@@ -315,6 +365,7 @@ def test_what_cannot_be_learned_is_refused(pool, refused):
         ({"prompt": "all"}, "prompt must be one of"),
         ({"distill": 2.0}, "distill must be between"),
         ({"chat": True}, "no chat template"),
+        ({"questions_per_step": 2, "lanes": 2}, "2 lanes go through the model together"),
     ):
         assert message in refused(train_adapt.main, given(pool, "bad", **more))
     base = AutoModelForCausalLM.from_pretrained(pool / "base")

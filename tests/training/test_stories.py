@@ -1,9 +1,11 @@
-"""recipes/make_babi.py: stories of bAbI with a question for everybody."""
+"""Pools that recipes make: stories of bAbI with a question for everybody, parts of books to be quoted."""
 
 import json
 
 import pytest
 from recipe import script
+
+from cacheformers.training.exercises import Exercises, load_pools
 
 FACTS = [
     "Mary moved to the bathroom.",
@@ -38,3 +40,20 @@ def test_everybody_is_asked_for_after_every_second_fact(tmp_path, monkeypatch):
 def test_other_facts_are_refused():
     with pytest.raises(ValueError, match="does not say who went where: 'Mary got the milk there.'"):
         script("recipes/make_babi.py").whereabouts([FACTS[0], "Mary got the milk there."])
+
+
+def test_parts_of_books_are_a_pool_of_quotes(tmp_path, monkeypatch):
+    sentences = " ".join(f"{' '.join(f'word{place}x{number}' for number in range(25))}." for place in range(60))
+    book = {"title": "A book", "text": sentences.replace(" ", "\n", 7)}
+    (tmp_path / "books.jsonl").write_text(json.dumps(book) + "\n")
+    out = tmp_path / "made" / "quotes.jsonl"
+    monkeypatch.setattr(
+        "sys.argv", ["make_quotes.py", str(tmp_path / "books.jsonl"), str(out), "--characters", "4000", "--parts", "2"]
+    )
+    script("recipes/make_quotes.py").main()
+    pool = load_pools([str(out)], lambda text: len(text.split()))["quote"]
+    assert [document["context"] for document in pool.documents] == [sentences[:4000], sentences[4000:8000]]
+    exercise = Exercises({"quote": pool}, 0, 200, 200, questions=3).make(0)
+    assert exercise.template == "quote" and len(exercise.questions) == 3
+    for question in exercise.questions:
+        assert f"{question.input.removesuffix(' ...')} {question.answer} " in exercise.context
