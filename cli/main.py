@@ -19,6 +19,7 @@ DESCRIPTION = """Read a book once into a memory file, then ask it as often as yo
   cacheformers read BOOK.txt -o book.memory --adapter ADAPTER
   cacheformers ask book.memory "Who tells this story?"
   cacheformers ask book.memory                                    # a conversation, on the terminal
+  cacheformers serve ADAPTER --memory book.memory                 # for OpenAI's clients and transformers chat
   cacheformers inspect book.memory
 
 ADAPTER is a folder or Hub id of a memory adapter, as train_adapt.py writes it; it knows its base model. A memory file
@@ -55,6 +56,16 @@ the answer retrieved most are printed below the answer.
 map: tokens from top to bottom, the book from left to right, colored by how often a place was retrieved. Forgotten parts
 of the book are gray.
 """
+SERVE = """Answer OpenAI's clients with a model whose every conversation starts from a memory.
+
+This is transformers' own server (`transformers serve`) with a model of this package: an adapter, or a model with a
+memory of its own, such as an exported one. A client sends all turns of its conversation each time, and nothing of one
+conversation reaches another. `transformers chat` and the Python package `openai` are such clients.
+
+  cacheformers serve ADAPTER --memory book.memory
+  transformers chat ADAPTER http://127.0.0.1:8000
+  cacheformers serve MODEL --port 8080                                          # every conversation starts empty
+"""
 INSPECT = """Say what a memory file holds.
 
 It names the text, the model that read it, the number and size of the entries, and checks every checksum. It does not
@@ -65,7 +76,12 @@ load a model.
 
 
 # The other commands: the module whose function of the same name runs them.
-HERE = {"read": "cacheformers.cli.read", "ask": "cacheformers.cli.ask", "inspect": "cacheformers.cli.inspection"}
+HERE = {
+    "read": "cacheformers.cli.read",
+    "ask": "cacheformers.cli.ask",
+    "serve": "cacheformers.cli.serve",
+    "inspect": "cacheformers.cli.inspection",
+}
 # Commands whose options and help are in a module of their own: what they do, and the module whose `main` does it.
 ELSEWHERE = {
     "train": ("Adapt a pretrained model, or train one from scratch.", "cacheformers.train_adapt"),
@@ -207,6 +223,17 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_verify(command)
 
+    command = add("serve", SERVE)
+    command.add_argument("model", metavar="MODEL", help="folder or Hub id of an adapter or of a model with a memory")
+    memory = "folder that `cacheformers read` wrote: every conversation starts from a copy (default: an empty memory)"
+    command.add_argument("--memory", type=Path, metavar="FILE", help=memory)
+    command.add_argument(
+        "--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, no other machine)"
+    )
+    command.add_argument("--port", type=int, default=8000, metavar="N", help="port to listen at (default: 8000)")
+    add_device(command)
+    add_verify(command)
+
     command = add("inspect", INSPECT)
     command.add_argument("memory", type=Path, metavar="MEMORY", help="folder that `cacheformers read` wrote")
     add_verify(command)
@@ -219,6 +246,10 @@ def add_model(command: argparse.ArgumentParser, default: str) -> None:
     group = command.add_argument_group("model")
     group.add_argument("--adapter", help="folder or Hub id of the memory adapter")
     group.add_argument("--model", metavar="BASE", help=f"folder or Hub id of the base model (default: {default})")
+    add_device(group)
+
+
+def add_device(group: argparse._ActionsContainer) -> None:
     group.add_argument("--device", help="cpu, cuda, ... (default: a GPU if there is one)")
     group.add_argument(
         "--dtype",
