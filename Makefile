@@ -83,7 +83,7 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt $(VENV)/.sources
 	[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet -c constraints.txt setuptools
 	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation --config-settings editable_mode=strict \
-		-e '.[cpu,eval,gguf,serve,dev]'
+		-e '.[cpu,documents,eval,gguf,serve,dev]'
 	touch $@
 
 # Changes only when a file comes or goes.

@@ -35,6 +35,7 @@ keeps the newest --cache-size tokens and forgets older ones; the command says so
   cacheformers read BOOK.txt -o book.memory --model BASE --adapter ADAPTER      # another copy of the base model
   cacheformers read BOOKS.jsonl.gz --document 7 -o book.memory --adapter ADAPTER --cache-size 131072
   cacheformers read BOOK.txt --encoding latin-1 -o book.memory --adapter ADAPTER
+  cacheformers read BOOK.pdf -o book.memory --adapter ADAPTER                   # also .epub, .html; extra `documents`
 """
 ASK = """Answer questions from a memory file.
 
@@ -184,13 +185,13 @@ def make_parser() -> argparse.ArgumentParser:
         return command
 
     command = add("read", READ, "What was saved stays; give the same command again to continue from there.")
-    command.add_argument("book", help=".txt or .md file, or JSON lines or parquet")
+    command.add_argument("book", help=".txt, .md, .html, .epub or .pdf file, or JSON lines or parquet")
     command.add_argument("-o", "--output", type=Path, required=True, metavar="MEMORY", help="folder to write")
     add_model(command, "the adapter's own")
     command.add_argument("--document", type=int, help="which document of the file, from 0 (default: the longest)")
     text_field = "field of JSON lines or parquet that holds the text (default: text)"
     command.add_argument("--text-field", default="text", metavar="NAME", help=text_field)
-    command.add_argument("--encoding", metavar="NAME", help="of a .txt or .md file (default: utf-8)")
+    command.add_argument("--encoding", metavar="NAME", help="of a .txt, .md or .html file (default: utf-8)")
     size = "most entries a layer keeps (default: the adapter's)"
     command.add_argument("--cache-size", type=int, metavar="N", help=size)
     checkpoint = "save after every N segments; 0: at the end (default: 32)"

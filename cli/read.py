@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -13,6 +12,7 @@ import cacheformers
 from cacheformers.adapters.folders import own_base
 from cacheformers.cli.inspection import kept, remedy
 from cacheformers.cli.model import lasting_name, load_model
+from cacheformers.common.texts import load_text
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import INDEX
 from cacheformers.modeling.files.save import check_place
@@ -77,37 +77,3 @@ def check_same(memory: MemoryCache, source: Source, options: argparse.Namespace)
             f"{options.output} is the memory of {'another text' if there is None else there.name}, not of this one. "
             "Choose another -o, or replace it with --overwrite."
         )
-
-
-def load_text(path: str, document: int | None, text_field: str, encoding: str | None) -> tuple[str, str]:
-    """Return a file's name and its longest document, or the one asked for.
-
-    Raises:
-        FileNotFoundError, ValueError: no such file, field or document, or text in another encoding.
-    """
-    if path.endswith((".txt", ".md")) and Path(path).is_file():
-        texts: list[str | None] = [decoded(path, encoding or "utf-8")]
-    elif encoding is not None:
-        raise ValueError(f"--encoding is for .txt and .md files, and {path} is not one: leave it out.")
-    else:
-        from cacheformers.common.sources import load_texts  # imports datasets, which takes a second
-
-        texts = list(load_texts([path], text_field))
-    if document is None:
-        document = max(range(len(texts)), key=lambda number: len(texts[number] or ""))
-    if not 0 <= document < len(texts):
-        raise ValueError(f"{path} has {len(texts)} documents; --document counts from 0.")
-    return path if len(texts) == 1 else f"{path}, document {document}", texts[document] or ""
-
-
-def decoded(path: str, encoding: str) -> str:
-    """Read a text file; raise ValueError for another or an unknown encoding."""
-    try:
-        return Path(path).read_text(encoding)
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not {encoding} text (byte {error.start}: {error.reason}). Name its encoding, for example "
-            "--encoding latin-1."
-        ) from error
-    except LookupError as error:
-        raise ValueError(f"Python knows no encoding {encoding!r}. Try utf-8, latin-1 or utf-16.") from error

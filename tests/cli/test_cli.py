@@ -179,7 +179,7 @@ def test_refusals(folder, model, monkeypatch):
         "read book.txt -o book.memory --adapter adapter --cache-size 50": "keeps 40 entries.*--overwrite",
         "read latin.txt -o new.memory --adapter adapter": "latin.txt is not utf-8 text .byte 3.*--encoding latin-1",
         "read latin.txt -o new.memory --adapter adapter --encoding klingon": "no encoding 'klingon'",
-        "read train.jsonl -o new.memory --adapter adapter --encoding latin-1": "--encoding is for .txt and .md files",
+        "read train.jsonl -o new.memory --adapter adapter --encoding latin-1": "--encoding is for .txt, .md and .html",
         "read train.jsonl -o new.memory --adapter adapter --text-field body": "no field 'body', only title, text",
         "read nothing.txt -o new.memory --adapter adapter": "nothing.txt does not exist",
         "read train.jsonl -o new.memory --adapter adapter --document 3": "3 documents",
