@@ -11,7 +11,7 @@ WHEEL_VENV := .venv-wheel
 WHEEL_PY := $(WHEEL_VENV)/bin/python
 
 # Python files that the package consists of. A strict editable install links each by itself, so a new one needs a reinstall.
-SOURCES := $(sort $(shell find . \( -name '.?*' -o -name build -o -name data -o -name dist -o -name runs -o -name tests \
+SOURCES := $(sort $(shell find . \( -name '.?*' -o -name build -o -name data -o -name dist -o -name site -o -name runs -o -name tests \
 	-o -name recipes -o -name benchmarks \) -prune -o -name '*.py' -print))
 # Scripts beside the package, which mypy checks by name.
 RECIPES := $(basename $(notdir $(wildcard recipes/*.py)))
@@ -20,7 +20,7 @@ BENCHMARKS := $(basename $(notdir $(wildcard benchmarks/*.py)))
 SHARED_TESTS := $(addprefix tests/,machine/test_rules.py machine/test_generate.py adapters/test_peft.py \
 	files/test_memory_files.py)
 
-.PHONY: help install lint quick test smoke wheel demo clean FORCE
+.PHONY: help install lint docs quick test smoke wheel demo clean FORCE
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -33,13 +33,16 @@ lint: install ## Check style (ruff) and types (mypy)
 	cd recipes && ../$(PY) -m mypy --config-file ../setup.cfg --cache-dir ../.mypy_cache $(addprefix -m ,$(RECIPES))
 	cd benchmarks && ../$(PY) -m mypy --config-file ../setup.cfg --cache-dir ../.mypy_cache $(addprefix -m ,$(BENCHMARKS))
 
+docs: install ## Build the documentation site into site/; a warning or a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 quick test smoke: export HF_HUB_OFFLINE := 1
 quick test smoke: export TOKENIZERS_PARALLELISM := false
 quick: install ## Run what every method must pass, on two base models, in under two minutes
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m 'not slow' --bases llama_gqa,opt $(SHARED_TESTS)
 
-test: lint ## Lint, run all tests, then build the wheel and try it in an environment of its own
-	-$(PY) recipes/fetch_smollm2.py  # without it, tests with real weights are skipped
+test: lint docs ## Lint, build the site, run all tests, then build the wheel and try it in an environment of its own
+	-$(PY) -m cacheformers fetch  # without it, tests with real weights are skipped
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m 'not slow' --durations=15
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m slow --durations=15
 	$(MAKE) --no-print-directory smoke
@@ -47,6 +50,7 @@ test: lint ## Lint, run all tests, then build the wheel and try it in an environ
 wheel: install ## Build the source archive and, from it, the wheel
 	rm -rf dist
 	$(PY) -m build --quiet --no-isolation --outdir dist
+	$(PY) -m twine check --strict dist/*
 
 smoke: wheel $(WHEEL_VENV)/.installed ## Install the wheel in an environment that holds only what it asks for, and use it
 	$(WHEEL_PY) -m pip install --quiet --no-deps --force-reinstall dist/*.whl
@@ -60,7 +64,7 @@ MEMORY := --methods memory --adapter model_cards/answers_facts
 OFFLINE := HF_HUB_OFFLINE=1 $(PY)
 
 demo: install ## Adapt a small pretrained model to plays, with and without a memory; ask a trained one what it has read
-	$(PY) recipes/fetch_smollm2.py
+	$(PY) -m cacheformers fetch
 	$(PY) recipes/fetch_plays.py
 	$(OFFLINE) train_adapt.py recipes/demo.yaml
 	$(OFFLINE) train_adapt.py recipes/demo.yaml --method lora --output runs/demo_lora --skip_base
@@ -74,7 +78,7 @@ demo: install ## Adapt a small pretrained model to plays, with and without a mem
 	$(OFFLINE) -m cacheformers ask runs/demo/hamlet.memory "What does Quentin paint?"
 
 clean: ## Remove build products and caches; keep .venv, data and runs
-	rm -rf build dist *.egg-info $(WHEEL_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info $(WHEEL_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name '.?*' -prune -o -name __pycache__ -type d -prune -exec rm -r {} +
 	rm -f $(VENV)/.installed  # the editable install has its links in build/
 
@@ -83,7 +87,7 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt $(VENV)/.sources
 	[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet -c constraints.txt setuptools
 	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation --config-settings editable_mode=strict \
-		-e '.[cpu,documents,eval,gguf,serve,dev]'
+		-e '.[cpu,docs,documents,eval,gguf,serve,dev]'
 	touch $@
 
 # Changes only when a file comes or goes.

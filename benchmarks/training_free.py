@@ -1,6 +1,6 @@
 """What reading without training is worth: the loss of right answers about facts in a text that was read before.
 
-    python recipes/fetch_smollm2.py && python recipes/fetch_plays.py
+    cacheformers fetch && python recipes/fetch_plays.py
     python recipes/make_facts.py data/facts --documents 1 \\
         --plays data/plays/valid/hamlet.md data/plays/valid/the-tempest.md
     python benchmarks/training_free.py data/facts/records  # half an hour on one core

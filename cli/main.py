@@ -85,6 +85,7 @@ HERE = {
 }
 # Commands whose options and help are in a module of their own: what they do, and the module whose `main` does it.
 ELSEWHERE = {
+    "fetch": ("Fetch a small pretrained model and a memory trained for it, to try.", "cacheformers.cli.fetch"),
     "train": ("Adapt a pretrained model, or train one from scratch.", "cacheformers.train_adapt"),
     "longbench": ("Evaluate on LongBench, as the official code does.", "cacheformers.eval_longbench"),
     "compare": ("Put results of longbench side by side.", "cacheformers.eval_longbench"),

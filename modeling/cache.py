@@ -93,6 +93,7 @@ class DocumentsCache(Cache):
 
     @property
     def batch_size(self) -> int:
+        """Number of rows, a document each."""
         return len(self.tokens_read)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -213,6 +214,7 @@ class MemoryCache(DocumentsCache):
 
     @property
     def tokens_read(self) -> list[int]:
+        """Number of tokens that each row has read."""
         return self.timeline.tokens_read
 
     @property
@@ -230,6 +232,7 @@ class MemoryCache(DocumentsCache):
         return kept
 
     def select(self, rows: Sequence[int]) -> None:
+        """Make row i what row `rows[i]` was. Rows may be left out, or taken several times (they share the memory)."""
         rows = list(rows)
         self.state.select(rows)
         self.timeline.select(rows)

@@ -103,9 +103,14 @@ def read_text(
     """Read one text, and keep it beside the memory, so that every entry can be traced back to its characters.
 
     Args:
+        model: as for `read`.
+        tokenizer: a fast one, which knows the characters of each token.
+        text: of any length.
         name: of the text, for people.
+        flush: as for `read`.
+        progress: show a progress bar.
         memory: continue with this memory; the text follows what it has read.
-        model, flush, progress, cache_size: see `read`.
+        cache_size: as for `read`.
 
     Raises:
         ValueError: an empty text, a tokenizer without offsets or another one than before, a memory of several rows or

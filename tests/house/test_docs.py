@@ -1,5 +1,6 @@
 """The snippets of pages of docs/ run, in their order, of pretrained models with a tiny one; or are understood."""
 
+import ast
 import gzip
 import re
 import runpy
@@ -13,8 +14,10 @@ from peft import get_peft_model
 from recipe import make_text
 from transformers import AutoModelForCausalLM
 
+import cacheformers
 from cacheformers import CacheFormerConfig, train_adapt
 from cacheformers.adapters.export import main
+from cacheformers.cli import fetch
 from cacheformers.common.base_model import ModelOptions
 from cacheformers.common.recipe import RecipeParser
 from cacheformers.evaluation import gates, harness, segments, text_perplexity
@@ -59,12 +62,13 @@ def test_results_are_pages_plots_and_small_json():
 
 
 def test_pages_with_numbers_of_smollm2_say_where_its_weights_come_from():
-    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+    texts = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
     named = {name for name, text in texts.items() if "SmolLM2" in text} - {
         "CHANGELOG.md",
-        "train.md",
-        "estimate.md",
-        "share.md",
+        "docs/train.md",
+        "docs/results/estimate.md",
+        "docs/share.md",
+        "docs/tutorials/share.md",
     }
     assert named == {name for name, text in texts.items() if re.search(r"4-bit (\(Q4_1\) )?GGUF", text)}
 
@@ -74,7 +78,7 @@ def test_the_readme(make_base, config_factory, tokenizer, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     make_base("llama_gqa", torch.float32, max_position_embeddings=2048).save_pretrained("data/smollm2-135m-instruct")
     base = AutoModelForCausalLM.from_pretrained("data/smollm2-135m-instruct")
-    get_peft_model(base, config_factory()).save_pretrained("model_cards/answers_facts")
+    get_peft_model(base, config_factory()).save_pretrained("data/answers_facts")
     monkeypatch.setattr(tokenizer, "chat_template", "{% for message in messages %}{{ message['content'] }}{% endfor %}")
     tokenizer.save_pretrained("data/smollm2-135m-instruct")
     page = (ROOT / "README.md").read_text()
@@ -89,13 +93,18 @@ def test_the_readme(make_base, config_factory, tokenizer, tmp_path, monkeypatch,
     assert names["answer"].shape[1] > names["question"].shape[1] and "tokens_read=" in capsys.readouterr().out
 
 
-def test_the_quickstart_answers(monkeypatch, capsys):
+def test_the_quickstart_answers(tmp_path, monkeypatch, capsys):
     """With the adapter that ships and its real base: from the memory alone, and not without the memory."""
-    monkeypatch.chdir(ROOT)
-    if not Path("data/smollm2-135m-instruct").exists():
-        pytest.skip("SmolLM2 is not there: python recipes/fetch_smollm2.py")
+    monkeypatch.chdir(tmp_path)
+    base = ROOT / "data" / "smollm2-135m-instruct"
+    if not base.exists():
+        pytest.skip("SmolLM2 is not there: cacheformers fetch")
+    Path("data").mkdir()
+    Path("data", base.name).symlink_to(base.resolve())
+    fetch.main([])
     names: dict = {}
-    exec(next(text for language, text in BLOCK.findall(Path("README.md").read_text()) if language == "python"), names)
+    page = (ROOT / "README.md").read_text()
+    exec(next(text for language, text in BLOCK.findall(page) if language == "python"), names)
     assert capsys.readouterr().out.splitlines()[-1] == "red window"
     model, question = names["model"], names["question"]
     answer = model.generate(question, max_new_tokens=40, do_sample=False)[0, question.shape[1] :]
@@ -297,3 +306,25 @@ def parsed_by_lm_eval(arguments):
         parsed = HarnessCLI().parse_args()
     assert parsed.model == "cacheformers" and parsed.model_args == {"pretrained": "runs/books"}
     assert get_model("cacheformers") is harness.MemoryLM
+
+
+def test_messages_in_troubleshooting_are_those_of_the_source():
+    """Each heading in backticks is part of a text of the package, with `...` where something is put in."""
+    said = set()
+    folders = ("modeling", "methods", "adapters", "training", "common", "cli", "hub", "evaluation")
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+                said.add("".join(parts).replace("......", "..."))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                said.add(node.value)
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = set(re.findall(r"^### `(.*)`$", page, re.MULTILINE)) - {"KeyError: 'NEUROCACHE'"}  # PEFT's
+    assert len(quoted) > 40
+    assert not {message for message in quoted if not any(message in text for text in said)}
+
+
+def test_the_reference_has_everything_public():
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert {name for name in re.findall(r"^::: cacheformers\.(\w+)$", page, re.MULTILINE)} == {*cacheformers.__all__}

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -335,16 +334,14 @@ print("{{}}")
 """
     fresh(code, folder)
     hub.repos[name].commit({**hub.repos[name].files, "onnx/config.json": b"{}"})
-    script = Path(__file__).resolve().parents[2] / "recipes" / "fetch_smollm2.py"
-    code = f"""
-import runpy
-sys.argv = ["fetch_smollm2.py", "--out", f"{{folder}}/fetched"]
-runpy.run_path({str(script)!r}, run_name="__main__")
+    code = """
+from cacheformers.cli.fetch import main
+main(["--out", f"{folder}/fetched"])
 with torch.no_grad():
-    logits = [AutoModelForCausalLM.from_pretrained(f"{{folder}}/{{name}}")(ids).logits for name in ("base", "fetched")]
-files = sorted(os.listdir(f"{{folder}}/fetched"))
-origin = json.load(open(f"{{folder}}/fetched/origin.json"))
-print(json.dumps({{"files": files, "same": torch.equal(*logits), **origin}}))
+    logits = [AutoModelForCausalLM.from_pretrained(f"{folder}/{name}")(ids).logits for name in ("base", "fetched")]
+files = sorted(os.listdir(f"{folder}/fetched"))
+origin = json.load(open(f"{folder}/fetched/origin.json"))
+print(json.dumps({"files": files, "same": torch.equal(*logits), **origin}))
 """
     found = fresh(code, folder, token=None)
     assert found["same"] and found["origin"] == f"{name} from the Hub, revision {hub.repos[name].sha}"

