@@ -41,10 +41,6 @@ class Reads:
     near_pairs: int = 0
     far_pairs: int = 0
 
-    @property
-    def skipped_share(self) -> float:
-        return self.skipped / self.decisions if self.decisions else 0.0
-
 
 class Part(NamedTuple):
     """A softmax over some keys: output `[..., queries, d]` and log-sum-exp `[..., queries]`, in float32 or better."""

@@ -5,6 +5,8 @@ stores h / compression_factor numbers.
 """
 
 import json
+import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,9 @@ def small(model_type, **options):
         "num_attention_heads": HEADS,
         "max_position_embeddings": 64,
     }
-    chosen = {"segment_tokens": SEGMENT, "cache_size": 64, "topk": 4, "search": "exact", **options}
+    chosen = {"segment_tokens": SEGMENT, **options}
+    if model_type != "infini_attention":
+        chosen = {"cache_size": 64, "topk": 4, "search": "exact", **chosen}
     config = AutoConfig.for_model(model_type, text_config=base, **chosen)
     return AutoModelForCausalLM.from_config(config).eval()
 
@@ -58,6 +62,25 @@ def test_searches_and_entry_size(monkeypatch, model_type, options, searches, num
     assert asked == (segments - 1) * SEGMENT * searches  # nothing is stored yet when the first segment is read
     stored = memory.state.nbytes / torch.tensor(0.0).element_size()
     assert stored == segments * SEGMENT * numbers
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("model_type", ["neurocache", "infini_attention"])
+@torch.no_grad()
+def test_process_memory_is_flat_and_all_is_finite(model_type):
+    """While 2,000 segments are read and 600 tokens are decoded one by one, after the first fifth of each."""
+    model = small(model_type)
+    memory = cacheformers.new_memory(model, 1)
+    for count, length in ((2000, SEGMENT), (600, 1)):
+        held = []
+        for _ in range(count):
+            logits = model(torch.randint(3, 64, (1, length)), past_key_values=memory).logits
+            assert bool(torch.isfinite(logits).all())
+            held.append(int(Path("/proc/self/statm").read_text().split()[1]))  # resident pages
+        assert (max(held) - held[count // 5]) * resource.getpagesize() < 8 * 2**20
+    assert memory.tokens_read == [2000 * SEGMENT + 600]
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in memory.state.state_dict().values())
 
 
 def parameters(name):
