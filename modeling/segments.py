@@ -229,7 +229,7 @@ def close_segments(decoder: nn.Module, memory: MemoryCache, rows: Iterable[int])
 
 
 def begin_segments(decoder: nn.Module, memory: MemoryCache, real: Tensor) -> None:
-    """Run the memory tokens that stand before the segments which begin in new columns; their keys and values stay.
+    """Run the memory tokens of the segments that begin in new columns, before those; their keys and values stay.
 
     Args:
         real: which of the columns are tokens, `[rows, time]`.
@@ -371,7 +371,7 @@ def wanted(decoder: nn.Module, kwargs: dict[str, Any], name: str) -> bool:
 
 def match_rows(decoder: nn.Module, memory: MemoryCache, rows: int, options: Any) -> None:
     """Raise ValueError unless a memory fits model and batch; expand it if its rows divide the batch (beams)."""
-    if memory.signature != options.signature:
+    if memory.options is not options and memory.signature != options.signature:
         ours, theirs = options.signature, memory.signature
         differing = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
         raise ValueError(
