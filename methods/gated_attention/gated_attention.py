@@ -148,7 +148,7 @@ def attend_fixed(
 
 
 class NaiveAttention(NamedTuple):
-    """What `naive` returns: `output*` `[heads, time, d]`, `shares*` `[heads, time, time]`, `lse_*` `[heads, time]`."""
+    """The result of `naive`: `output*` `[heads, time, d]`, `shares*` `[heads, time, time]`, `lse_*` `[heads, time]`."""
 
     output: Tensor
     output_near: Tensor

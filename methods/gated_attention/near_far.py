@@ -14,7 +14,6 @@ Gates `[rows, 1 or kv_heads or heads, time]` are shares of global attention. A w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,22 +23,6 @@ from torch import Tensor
 from cacheformers.modeling.attention import by_head, by_kv_head
 
 TILE = 192  # queries
-
-
-@dataclass
-class Reads:
-    """What attention read.
-
-    Attributes:
-        decisions: gates of tokens with something beyond their window.
-        skipped: closed ones among them, for which nothing far was read.
-        near_pairs, far_pairs: pairs of a query and a key in each query head, including masked ones.
-    """
-
-    decisions: int = 0
-    skipped: int = 0
-    near_pairs: int = 0
-    far_pairs: int = 0
 
 
 class Part(NamedTuple):
@@ -108,32 +91,25 @@ class Bands:
         return self.made[shape]
 
 
-def one_pass(
-    queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, window: int, scaling: float
-) -> tuple[Tensor, Reads]:
-    """Mix local and global attention by gates, without a gradient. Where a gate is 0 nothing far is read.
+def one_pass(queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, window: int, scaling: float) -> Tensor:
+    """Mix local and global attention by gates, without a gradient, `[rows, heads, time, d]`.
 
-    Returns:
-        `[rows, heads, time, d]`, and what was read.
+    Where a gate is 0 nothing far is read.
     """
     total, heads = keys.shape[2], queries.shape[1]
     first = total - queries.shape[2]
     bands = Bands(window, queries)
-    output, reads = queries.new_empty(*queries.shape[:3], values.shape[-1]), Reads()
+    output = queries.new_empty(*queries.shape[:3], values.shape[-1])
     for start, end in tiles(first, total, window):
         asked, from_near = queries[:, :, start - first : end - first], max(start - window + 1, 0)
         bias = bands.bias(start, end, from_near)
         near = attention(asked, keys[:, :, from_near:end], values[:, :, from_near:end], scaling, bias)
         mixed = output[:, :, start - first : end - first]
         mixed.copy_(near.output)
-        reads.near_pairs += near.lse.numel() * (end - from_near)
         if start < window:
             continue
         gate = gates[:, :, start - first : end - first]
-        is_open = gate > 0
-        reads.decisions += gate.numel()
-        reads.skipped += gate.numel() - int(is_open.sum())
-        for rows, channels, chosen in open_queries(is_open):
+        for rows, channels, chosen in open_queries(gate > 0):
             mine = slice(channels.start * heads // gate.shape[1], channels.stop * heads // gate.shape[1])
             here = slice(None) if len(chosen) == end - start else chosen
             far = far_part(
@@ -143,8 +119,7 @@ def one_pass(
             share = gate[rows, channels, here].to(far.lse.dtype)
             share = share.repeat_interleave(far.lse.shape[1] // share.shape[1], 1)
             mixed[rows, mine, here] = alone.joined(far, share).to(output.dtype)
-            reads.far_pairs += far.lse.numel() * (end - window)
-    return output, reads
+    return output
 
 
 def open_queries(is_open: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:

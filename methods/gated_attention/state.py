@@ -133,7 +133,7 @@ def gate_losses(options: GatedAttentionOptions, gates: Iterable[Tensor], counted
 
 @dataclass
 class GatedReading:
-    """What one forward reads and leaves behind.
+    """Data that one forward reads and leaves behind.
 
     Attributes:
         held: keys and values before this forward by kind and layer; "far" keeps everything, "near" the window.
@@ -167,7 +167,7 @@ class GatedReading:
         def mixed(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
             if torch.is_grad_enabled():
                 return two_passes(q, k, v, g, window, scaling)
-            return one_pass(q, k, v, g, window, scaling)[0]
+            return one_pass(q, k, v, g, window, scaling)
 
         if not call.padded:
             return mixed(queries, held.keys, held.values, gates)
@@ -217,8 +217,6 @@ class GatedState(MemoryState):
         keep_values: bool,
         cache_size: int | None,
     ) -> None:
-        if cache_size:
-            raise ValueError("Gated attention keeps every key and value: leave cache_size out, or 0 for closed gates.")
         self.options, self.devices, self.closed = options, devices, cache_size == 0
         self.own_layers = frozenset(options.layers)
         self.pieces: list[TokenGates] = []  # of the running forward
