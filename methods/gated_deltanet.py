@@ -165,8 +165,6 @@ class DeltaState(ColumnState):
         keep_values: bool,
         cache_size: int | None,
     ) -> None:
-        if cache_size:
-            raise ValueError("Gated DeltaNet has a memory of one size: leave cache_size out, or 0 for none.")
         super().__init__("log_alpha", "beta")
         self.stays_empty = cache_size == 0
         shape = (rows, options.base.kv_heads, options.base.head_dim, options.base.head_dim)
@@ -250,7 +248,7 @@ def statistics(parts: Sequence[Any], memories: Sequence[MemoryCache]) -> dict[st
 
 
 class NaiveDocument(NamedTuple):
-    """What `naive` returns.
+    """The result of `naive` for one document.
 
     Attributes:
         output: A, `[heads, time, d_v]`.

@@ -156,8 +156,6 @@ class InfiniState(ColumnState):
         keep_values: bool,
         cache_size: int | None,
     ) -> None:
-        if cache_size:
-            raise ValueError("Infini-attention has a memory of one size: leave cache_size out, or 0 for none.")
         super().__init__()
         self.rule, self.truncated, self.stays_empty = options.rule, options.truncated, cache_size == 0
         self.held = {layer: empty_memory(rows, options.base, dtype, devices[layer]) for layer in options.layers}
@@ -212,7 +210,7 @@ class InfiniState(ColumnState):
 
 
 class NaiveDocument(NamedTuple):
-    """What `naive` returns.
+    """The result of `naive` for one document.
 
     Attributes:
         output, dot, mem: A, A_dot and A_mem, `[heads, time, d_v]`.

@@ -4,7 +4,7 @@
                                                             memory tokens behind segment s (section 3, decoder)
 
 With `associative`, the Associative Recurrent Memory Transformer (Rodkin et al. 2024, arXiv 2407.04841, section 3): no
-memory token stands before a segment, those behind it are always the learned M_0, and each layer has a memory A, z:
+memory token comes before a segment, those behind it are always the learned M_0, and each layer has a memory A, z:
 
     x' = x + A^T phi(W_q x) / (z . phi(W_q x) + e)                             every token, at the layer's input x
     A += sum_i beta_i phi(k_i) (v_i - A^T phi(k_i) / (z . phi(k_i) + e))^T     k = W_k h, v = W_v h, beta = sigmoid(w h)
@@ -19,7 +19,7 @@ token sees its future, and the segment's logits do not wait for its end. Segment
 that trains them in parallel. `local_window="sliding"` and `sink_tokens`, which the papers do not have, show M_s
 between what the window keeps and the segment.
 
-Unlike the paper, nothing stands before the first segment (`first="bypass"`), so that an untrained adapter is the base
+Unlike the paper, nothing comes before the first segment (`first="bypass"`), so that an untrained adapter is the base
 on one segment. From the second segment on, M_1 is what an untrained base makes of it. With `associative`, W_v starts at
 0, and so A: an untrained adapter is the base within its window at any length.
 
@@ -79,7 +79,7 @@ class RecurrentMemoryOptions(RecurrentMemorySettings, LocalWindowOptions):
         check_at_least(1, self, "memory_tokens", "key_size")
         check_choices(self, first=("bypass", "learned"))
         if self.associative and self.first != "bypass":
-            raise ValueError("With associative=True no memory token stands before a segment: leave first out.")
+            raise ValueError("With associative=True no memory token comes before a segment: leave first out.")
         super().__post_init__()
 
     @property
@@ -94,7 +94,7 @@ class RecurrentMemoryOptions(RecurrentMemorySettings, LocalWindowOptions):
 
     @property
     def window(self) -> LocalWindow:
-        """What self-attention sees besides the open segment: memory tokens too."""
+        """The tokens that self-attention sees besides the open segment: memory tokens too."""
         return replace(super().window, memory_tokens=self.memory_tokens * (1 if self.associative else 2))
 
 
@@ -223,8 +223,6 @@ class RecurrentState(MemoryState):
         keep_values: bool,
         cache_size: int | None,
     ) -> None:
-        if cache_size:
-            raise ValueError("Recurrent memory has one size, memory_tokens: leave cache_size out, or 0 for none.")
         self.options, self.devices = options, devices
         self.memory_tokens = 0 if cache_size == 0 else options.memory_tokens
         self.written: dict[int, dict[int, tuple[Tensor, ...]]] = {}
@@ -308,7 +306,7 @@ class RecurrentState(MemoryState):
 
 
 class NaiveDocument(NamedTuple):
-    """What `naive` returns.
+    """The result of `naive` for one document.
 
     Attributes:
         output: last hidden states, `[time, h]`.

@@ -11,7 +11,7 @@ text before the window, from one window further back in each higher layer.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
@@ -50,17 +50,6 @@ class WindowedParts(NamedTuple):
     """Nothing is trained."""
 
 
-class WindowedState(RingState):
-    """A state without stores: the local cache holds all that is kept. Raises ValueError if it should hold more."""
-
-    def __init__(
-        self, options: WindowedOptions, rows: int, devices: Any, dtype: Any, keep_values: bool, cache_size: int | None
-    ) -> None:
-        if cache_size:
-            raise ValueError("A local window remembers nothing beside it: leave cache_size out.")
-        super().__init__({})
-
-
 @dataclass
 class WindowedAdapterConfig(WindowedSettings, MemoryAdapterConfig):
     """LoRA on a base that sees only a local window, to compare memories with."""
@@ -90,7 +79,7 @@ register(
         adapter_config=WindowedAdapterConfig,
         causal_lm=WindowedForCausalLM,
         options=WindowedOptions,
-        new_state=WindowedState,
+        new_state=lambda *_: RingState({}),  # the local cache holds all that is kept
         parts=WindowedParts,
         make_parts=lambda *_: {},
         title="Local window",

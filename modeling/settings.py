@@ -132,7 +132,7 @@ class MethodOptions:
 
     @property
     def signature(self) -> dict[str, Any]:
-        """What two models must share to exchange a memory: every option that is not marked as free to differ."""
+        """The options that two models must share to exchange a memory: all that are not marked as free to differ."""
         values = asdict(self)
         shared = {option.name: values[option.name] for option in fields(self) if not option.metadata.get("free")}
         return {"method": self.method.name, **shared}
@@ -145,7 +145,11 @@ class MethodOptions:
         keep_values: bool = False,
         cache_size: int | None = None,
     ) -> MemoryState:
-        """Create an empty memory, see `MemoryMethod.new_state`."""
+        """Create an empty memory, see `MemoryMethod.new_state`; only one of entries can be given a size."""
+        if cache_size and self.method.stores != "entries":
+            raise ValueError(
+                f"{self.method.title} stores no entries to count: leave cache_size out, or give 0 for no memory."
+            )
         return self.method.new_state(self, rows, devices, dtype, keep_values, cache_size)
 
 
@@ -180,7 +184,7 @@ class LocalWindowOptions(MethodOptions, LocalWindowSettings):
 
     @property
     def window(self) -> LocalWindow:
-        """What self-attention sees besides the open segment."""
+        """The tokens that self-attention sees besides the open segment."""
         kept = self.window_tokens if self.local_window == "sliding" else 0
         return LocalWindow(self.segment_tokens, kept or 0, self.sink_tokens)
 
@@ -191,7 +195,7 @@ class LocalWindowOptions(MethodOptions, LocalWindowSettings):
 
 
 def chosen_layers(layers: Sequence[int] | None, base: BaseShape) -> tuple[int, ...]:
-    """Sort and check layers; None stands for all layers of the base model."""
+    """Sort and check layers; None means all layers of the base model."""
     if layers is None:
         return tuple(range(base.layers))
     if not isinstance(layers, list | tuple) or any(type(layer) is not int for layer in layers):

@@ -134,7 +134,7 @@ class CacheFormerOptions(CacheFormerSettings):
             raise ValueError("pretrained attention has its own keys and values: set tied=False and local_norm=False.")
         if self.pretrained and self.window_tokens % self.pool_tokens:
             raise ValueError(
-                f"With pretrained=True a segment lies before the window or in it: pool_tokens {self.pool_tokens} must "
+                f"With pretrained=True a segment is before the window or in it: pool_tokens {self.pool_tokens} must "
                 f"divide window_tokens {self.window_tokens}."
             )
         if self.cache and not self.causal:

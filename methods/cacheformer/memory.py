@@ -204,8 +204,6 @@ class CacheFormerMemory(MemoryState):
         keep_values: bool,
         cache_size: int | None,
     ) -> None:
-        if cache_size:
-            raise ValueError("CacheFormer keeps every key and value: leave cache_size out, or 0 for windows alone.")
         if cache_size == 0:
             options = replace(options, long=False, overlap=False, cache=False)
         self.own_layers = frozenset(options.layers)

@@ -1,4 +1,4 @@
-"""CacheFormer while it decodes: what one layer keeps and how it reads the next tokens, and the cache of all layers."""
+"""CacheFormer while it decodes: the state of one layer, how it reads the next tokens, and the cache of all layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Shelf:
     """Vectors of every row, `[rows, kv_heads, allocated, head_dim]`. Each row is written at its own place.
 
     Attributes:
-        private: nobody else uses the room after a row's last vector, so new vectors may be written there in place.
+        private: no other state uses the room after a row's last vector, so new vectors may be written there in place.
     """
 
     vectors: Tensor

@@ -1,7 +1,7 @@
 """CacheFormer's attention, tile by tile. A tile is a run of tokens that share a window and a block.
 
 Every branch shows a token a prefix of its columns, so a mask is one number per token and branch. Scores exist for one
-tile and a few heads at a time, and are computed again for the gradient, so nothing of size time x columns is ever held.
+tile and a few heads at a time, and are computed again for the gradient, so no tensor of time x columns is ever held.
 The probabilities of the compressed columns serve both attention and the choice of segments.
 
 Shapes: queries and outputs `[rows, heads, time, head_dim]`, gates `[rows, heads, time, branches]`, one number per head
@@ -31,7 +31,7 @@ ALL_AT_ONCE = 32
 
 
 class Stores(NamedTuple):
-    """What tokens attend to; values are None where keys are values too.
+    """The vectors that tokens attend to; values are None where keys are values too.
 
     Attributes:
         keys, values: of a row's tokens, normed, `[rows, kv_heads, tokens, head_dim]`.
@@ -70,7 +70,7 @@ class Move:
 
 
 class View(NamedTuple):
-    """What a branch shows a tile.
+    """The columns that a branch shows a tile.
 
     Attributes:
         keys, values: names of the stores.
@@ -165,7 +165,7 @@ def unfold(tensor: Tensor, time: int, by_token: bool) -> Tensor:
 
 
 class Attended(NamedTuple):
-    """What one branch gives a tile: its output (empty where not wanted), log-sum-exp of scores, and opinions."""
+    """The result of one branch for a tile: its output (empty where not wanted), log-sum-exp of scores, and opinions."""
 
     read: Tensor
     total: Tensor

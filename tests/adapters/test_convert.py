@@ -187,7 +187,7 @@ def test_damaged_folders_are_refused(tmp_path, base):
     config.write_text("{")
     assert_refused("is damaged", published, out, base)
     config.unlink()
-    assert_refused("is no checkpoint folder", published, out, base)
+    assert_refused("is not a checkpoint folder", published, out, base)
 
 
 def test_nothing_is_left_when_writing_fails(tmp_path, base, monkeypatch):

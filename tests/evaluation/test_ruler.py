@@ -383,29 +383,6 @@ def test_lm_evals_variables_and_frequent_words(byte_tokenizer):
         check_theirs("fwe", document, solve_frequent(document["input"]))
 
 
-def test_lm_evals_needles_and_common_words(byte_tokenizer, monkeypatch):
-    pytest.importorskip("wonderwords", reason="lm-eval's own needles and words need wonderwords")
-    monkeypatch.setenv("LOCAL_RANK", "1")  # the other process downloads what splits essays
-    from lm_eval.tasks.ruler import cwe_utils, niah_utils, prepare_niah
-
-    made = {
-        "niah_single_1": {"type_haystack": "repeat"},
-        "niah_multikey_2": {"type_haystack": "needle"},
-        "niah_multikey_3": {"type_haystack": "needle", "type_needle_k": "uuids", "type_needle_v": "uuids"},
-        "niah_multivalue": {"type_haystack": "repeat", "num_needle_v": 4},
-        "niah_multiquery": {"type_haystack": "repeat", "num_needle_q": 4},
-    }
-    for task, given in made.items():
-        settings = {"type_needle_k": "words", "type_needle_v": "numbers", "template": niah_utils.TEMPLATE} | given
-        haystack = prepare_niah.get_haystack(given["type_haystack"])
-        for document in prepare_niah.generate_samples(
-            haystack, byte_tokenizer, max_seq_length=4096, num_samples=3, **settings
-        ):
-            check_theirs(task, document, [value for row in solve_needles(document["input"]) for value in row])
-    for document in cwe_utils.sys_word_pair_random(2, 8000, byte_tokenizer):
-        check_theirs("cwe", document, solve_common(document["input"]))
-
-
 # Runs
 
 

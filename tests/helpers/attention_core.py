@@ -1,6 +1,7 @@
 """Run an attention memory's core without a model: recorded data, rotary positions, and pieces of a text."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.memory import BaseShape
 
 GOLDEN = Path(__file__).resolve().parents[3] / "shared" / "golden"
+SCALING = 8**-0.5
 SHAPE = BaseShape("llama", 32, 4, 2, 8, 3, 128, 4096, rotary=True)
 
 
@@ -42,6 +44,22 @@ def allowed(call):
     place = torch.arange(columns)
     itself = place == place[-time:, None]
     return (place <= place[-time:, None]) & call.visible[:, None] | itself
+
+
+def attention_layer(options, parts, attend):
+    """One attention layer over the columns that a call shows, with a method's `attend` inside."""
+
+    def layer(call, q, k, v, x):
+        new = call.positions[:, -q.shape[2] :]
+        keys, values = call.local.update(rotate(k, new), v, 0)
+        groups = q.shape[1] // k.shape[1]
+        scores = rotate(q, new) @ keys.repeat_interleave(groups, 1).mT * SCALING
+        scores = scores.masked_fill(~allowed(call)[:, None], torch.finfo(scores.dtype).min)
+        near = (torch.softmax(scores, -1) @ values.repeat_interleave(groups, 1)).transpose(1, 2)
+        inputs = SimpleNamespace(local=near, plain_query=q, plain_key=k, new_value=v, hidden=x, call=call)
+        return attend(options, 0, parts, inputs)
+
+    return layer
 
 
 def run_pieces(state, window, layer, inputs, real=None, chunks=None, memory=None):

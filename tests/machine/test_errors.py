@@ -6,6 +6,7 @@ from peft import get_peft_model
 
 import cacheformers
 from cacheformers.modeling.architectures import base_shape
+from cacheformers.modeling.method import METHODS
 from cacheformers.modeling.settings import LocalWindowSettings
 
 INFINI, GATED, FORMER = ({"method": name} for name in ("infini_attention", "gated_attention", "cacheformer_on_base"))
@@ -161,6 +162,12 @@ def test_a_memory_begun_in_evaluation_cannot_train(make_model, ids):
     memory = cacheformers.read(model, ids, progress=False)
     with pytest.raises(ValueError, match="begun in evaluation mode"):
         model.train()(ids, past_key_values=memory)
+
+
+@pytest.mark.parametrize("method", [name for name, known in METHODS.items() if known.stores != "entries"])
+def test_a_memory_without_entries_has_no_size(make_model, method):
+    with pytest.raises(ValueError, match="leave cache_size out"):
+        cacheformers.new_memory(make_model("llama_gqa", method=method), 1, cache_size=4)
 
 
 @torch.no_grad()

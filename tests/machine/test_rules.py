@@ -37,6 +37,11 @@ PUBLISHED = {"compatibility": "reference", "gate": "none"}
 SLIDING = {"local_window": "sliding", "window_tokens": 12, "sink_tokens": 3}
 FIXED = {"method": "gated_attention", "far_heads": {0: [1], 1: [], 2: [0, 1]}}
 ASSOCIATIVE = {"method": "recurrent_memory", "associative": True, "key_size": 8}
+LEARNED = {"method": "recurrent_memory", "first": "learned"}
+MEMORY_TOKENS = [
+    pytest.param("llama_gqa", ASSOCIATIVE, id="llama_gqa associative"),
+    pytest.param("llama_gqa", LEARNED, id="llama_gqa learned first"),
+]
 FIXED_HEADS = pytest.param("llama_gqa", FIXED, id="llama_gqa fixed heads")
 EXACT = 1e-9
 
@@ -52,8 +57,9 @@ def rows_of_windows(bases):
     for base, method in [*inside, *other_cases()]:
         window = SLIDING if base in ("mistral", "qwen2", "phi") else {}
         cases.append(pytest.param(base, {"method": method, **window}, id=f"{base} {method}"))
-    cases.append(pytest.param("llama_gqa", ASSOCIATIVE, id="llama_gqa associative"))
-    return cases
+    for name, options in (("associative", ASSOCIATIVE), ("learned first", LEARNED)):
+        cases.append(pytest.param("mistral", {**options, **SLIDING}, id=f"mistral {name} sliding"))
+    return cases + MEMORY_TOKENS
 
 
 def difference(left, right):
@@ -257,7 +263,7 @@ def test_two_memories_on_one_model_in_turn(make_model, ids, base, options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("base", "options"), [*every_method(SOME), FIXED_HEADS])
+@pytest.mark.parametrize(("base", "options"), [*every_method(SOME), FIXED_HEADS, *MEMORY_TOKENS])
 def test_clone_select_expand_reset(make_model, ids, base, options):
     model = make_model(base, **options)
     whole = model(ids).logits
@@ -299,10 +305,17 @@ def test_rows_that_share_a_store_part_when_they_write(make_model, ids):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("base", SOME)
-def test_bounded(make_model, base):
-    """Bytes stop growing when the store is full; columns never exceed two segments."""
-    model = make_model(base)
+@pytest.mark.parametrize(
+    ("base", "options"),
+    [
+        *((base, {}) for base in SOME),
+        *(("llama_gqa", {"method": method}) for method in METHODS if method not in OWN_WINDOW),
+        ("llama_gqa", ASSOCIATIVE),
+    ],
+)
+def test_bounded(make_model, base, options):
+    """Bytes stop growing when the store is full, or at once; columns never exceed two segments."""
+    model = make_model(base, **options)
     text = torch.randint(3, 128, (1, 16 * 40), generator=torch.Generator().manual_seed(4))
     memory, sizes = None, []
     for start in range(0, text.shape[1], 16):
@@ -313,7 +326,9 @@ def test_bounded(make_model, base):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("base", "options"), [*every_method(["llama_gqa"], ["llama_gqa"]), FIXED_HEADS])
+@pytest.mark.parametrize(
+    ("base", "options"), [*every_method(["llama_gqa"], ["llama_gqa"]), FIXED_HEADS, *MEMORY_TOKENS]
+)
 def test_a_saved_state_goes_on(make_model, ids, base, options):
     window = {"local_window": "sliding", "window_tokens": 10, "sink_tokens": 3}
     model = make_model(base, **options, **({} if options.get("method") in OWN_WINDOW else window))
@@ -366,13 +381,44 @@ def test_activation_checkpointing_gives_the_same_gradients(make_model, ids, base
         assert float((checkpointed[name] - gradient).norm()) <= 1e-9 * float(gradient.norm() + 1e-12), name
 
 
-@pytest.mark.parametrize(("base", "options"), every_method(SOME))
+@pytest.mark.parametrize(("base", "options"), [*every_method(SOME), *MEMORY_TOKENS])
 def test_every_parameter_is_in_every_graph(make_model, ids, base, options):
     """DDP needs it: also on the first segment, where nothing can be retrieved."""
     model = make_model(base, **options).train()
     model(ids[:, :16]).logits.square().sum().backward()
     missing = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     assert not missing
+
+
+@pytest.mark.parametrize(
+    ("options", "reaches"),
+    [
+        ({"method": "infini_attention"}, True),
+        ({"method": "infini_attention", "truncated": True}, False),
+        ({"method": "gated_deltanet"}, True),
+        ({"method": "gated_attention"}, True),
+        ({"method": "cacheformer_on_base"}, True),
+        ({"method": "recurrent_memory"}, True),
+        (ASSOCIATIVE, True),
+        (LEARNED, True),
+    ],
+)
+def test_gradients_reach_what_was_stored_in_the_same_step(make_model, ids, options, reaches):
+    """To the first of three segments, but not from one step to the next."""
+    model = make_model("llama_gqa", **options).train()
+    embeddings = model.get_input_embeddings().weight.requires_grad_()
+    text = ids.clamp(min=4)
+    text[:, 5] = 3  # occurs nowhere else
+
+    def gradient(*parts):
+        embeddings.grad, memory = None, cacheformers.new_memory(model, 2)
+        for part in parts:
+            logits = model(part, past_key_values=memory).logits
+        logits[:, -8:].square().sum().backward()
+        return float(embeddings.grad[3].norm())
+
+    assert (gradient(text[:, :48]) > 1e-9) == reaches
+    assert gradient(text[:, :32], text[:, 32:48]) == 0
 
 
 @torch.no_grad()

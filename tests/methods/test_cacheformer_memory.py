@@ -1,6 +1,5 @@
 """CacheFormer on pretrained layers: its specification with gradients, what a layer really sees, and what is refused."""
 
-import dataclasses
 import warnings
 
 import pytest
@@ -160,17 +159,6 @@ def test_what_is_read_later_does_not_disturb_a_graph():
         assert torch.equal(ours, theirs)
 
 
-def test_steps_before_this_one_are_read_and_get_no_gradient():
-    options = options_for()
-    parts, inputs = parts_for(options), [tensor.requires_grad_() for tensor in some_inputs(2)]
-    _, memory = stream(options, parts, [tensor[:, :, :25] for tensor in inputs])
-    memory.detach()
-    found, _ = stream(options, parts, [tensor[:, :, 25:] for tensor in inputs], memory=memory)
-    assert same(found, specified(options, parts, *inputs)[:, 25:], 1e-12)
-    for gradient in gradients(found, inputs):
-        assert not gradient[:, :, :25].any() and bool(gradient[:, :, 25:].any())
-
-
 # Through a model
 
 
@@ -281,8 +269,6 @@ def test_the_papers_rule_can_be_trained(make_model, ids):
 
 def test_what_a_memory_cannot_do(make_model, ids):
     model = make_model("llama_gqa", method="cacheformer_on_base")
-    with pytest.raises(ValueError, match="leave cache_size out"):
-        cacheformers.new_memory(model, 1, cache_size=4)
     memory = cacheformers.read(model, ids, progress=False)
     with pytest.raises(ValueError, match="differ in: topk .2 in the memory, 3 here"):
         make_model("llama_gqa", method="cacheformer_on_base", topk=3)(ids, past_key_values=memory)
@@ -302,19 +288,6 @@ def test_where_far_distance_cannot_help(make_base, make_model, ids):
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     with pytest.raises(ValueError, match=r"rotation \(dynamic\) changes with the length"):
         make_model("llama_gqa", base={"rope_parameters": rope}, **far)
-
-
-def test_a_config_of_defaults(make_base):
-    """As the paper's, but for what a pretrained layer needs."""
-    config = cacheformers.CacheFormerAdapterConfig()
-    options = config.resolve(SHAPE)
-    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-    assert given["layers"] == (0, 1, 2)
-    expected = {"window_tokens": 128, "pool_tokens": 16, "pool_vectors": 4, "topk": 7, "neighbors": 1}
-    expected |= {"select_rows": None, "selection": "previous_block", "aggregation": "joint", "overlap": True}
-    expected |= {"cache": True, "exclude_window": False, "sink": False, "tied": False, "local_norm": False}
-    assert {name: given[name] for name in expected} == expected
-    assert options.block_rows == 128
 
 
 def test_cards_say_how_to_read(make_model, tmp_path):

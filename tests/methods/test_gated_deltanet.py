@@ -1,12 +1,11 @@
 """Gated DeltaNet: the rule against its specification, segments, states, padding, gates."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_core import SHAPE, allowed, random_inputs, rotate, run_pieces
+from attention_core import SCALING, SHAPE, attention_layer, random_inputs, rotate, run_pieces
 from memories import projections
 from peft import get_peft_model
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +16,6 @@ from cacheformers.modeling.architectures import attention_modules, find_decoder,
 from cacheformers.training.statistics import memory_statistics
 
 DEVICES = {0: torch.device("cpu")}
-SCALING = 8**-0.5
 N = 5
 
 
@@ -156,27 +154,10 @@ def test_one_key_again_and_again():
 # Segments
 
 
-def layer_for(options, parts):
-    """One attention layer over the columns that a call shows."""
-
-    def layer(call, q, k, v, x):
-        time = q.shape[2]
-        new = call.positions[:, -time:]
-        keys, values = call.local.update(rotate(k, new), v, 0)
-        groups = options.base.heads // options.base.kv_heads
-        scores = rotate(q, new) @ keys.repeat_interleave(groups, 1).mT * SCALING
-        scores = scores.masked_fill(~allowed(call)[:, None], torch.finfo(scores.dtype).min)
-        near = (torch.softmax(scores, -1) @ values.repeat_interleave(groups, 1)).transpose(1, 2)
-        inputs = SimpleNamespace(local=near, plain_query=q, plain_key=k, new_value=v, hidden=x, call=call)
-        return attend(options, 0, parts, inputs)
-
-    return layer
-
-
 def stream(options, parts, inputs, **more):
     rows, dtype = len(inputs[0]), inputs[0].dtype
     return run_pieces(
-        options.new_state(rows, DEVICES, dtype), options.window, layer_for(options, parts), inputs, **more
+        options.new_state(rows, DEVICES, dtype), options.window, attention_layer(options, parts, attend), inputs, **more
     )
 
 
@@ -217,7 +198,7 @@ def test_segments_equal_the_specification(time, recompute):
         parts = some_parts(options)
         trained = [parameter for linear in parts for parameter in linear.parameters()]
         if run == "fast":
-            plain = layer_for(options, parts)
+            plain = attention_layer(options, parts, attend)
 
             def layer(*arguments, plain=plain):
                 return checkpoint(plain, *arguments, use_reentrant=False) if recompute else plain(*arguments)
@@ -233,52 +214,7 @@ def test_segments_equal_the_specification(time, recompute):
     assert all(float(slow.abs().max()) > 1e-3 for slow in results[1]) == (time > N)
 
 
-@torch.no_grad()
-def test_pieces_equal_one_pass_and_single_steps():
-    options = options_for()
-    parts, inputs = some_parts(options), random_inputs(2, 23)
-    whole, documents = specified(options, parts, *inputs)
-    for chunks in ([23], [1] * 23, [7, 7, 7, 2], [4, 1, 18], [20, 1, 1, 1]):
-        output, memory = stream(options, parts, inputs, chunks=chunks)
-        assert close(output.transpose(1, 2), whole)
-        assert close(memory.state.held[0], torch.stack([found.states[23 // N * N - 1] for found in documents]))
-
-
-@torch.no_grad()
-def test_rows_of_different_lengths_on_either_side():
-    """Padding, here of large numbers, does not enter."""
-    options = options_for()
-    parts, inputs = some_parts(options), random_inputs(3, 23)
-    lengths = [23, 12, 4]
-    for left in (True, False):
-        real = torch.zeros(3, 23, dtype=torch.bool)
-        for row, length in enumerate(lengths):
-            real[row, 23 - length :] = True
-        real = real if left else real.flip(1)
-        wild = [torch.where(real[:, None, :, None] if t.dim() == 4 else real[..., None], t, 50.0) for t in inputs]
-        output, held = document(options, parts, wild, real=real)
-        for row, length in enumerate(lengths):
-            columns = real[row].nonzero()[:, 0]
-            alone = [t[row : row + 1, :, columns] if t.dim() == 4 else t[row : row + 1, columns] for t in inputs]
-            expected, held_alone = document(options, parts, alone)
-            assert close(output[row : row + 1, :, columns], expected) and close(held[row], held_alone[0])
-            assert bool(held[row].any()) == (length >= N)
-
-
 # States
-
-
-@torch.no_grad()
-def test_the_size_does_not_grow():
-    options = options_for(segment_tokens=8)
-    parts, memory, sizes = some_parts(options, torch.bfloat16), None, []
-    inputs = random_inputs(1, 8 * 40, dtype=torch.bfloat16)
-    for start in range(0, 8 * 40, 8):
-        piece = tuple(t[:, :, start : start + 8] if t.dim() == 4 else t[:, start : start + 8] for t in inputs)
-        _, memory = stream(options, parts, piece, memory=memory)
-        sizes.append(memory.state.nbytes)
-    held, keys, values, numbers = 2 * 8 * 8 * 4, 2 * 8 * 8 * 4, 2 * 8 * 8 * 2, 2 * 2 * 8 * 4
-    assert set(sizes) == {held + keys + values + numbers}
 
 
 @torch.no_grad()
@@ -300,22 +236,6 @@ def test_autocast_leaves_the_memory_in_float32():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         _, held = document(options, parts, inputs)
     assert torch.equal(held, expected)
-
-
-@torch.no_grad()
-def test_nan_is_refused_and_nothing_is_stored():
-    options = options_for()
-    inputs = random_inputs(2, N)
-    inputs[1][1, 0, 2] = float("nan")
-    _, memory = stream(options, some_parts(options), inputs)
-    with pytest.raises(ValueError, match="row 1 holds NaN or Inf in layer 0"):
-        memory.close(memory.timeline.full_rows(), None)
-    assert not bool(memory.state.held[0].any())
-
-
-def test_what_a_call_cannot_do():
-    with pytest.raises(ValueError, match="leave cache_size out"):
-        options_for().new_state(1, DEVICES, torch.float32, cache_size=4)
 
 
 # Through a whole model
@@ -380,23 +300,6 @@ def test_gradients_reach_closed_gates_and_then_the_rest(make_base, config_factor
                 parameter.sub_(parameter.grad)
     assert moved(ids[:, :16]) == set()
     assert moved(ids[:, :32]) == {"alpha", "beta", "gate"}
-
-
-def test_gradients_reach_what_was_stored_in_the_same_step(make_model, ids):
-    model = make_model("llama_gqa", method="gated_deltanet").train()
-    embeddings = model.get_input_embeddings().weight.requires_grad_()
-    text = ids.clamp(min=4)
-    text[:, 5] = 3  # occurs nowhere else
-
-    def gradient(*parts):
-        embeddings.grad, memory = None, cacheformers.new_memory(model, 2)
-        for part in parts:
-            logits = model(part, past_key_values=memory).logits
-        logits[:, -8:].square().sum().backward()
-        return float(embeddings.grad[3].norm())
-
-    assert gradient(text[:, :48]) > 0
-    assert gradient(text[:, :32], text[:, 32:48]) == 0, "not from one step to the next"
 
 
 @torch.no_grad()

@@ -1,13 +1,11 @@
 """Infini-attention: recorded data, the specification, segments, states and padding."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_core import SHAPE, allowed, golden_files, random_inputs, rotate, run_pieces
+from attention_core import SCALING, SHAPE, attention_layer, golden_files, random_inputs, rotate, run_pieces
 from safetensors.torch import load_file
-from torch.utils.checkpoint import checkpoint
 
 from cacheformers.methods.infini_attention import (
     InfiniAttentionOptions,
@@ -19,7 +17,6 @@ from cacheformers.methods.infini_attention import (
 from cacheformers.modeling.method import Share
 
 DEVICES = {0: torch.device("cpu")}
-SCALING = 8**-0.5
 N = 5
 VARIANTS = {
     f"{rule}, {empty}{', truncated' if truncated else ''}": {"rule": rule, "empty": empty, "truncated": truncated}
@@ -142,26 +139,6 @@ def test_segments_equal_the_specification(variant, time):
         assert float(results[0][4].abs().min()) > 1e-3, "beta gets a gradient in every head"
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("rule", ["linear", "delta"])
-def test_rows_of_different_lengths_on_either_side(rule):
-    options, parts = options_for(rule=rule), parts_with(some_beta())
-    q, k, v, _ = random_inputs(3, 23)
-    lengths = [23, 12, 4]
-    for left in (True, False):
-        real = torch.zeros(3, 23, dtype=torch.bool)
-        for row, length in enumerate(lengths):
-            real[row, 23 - length :] = True
-        real = real if left else real.flip(1)
-        output, held = document(options, parts, q, k, v, real=real)
-        for row, length in enumerate(lengths):
-            columns = real[row].nonzero()[:, 0]
-            alone, held_alone = document(options, parts, *(t[row : row + 1, :, columns] for t in (q, k, v)))
-            assert close(output[row : row + 1, :, columns], alone)
-            assert close(held.matrix[row], held_alone.matrix[0]) and close(held.norm[row], held_alone.norm[0])
-            assert bool(held.known[row]) == (length >= N)
-
-
 def test_padding_gives_no_nan_gradients():
     options, parts = options_for(), parts_with(some_beta())
     q, k, v = (tensor.requires_grad_() for tensor in random_inputs(2, 23)[:3])
@@ -198,33 +175,7 @@ def test_features_stay_positive():
     assert torch.allclose(inputs.grad, torch.where(inputs < 0, inputs.detach().exp(), 1))
 
 
-@torch.no_grad()
-def test_an_empty_memory_is_bypassed():
-    q, k, v, _ = random_inputs(1, N)
-    parts = parts_with(torch.zeros(4, dtype=torch.float64))
-    bypassed, _ = document(options_for(), parts, q, k, v)
-    literal, _ = document(options_for(empty="literal"), parts, q, k, v)
-    assert close(literal, bypassed / 2)
-
-
 # States
-
-
-def layer_for(options, parts):
-    """One attention layer over the columns that a call shows."""
-
-    def layer(call, q, k, v, _):
-        time = q.shape[2]
-        new = call.positions[:, -time:]
-        keys, values = call.local.update(rotate(k, new), v, 0)
-        heads = options.base.heads // options.base.kv_heads
-        scores = rotate(q, new) @ keys.repeat_interleave(heads, 1).mT * SCALING
-        scores = scores.masked_fill(~allowed(call)[:, None], torch.finfo(scores.dtype).min)
-        near = (torch.softmax(scores, -1) @ values.repeat_interleave(heads, 1)).transpose(1, 2)
-        inputs = SimpleNamespace(local=near, plain_query=q, plain_key=k, new_value=v, call=call)
-        return attend(options, 0, parts, inputs)
-
-    return layer
 
 
 def stream(options, parts, inputs, memory=None, **more):
@@ -233,79 +184,4 @@ def stream(options, parts, inputs, memory=None, **more):
     state = options.new_state(len(q), DEVICES, q.dtype)
     matrix = state.held[0].matrix  # recorded values are narrower than keys
     state.held[0] = state.held[0]._replace(matrix=matrix[..., : v.shape[3]])
-    return run_pieces(state, options.window, layer_for(options, parts), inputs, memory=memory, **more)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("rule", ["linear", "delta"])
-@pytest.mark.parametrize("empty", ["bypass", "literal"])
-def test_pieces_equal_one_pass_and_single_steps(rule, empty):
-    options, parts = options_for(rule=rule, empty=empty), parts_with(some_beta())
-    inputs = random_inputs(2, 23)
-    documents = specified(options, parts.beta.weight, *inputs[:3])
-    whole = outputs(documents)
-    matrix, norm = (
-        torch.stack([sides[23 // N - 1] for sides in kind]) for kind in list(zip(*documents, strict=True))[3:]
-    )
-    for chunks in ([23], [1] * 23, [7, 7, 7, 2], [4, 1, 18], [20, 1, 1, 1]):
-        output, memory = stream(options, parts, inputs, chunks=chunks)
-        assert close(output.transpose(1, 2), whole)
-        assert close(memory.state.held[0].matrix, matrix) and close(memory.state.held[0].norm, norm)
-
-
-@pytest.mark.parametrize("rule", ["linear", "delta"])
-@pytest.mark.parametrize("truncated", [False, True])
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "checkpointed"])
-def test_gradients_through_the_state(rule, truncated, recompute):
-    """Segment by segment, with and without activation checkpointing: the gradients of the specification."""
-    options = options_for(rule=rule, truncated=truncated)
-    direction = torch.randn(2, 23, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    results = []
-    for run in ("state", "naive"):
-        q, k, v, x = (tensor.requires_grad_() for tensor in random_inputs(2, 23))
-        parts = parts_with(some_beta())
-        if run == "state":
-            plain = layer_for(options, parts)
-
-            def layer(*arguments, plain=plain):
-                return checkpoint(plain, *arguments, use_reentrant=False) if recompute else plain(*arguments)
-
-            state = options.new_state(2, DEVICES, torch.float64)
-            output, _ = run_pieces(state, options.window, layer, (q, k, v, x))
-        else:
-            output = outputs(specified(options, parts.beta.weight, q, k, v)).transpose(1, 2)
-        results.append(
-            torch.autograd.grad((output * direction).sum(), (q, k, v, parts.beta.weight), materialize_grads=True)
-        )
-    for fast, slow in zip(*results, strict=True):
-        assert close(fast, slow)
-
-
-@torch.no_grad()
-def test_the_size_does_not_grow():
-    options, parts = options_for(segment_tokens=8), parts_with(torch.zeros(4))
-    sizes = []
-    inputs = random_inputs(1, 8 * 40, dtype=torch.bfloat16)
-    memory = None
-    for start in range(0, 8 * 40, 8):
-        piece = tuple(t[:, :, start : start + 8] if t.dim() == 4 else t[:, start : start + 8] for t in inputs)
-        _, memory = stream(options, parts, piece, memory=memory)
-        sizes.append(memory.state.nbytes)
-    memory_bytes, open_bytes = 2 * (8 * 8 + 8) * 4 + 1, 2 * 2 * 8 * 8 * 2
-    assert set(sizes) == {memory_bytes + open_bytes}
-
-
-@torch.no_grad()
-def test_nan_is_refused_and_nothing_is_stored():
-    options, parts = options_for(), parts_with(some_beta())
-    inputs = random_inputs(2, N)
-    inputs[1][1, 0, 2] = float("nan")
-    _, memory = stream(options, parts, inputs)
-    with pytest.raises(ValueError, match="row 1 holds NaN or Inf in layer 0"):
-        memory.close(memory.timeline.full_rows(), None)
-    assert not bool(memory.state.held[0].known.any())
-
-
-def test_what_a_call_cannot_do():
-    with pytest.raises(ValueError, match="leave cache_size out"):
-        options_for().new_state(1, DEVICES, torch.float32, cache_size=4)
+    return run_pieces(state, options.window, attention_layer(options, parts, attend), inputs, memory=memory, **more)

@@ -31,24 +31,6 @@ def test_infini_attention_sees_queries_and_keys_as_they_were_projected(make_mode
         assert float((mixed[row, :, 16:] - expected[:, 16:]).abs().max()) < 1e-5  # rotary angles are float32
 
 
-@pytest.mark.parametrize("truncated", [False, True])
-def test_gradients_reach_what_infini_attention_stored_in_the_same_step(make_model, ids, truncated):
-    model = make_model("llama_gqa", method="infini_attention", truncated=truncated).train()
-    embeddings = model.get_input_embeddings().weight.requires_grad_()
-    text = ids.clamp(min=4)
-    text[:, 5] = 3  # occurs nowhere else
-
-    def gradient(*parts):
-        embeddings.grad, memory = None, cacheformers.new_memory(model, 2)
-        for part in parts:
-            logits = model(part, past_key_values=memory).logits
-        logits[:, -8:].square().sum().backward()
-        return float(embeddings.grad[3].norm())
-
-    assert (gradient(text[:, :48]) == 0) == truncated
-    assert gradient(text[:, :32], text[:, 32:48]) == 0, "not from one step to the next"
-
-
 def test_rates_of_parts(make_model):
     rates = Rates(weights=1.0, memory=2.0, gate=3.0, weight_decay=0.1)
     expected = {
@@ -97,7 +79,7 @@ def test_closed_gates_read_nothing_far(make_model, ids, monkeypatch):
             parameter.zero_() if "weight" in name else parameter.fill_(-1.0)
     reads = recorded_reads(monkeypatch)
     memory = cacheformers.read(model, ids, progress=False)
-    assert sum(read.skipped for read in reads) == sum(read.decisions for read in reads) == 3 * 2 * (75 - 6)
+    assert not reads
     assert all(float(mean) == pytest.approx(0.2689, abs=1e-3) for mean in mean_gates(memory).values())
 
 

@@ -173,75 +173,6 @@ def test_an_untrained_associative_memory_is_the_base_in_its_window(make_base, co
     assert float((logits[:, 16:] - expected[:, 16:]).abs().amax(-1).min()) > 1e-3
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_gradients_go_through_the_segments_of_a_forward(make_model, ids, name):
-    """To the first of three segments, and not from one step to the next."""
-    model = some_model(make_model, "llama_gqa", name).train()
-    embeddings = model.get_input_embeddings().weight.requires_grad_()
-    text = ids.clamp(min=4)
-    text[:, 5] = 3  # occurs nowhere else
-
-    def gradient(*pieces):
-        embeddings.grad, memory = None, cacheformers.new_memory(model, 2)
-        for piece in pieces:
-            logits = model(piece, past_key_values=memory).logits
-        logits[:, -8:].square().sum().backward()
-        return float(embeddings.grad[3].norm())
-
-    assert gradient(text[:, :48]) > 1e-6
-    assert gradient(text[:, :32], text[:, 32:48]) == 0
-
-
-@pytest.mark.parametrize("name", ["learned first", "associative"])
-def test_the_first_segment_has_every_part_in_its_graph(make_model, ids, name):
-    model = some_model(make_model, "llama_gqa", name).train()
-    model(ids[:, :16]).logits.square().sum().backward()
-    assert not [key for key, p in model.named_parameters() if p.requires_grad and p.grad is None]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["learned first", "associative"])
-@pytest.mark.parametrize(
-    "window", [{}, {"local_window": "sliding", "window_tokens": 12, "sink_tokens": 3}], ids=["segment", "sliding"]
-)
-def test_chunks_padding_beams_and_the_future(make_model, ids, name, window):
-    model = some_model(make_model, "mistral" if window else "llama_gqa", name, **window)
-    whole = model(ids).logits
-    for size in (1, 7, 17):
-        assert difference(chunked(model, ids, size)[0], whole) < 1e-9
-    mask = torch.ones_like(ids)
-    mask[1, :13] = 0
-    shorter = model(ids[1:, 13:]).logits
-    for size in (7, 75):
-        logits, memory = chunked(model, ids, size, mask)
-        assert difference(logits[1, 13:], shorter[0]) < 1e-9 and difference(logits[0], whole[0]) < 1e-9
-        assert memory.tokens_read == [75, 62]
-    for place in (0, 15, 16, 50):
-        changed = ids.clone()
-        changed[:, place] = (changed[:, place] + 1) % 100 + 3
-        after = model(changed).logits
-        assert torch.equal(after[:, :place], whole[:, :place])
-        assert not torch.equal(after[:, place + 16 :], whole[:, place + 16 :])
-    _, memory = chunked(model, ids[:, :40], 40)
-    memory.select([1, 0, 1])
-    assert difference(model(ids[[1, 0, 1], 40:], past_key_values=memory).logits, whole[[1, 0, 1], 40:]) < 1e-9
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", OPTIONS)
-def test_the_size_does_not_grow(make_model, name):
-    model = some_model(make_model, "llama_gqa", name)
-    text = torch.randint(3, 128, (1, 16 * 20), generator=torch.Generator().manual_seed(4))
-    memory, sizes = None, []
-    for start in range(0, text.shape[1], 16):
-        memory = model(text[:, start : start + 16], past_key_values=memory).past_key_values
-        sizes.append(memory.nbytes)
-        assert memory.columns <= 16 + M
-    assert len(set(sizes[1:])) == 1
-    own = 3 * 8 * 6 * (32 + 1) if name == "associative" else M * 32
-    assert cacheformers.read(model, text, progress=False).nbytes == 8 * own
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["tokens", "associative"])
 def test_in_bfloat16(make_model, ids, name):
@@ -255,18 +186,6 @@ def test_in_bfloat16(make_model, ids, name):
     expected = model(ids).logits
     assert bool(torch.isfinite(logits).all())
     assert float((logits - expected)[:, :32].abs().mean()) < 0.05 * float(expected.abs().mean())
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_memory_of_its_own_goes_to_a_file_and_back(make_model, ids, tmp_path, name):
-    """In the middle of a segment, with memory tokens among the columns."""
-    model = some_model(make_model, "llama_gqa", name)
-    memory = cacheformers.read(model, ids[:, :40], flush=False, progress=False)
-    memory.save(tmp_path / "memory")
-    again = cacheformers.load_memory(tmp_path / "memory", model)
-    expected = model(ids[:, 40:], past_key_values=memory).logits
-    assert torch.equal(model(ids[:, 40:], past_key_values=again).logits, expected)
 
 
 # Windows
@@ -321,19 +240,6 @@ def test_questions_in_turn(make_model, ids, name):
     assert difference(model(prompt[:, :12], past_key_values=empty).logits, seen[:, :12]) > 1e-3
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", OPTIONS)
-def test_rows_close_by_themselves(make_model, ids, name):
-    """A row that begins a new document beside one that goes on, in the middle of its segment."""
-    model = some_model(make_model, "llama_gqa", name)
-    memory = cacheformers.new_memory(model, 2)
-    model(ids[:, :40], past_key_values=memory)
-    memory.reset([1])
-    logits = model(ids[:, 40:], past_key_values=memory).logits
-    assert difference(logits[0], model(ids[:1]).logits[0, 40:]) < 1e-9
-    assert difference(logits[1], model(ids[1:, 40:]).logits[0]) < 1e-9
-
-
 # Errors
 
 
@@ -370,8 +276,6 @@ def test_options_that_do_not_fit():
     with pytest.raises(ValueError, match=r"memory tokens 32 = 4128 positions, but this base model has 4096"):
         RecurrentMemoryOptions(base=SHAPE, segment_tokens=4096)
     assert RecurrentMemoryOptions(base=SHAPE, segment_tokens=4064).window.positions == 4096
-    with pytest.raises(ValueError, match="leave cache_size out"):
-        RecurrentMemoryOptions(base=SHAPE).new_state(1, {0: torch.device("cpu")}, torch.float32, cache_size=5)
 
 
 @torch.no_grad()
