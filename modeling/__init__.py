@@ -1,1 +1,1 @@
-"""What runs: search, memories, caches, and how a memory sits on a decoder."""
+"""The machine: search, memories, caches, and how a memory is put on a decoder."""

@@ -339,7 +339,7 @@ class MemoryCache(DocumentsCache):
         self._drop_columns()
 
     def drop(self, rows: Sequence[int]) -> None:
-        """Forget the open segments of the given rows. Nothing of them enters the memory; what is in it stays.
+        """Forget the open segments of the given rows. They do not enter the memory, which stays as it is.
 
         So a second question can be asked after a first one that is not to be remembered.
         """

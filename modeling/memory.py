@@ -72,7 +72,7 @@ class LocalWindow:
 
 
 class SegmentCall:
-    """One forward over new columns in which no row's segment closes: what layers read, and their scratch.
+    """One forward over new columns in which no row's segment closes: the data that layers read, and their scratch.
 
     All attention modules get the same object, as the keyword `memory_state`. It is not a dataclass, because FSDP passes
     each layer a copy of those.
@@ -116,7 +116,7 @@ class SegmentCall:
 
 @dataclass(frozen=True)
 class Gold:
-    """Where the answers to what the next forward asks are: what retrieval should find.
+    """The places of the answers to the questions of the next forward, which retrieval should find.
 
     Attributes:
         asking: which of the next columns are a question or its answer, bool `[rows, time]`.
@@ -148,7 +148,7 @@ class MemoryState(ABC):
         own_layers: layers whose visible keys and values are held by the state instead of the local cache.
         loss: what the method adds to the loss of the last forward; None for nothing.
         can_crop: the last tokens of open segments can be removed.
-        gold: where the answers to what the next forward asks are; None where nobody knows.
+        gold: places of the answers to the questions of the next forward; None if that is not known.
         retrieves: tokens look up single tokens of the document, which `retrieved` returns.
         memory_tokens: memory tokens that run through all layers behind a segment when it closes, and leave behind what
             `commit` stores; 0 for none. Such a state holds no columns of open segments.
@@ -190,7 +190,7 @@ class MemoryState(ABC):
         raise NotImplementedError
 
     def reads_tokens(self, closed: int) -> bool:
-        """Whether memory tokens stand before a segment that follows `closed` others."""
+        """Whether memory tokens come before a segment that follows `closed` others."""
         return False
 
     def detach(self) -> None:  # noqa: B027  # most states hold no graph
@@ -202,7 +202,7 @@ class MemoryState(ABC):
 
     @property
     def top_layer(self) -> int | None:
-        """The highest layer of which closed segments leave something behind; None: it may be any."""
+        """The highest layer whose states are stored when segments close; None if it may be any layer."""
         return None
 
     def retrieved(self) -> dict[int, Tensor]:
@@ -282,7 +282,7 @@ def keep_columns(tensor: Tensor, columns: Tensor, dim: int) -> Tensor:
 
 @dataclass
 class Reading:
-    """What one forward reads by layer, and what it leaves behind, by name (`keys`, `values`, ...) and layer.
+    """Data that one forward reads, by layer, and leaves behind, by name (`keys`, `values`, ...) and layer.
 
     A state takes up what has a name of its `tensors`.
     """

@@ -1,4 +1,4 @@
-"""What the configurations and model classes of this package share: how they are saved, uploaded, loaded and called."""
+"""The base of this package's configurations and model classes: how they are saved, uploaded, loaded and called."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Timeline:
     Attributes:
         open: whether a column belongs to the row's open segment, `[rows, columns]`.
         kept: whether a column is of a closed segment and still visible, `[rows, columns]`.
-        sink: whether a kept column is no text of the window: a sink, which always stays, or a memory token.
+        sink: whether a kept column is not text of the window but a sink, which always stays, or a memory token.
         memory: whether a kept column is a memory token, which stays until the segment after it closes.
         position: of the token in its row's local window, `[rows, columns]`.
         closed: number of segments that each row has closed.

@@ -81,7 +81,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """Read the published configuration; raise ValueError if this package cannot compute what it describes."""
     path = folder / CONFIG_FILE
     if not path.is_file():
-        raise ValueError(f"{folder} is no checkpoint folder of the published package: it has no {CONFIG_FILE}.")
+        raise ValueError(f"{folder} is not a checkpoint folder of the published package: it has no {CONFIG_FILE}.")
     try:
         settings = json.loads(path.read_text())
     except ValueError as error:

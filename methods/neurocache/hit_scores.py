@@ -1,4 +1,4 @@
-"""What Neurocache's cache attention is told about hits beyond the paper: how near they were, and which is newest."""
+"""An addition to Neurocache's paper: cache attention knows how near hits were, and which is newest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOTHING_STEP = 3.0  # of the score of nothing, for a parameter that moves by one
 
 
 class Found(NamedTuple):
-    """What is known of the hits of tokens.
+    """How good the hits of tokens are.
 
     Attributes:
         cosines: between each hit and the token that found it, `[..., k]`.
@@ -31,7 +31,7 @@ def newer_hits(hits: Tensor) -> Tensor:
 
 
 class HitScores(nn.Module):
-    """What each query head adds to the scores of retrieved states, and its score of nothing.
+    """Numbers that each query head adds to the scores of retrieved states, and its score of nothing.
 
         score(t, s) = q_t . k_s / sqrt(d_head) + 15 exp(nearness) cos(e_t', e_hit) + beside[t - t', place of s]
                       - order log2(1 + newer)

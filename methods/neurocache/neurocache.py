@@ -38,7 +38,7 @@ from cacheformers.modeling.search.store import Ring, vectors
 
 COMPRESSION_EPS = 1e-5
 
-TEMPERATURE = 0.05  # of `retrieval_loss`; scores lie between -2 and 0 for entries that the norm leaves as they are
+TEMPERATURE = 0.05  # of `retrieval_loss`; scores are between -2 and 0 for entries that the norm leaves as they are
 
 
 class Gate(PerHead):
@@ -117,7 +117,7 @@ def make_parts(options: NeurocacheOptions, layer: int, base_weights: tuple[Tenso
 
 
 class Retrieved(NamedTuple):
-    """What tokens retrieved: N = k*w states per token, hit by hit, each hit with its neighbors in time order.
+    """The states that tokens retrieved: N = k*w per token, hit by hit, each hit with its neighbors in time order.
 
     Attributes:
         states: `[..., N, d]`.
@@ -137,7 +137,7 @@ class Retrieved(NamedTuple):
 
 @dataclass
 class NeurocacheReading(Reading):
-    """What one forward reads and leaves behind: `keys` and `values` by storing layer, the rest by retrieval layer.
+    """Data that one forward reads and leaves behind: `keys` and `values` by storing layer, the rest by retrieval layer.
 
     Attributes:
         past: hits and queries of the open segments before this forward.
@@ -393,7 +393,7 @@ def context_sources(context: int, call: SegmentCall, device: torch.device) -> Co
 
 
 def earlier(past: Tensor | None, sources: ContextSources, new: Tensor, blank: int) -> Tensor:
-    """Return columns `[rows, c-1, ...]` of the c-1 tokens before the new ones, `blank` where there is no such token."""
+    """Return columns `[rows, c-1, ...]` of the c-1 tokens before the new ones, `blank` where no token was."""
     if past is None or past.shape[1] == 0:
         return new.new_full((*sources.columns.shape, new.shape[2]), blank)
     if past.shape[2] != new.shape[2]:

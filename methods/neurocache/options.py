@@ -151,7 +151,7 @@ class NeurocacheOptions(StoreOptions, NeurocacheSettings, LocalWindowOptions):
 
     @property
     def window(self) -> LocalWindow:
-        """What self-attention sees: everything with `compatibility`."""
+        """The tokens that self-attention sees: everything with `compatibility`."""
         if self.compatibility is not None:
             return LocalWindow(2**62)
         return super().window

@@ -28,7 +28,7 @@ EMPTY_SCORE = -1e8
 
 @dataclass
 class ReferenceReading:
-    """What one forward reads (`held`: keys, values and context), and leaves behind, by name and layer."""
+    """Data that one forward reads (`held`: keys, values and context) and leaves behind, by name and layer."""
 
     held: dict[str, dict[int, Tensor]]
     new: dict[str, dict[int, Tensor]] = field(default_factory=lambda: {"keys": {}, "values": {}})

@@ -19,7 +19,7 @@ RECALL_SCORES = 1 << 22
 class Search(ABC):
     """Finds the nearest of one row's entries for each query.
 
-    A search has no state: what a back end keeps between calls is in `entries.index`.
+    A search has no state: a back end keeps its data between calls in `entries.index`.
     """
 
     @torch.no_grad()
