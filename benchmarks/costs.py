@@ -1,13 +1,12 @@
-"""Measure what Neurocache adds to the forward of a segment, a training step and a new token, and what reading saves.
+"""Measure what Neurocache adds to the forward of a segment, a training step and a new token.
 
     python benchmarks/costs.py forward                           # 10 minutes on two CPU cores
     python benchmarks/costs.py forward --shapes llama-12x768 --rounds 3
     python benchmarks/costs.py train --checkpointing             # 5 minutes
     python benchmarks/costs.py decode                            # 128K entries, 5 minutes
-    python benchmarks/costs.py read                              # 3 minutes
 
 Weights are random, gates are open. Runs take turns in one process; a ratio is of two runs of the same round. Results:
-NAME.json and NAME.png of forward, train, decode or read.
+NAME.json and NAME.png of forward, train or decode.
 
 forward: a segment of 1,024 tokens with a full ring. The 12-layer Llama (float32, logits of all positions, no LoRA) is
 compared with its base, the other models with LoRA alone.
@@ -15,7 +14,6 @@ train: forward and backward of such a segment over LoRA alone. The optimizer's t
 left out. Peak memory is measured in a process of its own for each.
 decode: tokens one by one, after 256 tokens of an open segment and texts of several lengths in the memory, over the
 base.
-read: four segments into a memory whose highest layer that stores is the first, middle or usual one, over all layers.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +31,6 @@ from measuring import Panel, draw_bars, draw_lines, interleaved, parser, peak_ex
 from models import base_model, full_memory, lora_model, memory_model, shapes
 from transformers import DynamicCache
 
-import cacheformers
 from cacheformers.common.loss import token_losses
 
 TOKENS, OPEN = 1024, 256
@@ -46,7 +42,7 @@ ASKED = {"llama-12x768, float32": 1.15, "smollm2-135m, bfloat16": 1.25, "time": 
 def main() -> None:
     """Measure, print, write."""
     given = parser(__doc__)
-    given.add_argument("task", choices=["forward", "train", "decode", "read"])
+    given.add_argument("task", choices=["forward", "train", "decode"])
     given.add_argument("--shapes", nargs="+", help="models (default: smollm2-135m, and for forward llama-12x768)")
     given.add_argument("--dtype", nargs="+", choices=DTYPES, help="of the weights (default: float32; train: bfloat16)")
     given.add_argument("--cache_size", type=int, help="entries (default: 16384; decode: 131072)")
@@ -65,7 +61,7 @@ def main() -> None:
     if options.peak:
         print(peak_extra(training_step(options.peak, options), options.device))
     else:
-        {"forward": forward, "train": train, "decode": decode, "read": read}[options.task](options)
+        {"forward": forward, "train": train, "decode": decode}[options.task](options)
 
 
 def forward(options: argparse.Namespace) -> None:
@@ -172,26 +168,6 @@ def steps(model: Any, opening: torch.Tensor, cache: Any, count: int) -> Callable
             model(input_ids=opening[:, :1], past_key_values=cache)
 
     return run
-
-
-@torch.no_grad()
-def read(options: argparse.Namespace) -> None:
-    """Measure reading, which leaves out the layers above the highest that stores, over running all of them."""
-    shape, dtype, device = shapes()[options.shapes[0]], getattr(torch, options.dtype[0]), options.device
-    count = shape.config.num_hidden_layers
-    ids = torch.randint(0, shape.config.vocab_size, (1, 4 * TOKENS), device=device)
-    rows = []
-    for layer in (0, count // 2, shape.first):
-        model = memory_model(shape, dtype, device, cache_size=options.cache_size, retrieval_map={layer: layer})
-        runs = {
-            kind: partial(cacheformers.read, model, ids, flush=kind == "needed", progress=False)
-            for kind in ("needed", "all")  # an open segment, which a text to go on with has, takes all layers
-        }
-        times = interleaved(runs, options.rounds, device)
-        rows.append({"layer": layer, "layers": count, **ratio(times, "needed", "all"), "times": times})
-        print(f"entries of layer {layer} of {count}: {shown(rows[-1])}")
-    bars = {f"layer {row['layer']}": row for row in rows}
-    draw_bars(save("read", options, {"rows": rows}), {f"Reading, {options.shapes[0]}, over all layers": bars}, {})
 
 
 if __name__ == "__main__":
