@@ -44,7 +44,7 @@ class MemoryTuner(LoraModel):
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: Any) -> Any:
         if peft_config.target_modules is None:
-            names = architecture(self.model.config).feed_forward
+            names = architecture(self.model.config).lora_targets
             peft_config.target_modules = set(names)
             if peft_config.layers_to_transform is None:
                 layers = peft_config.resolve(base_shape(self.model.config)).attention_layers

@@ -63,7 +63,7 @@ class Setting:
 
     def adapter(self) -> Any:
         config = self.config()
-        targets, upper = list(architecture(config).feed_forward), list(range(3 * self.layers // 4, self.layers))
+        targets, upper = list(architecture(config).lora_targets), list(range(3 * self.layers // 4, self.layers))
         if self.method == "lora":
             return LoraConfig(
                 r=16, lora_alpha=32, target_modules=targets, layers_to_transform=upper, task_type="CAUSAL_LM"

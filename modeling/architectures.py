@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,57 +15,181 @@ from cacheformers.modeling.memory import BaseShape
 from cacheformers.modeling.pretrained import SavedConfig
 
 
+def always(attention: Any) -> bool:
+    """Every layer has rotary positions."""
+    return True
+
+
+def max_positions(config: Any) -> int:
+    """Return the number of positions that a base has learned."""
+    positions: int = config.max_position_embeddings
+    return positions
+
+
+def positions_of_llama4(config: Any) -> int:
+    """Return the positions within a chunk, before the temperature of scores rises with the columns of a batch.
+
+    Padded rows need up to twice as many columns as tokens, and those of a new piece.
+    """
+    near = config.floor_scale // 3 if config.attn_temperature_tuning else config.attention_chunk_size
+    return min(config.max_position_embeddings, config.attention_chunk_size, near)
+
+
+def unchanged(config: Any, logits: Tensor) -> Tensor:
+    """Return the logits of most bases."""
+    return logits
+
+
+def soft_capped(config: Any, logits: Tensor) -> Tensor:
+    """Return logits between minus and plus the cap, if there is one."""
+    cap = config.final_logit_softcapping
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
 @dataclass(frozen=True)
 class Architecture:
-    """The names that a model family uses.
+    """The names that a model family uses, and how it turns keys.
 
     Attributes:
         decoder: path from the causal language model to the module that loops over the layers.
         attention: name of the self-attention in a layer.
         cache_argument: name of the cache among the arguments of that attention.
         projections: names of W_q, W_k, W_v, W_o; one fused name and W_o where q, k and v are one matrix.
-        feed_forward: linear layers of the feed-forward block (the default LoRA targets).
-        rotary: keys carry rotary positions (which can be moved).
+        fused_by_head: rows of a fused matrix are q, k and v of one head after the other, not all of q, of k, and of v.
+        feed_forward: linear layers of the feed-forward block; none where experts take its place.
+        rotary: which channels of a key are turned together: "halves" (i with i + half of those that turn), "neighbors"
+            (2i with 2i + 1), or None for learned positions, which cannot be moved.
+        angles: how the base's cos and sin repeat each angle: "halves", "neighbors", or "once" where they do not.
+        turns: whether a layer has rotary positions, given its attention module.
         masks_by_layer_type: the decoder takes one mask per layer type.
+        rotary_by_layer_type: each layer type has its own rotary positions.
+        positions: how many positions self-attention knows, given the configuration.
+        logits: what the base makes of the logits that its head gives, given the configuration and these.
+        scores: what attention does to its scores beside a softmax; methods that compute scores themselves refuse it.
+        title: the family's name for people.
+        note: what is special about it, for people.
     """
 
+    title: str = field(default="", compare=False)
     decoder: str = "model"
     attention: str = "self_attn"
     cache_argument: str = "past_key_values"
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    fused_by_head: bool = False
     feed_forward: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    rotary: bool = True
+    rotary: str | None = "halves"
+    angles: str = "halves"
+    turns: Callable[[Any], bool] = always
     masks_by_layer_type: bool = False
+    rotary_by_layer_type: bool = False
+    positions: Callable[[Any], int] = max_positions
+    logits: Callable[[Any, Tensor], Tensor] = unchanged
+    scores: str = ""
+    note: str = field(default="", compare=False)
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """The linear layers that get LoRA by default: the feed-forward block's, else attention's."""
+        return self.feed_forward or self.projections
 
 
+UP_DOWN = ("up_proj", "down_proj")
+FC = ("fc1", "fc2")
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(),
-    "mistral": Architecture(),
+    "llama": Architecture("Llama"),
+    "mistral": Architecture("Mistral"),
     "opt": Architecture(
+        "OPT",
         decoder="model.decoder",
         projections=("q_proj", "k_proj", "v_proj", "out_proj"),
-        feed_forward=("fc1", "fc2"),
-        rotary=False,
+        feed_forward=FC,
+        rotary=None,
+        note="learned positions",
     ),
-    "qwen2": Architecture(masks_by_layer_type=True),
-    "qwen3": Architecture(masks_by_layer_type=True),
-    "gemma": Architecture(),
-    "phi": Architecture(projections=("q_proj", "k_proj", "v_proj", "dense"), feed_forward=("fc1", "fc2")),
-    "olmo2": Architecture(),
-    "granite": Architecture(),
-    "ministral": Architecture(masks_by_layer_type=True),
-    "seed_oss": Architecture(),
-    "hunyuan_v1_dense": Architecture(),
-    "starcoder2": Architecture(feed_forward=("c_fc", "c_proj")),
-    "arcee": Architecture(feed_forward=("up_proj", "down_proj")),
-    "apertus": Architecture(feed_forward=("up_proj", "down_proj")),
+    "qwen2": Architecture("Qwen2, Qwen2.5", masks_by_layer_type=True),
+    "qwen3": Architecture("Qwen3", masks_by_layer_type=True),
+    "gemma": Architecture("Gemma"),
+    "gemma2": Architecture(
+        "Gemma 2",
+        masks_by_layer_type=True,
+        logits=soft_capped,
+        scores="soft-capped",
+        note="eager attention, whose softmax is in float32",
+    ),
+    "gemma3_text": Architecture(
+        "Gemma 3 (text)", masks_by_layer_type=True, rotary_by_layer_type=True, logits=soft_capped
+    ),
+    "phi": Architecture("Phi", projections=("q_proj", "k_proj", "v_proj", "dense"), feed_forward=FC),
+    "phi3": Architecture(
+        "Phi-3, Phi-4", projections=("qkv_proj", "o_proj"), feed_forward=("gate_up_proj", "down_proj")
+    ),
+    "olmo2": Architecture("OLMo 2"),
+    "olmo3": Architecture("OLMo 3", masks_by_layer_type=True, rotary_by_layer_type=True),
+    "granite": Architecture("Granite", logits=lambda config, logits: logits / config.logits_scaling),
+    "ministral": Architecture("Ministral", masks_by_layer_type=True),
+    "seed_oss": Architecture("Seed-OSS"),
+    "hunyuan_v1_dense": Architecture("Hunyuan (dense)"),
+    "starcoder2": Architecture("StarCoder2", feed_forward=("c_fc", "c_proj")),
+    "arcee": Architecture("Arcee", feed_forward=UP_DOWN),
+    "apertus": Architecture("Apertus", feed_forward=UP_DOWN),
+    "smollm3": Architecture("SmolLM3", turns=lambda attention: bool(attention.use_rope)),
+    "exaone4": Architecture(
+        "EXAONE 4",
+        masks_by_layer_type=True,
+        turns=lambda attention: attention.sliding_window is None or attention.is_sliding,
+    ),
+    "cohere2": Architecture(
+        "Cohere 2 (Command R7B, A)",
+        masks_by_layer_type=True,
+        rotary="neighbors",
+        angles="neighbors",
+        turns=lambda attention: attention.sliding_window is not None,
+        logits=lambda config, logits: logits * config.logit_scale,
+        note="keys turn in float32",
+    ),
+    "glm4": Architecture("GLM-4", rotary="neighbors", feed_forward=("gate_up_proj", "down_proj")),
+    "helium": Architecture("Helium", rotary="neighbors"),
+    "ernie4_5": Architecture("ERNIE 4.5", rotary="neighbors", note="keys turn in float32"),
+    "mixtral": Architecture("Mixtral", feed_forward=(), note="experts"),
+    "qwen2_moe": Architecture("Qwen2-MoE", masks_by_layer_type=True, note="experts"),
+    "qwen3_moe": Architecture("Qwen3-MoE", feed_forward=(), note="experts"),
+    "gpt_oss": Architecture(
+        "GPT-OSS",
+        masks_by_layer_type=True,
+        angles="once",
+        feed_forward=(),
+        scores="normalized with learned sinks",
+        note="experts; eager attention",
+    ),
+    "llama4_text": Architecture(
+        "Llama 4 (text)",
+        masks_by_layer_type=True,
+        rotary="neighbors",
+        turns=lambda attention: bool(attention.use_rope),
+        positions=positions_of_llama4,
+        scores="within chunks of the text, and scaled by position",
+        note="experts; at most a chunk of positions",
+    ),
     "gpt_neox": Architecture(
+        "GPT-NeoX, Pythia",
         decoder="gpt_neox",
         attention="attention",
         cache_argument="layer_past",
         projections=("query_key_value", "dense"),
+        fused_by_head=True,
         feed_forward=("dense_h_to_4h", "dense_4h_to_h"),
     ),
+}
+
+NO_KEYWORDS = (
+    "{} cannot have a memory: its layers in transformers pass no keywords on to self-attention, through which a memory "
+    "reaches it. Use a base of another family (docs/bases.md)."
+)
+UNSUPPORTED = {
+    "stablelm": NO_KEYWORDS.format("stablelm"),
+    "nemotron": NO_KEYWORDS.format("nemotron"),
+    "gemma3": "gemma3 also sees images: take its language model out (docs/bases.md), and put the memory on that.",
+    "llama4": "llama4 also sees images: load it by AutoModelForCausalLM, which takes its language model alone.",
 }
 
 OFFLOADED = (
@@ -106,6 +230,8 @@ def architecture(config: PretrainedConfig) -> Architecture:
             f"This {model_type} is a model of its own: its memory is what its forward and generate() return as "
             "past_key_values (docs/cacheformer.md). Memories of this kind are for pretrained models."
         )
+    if model_type in UNSUPPORTED:
+        raise ValueError(UNSUPPORTED[model_type])
     if model_type not in ARCHITECTURES:
         raise ValueError(
             f"Model type {model_type!r} is not supported. Supported: {', '.join(sorted(ARCHITECTURES))}. Name the "
@@ -117,8 +243,8 @@ def architecture(config: PretrainedConfig) -> Architecture:
 def register_architecture(model_type: str, **names: Any) -> None:
     """Make a family of decoders known as base models, for all methods.
 
-    Its attention must be transformers' own, which passes keywords on. To move keys (`local_window="sliding"`,
-    `far_distance`) its rotary positions must turn halves of a head in every layer, which is tried when they should be.
+    Its attention must be transformers' own, to which its layers pass keywords on. Whether keys turn as `rotary`,
+    `angles` and `turns` say is tried when they should be moved (`local_window="sliding"`, `far_distance`).
 
     Args:
         model_type: of the family's configuration.
@@ -134,8 +260,19 @@ def register_architecture(model_type: str, **names: Any) -> None:
     ARCHITECTURES[model_type] = new
 
 
+def check_scores(model_type: str) -> None:
+    """Raise ValueError if attention of a base is more than a softmax of scores, for methods that compute it."""
+    known = ARCHITECTURES.get(model_type)
+    if known is not None and known.scores:
+        raise ValueError(
+            f"This method computes attention itself, as a softmax of scores, but those of {model_type} are "
+            f"{known.scores}: choose another base, or a method that leaves the base's attention as it is."
+        )
+
+
 def base_shape(config: PretrainedConfig) -> BaseShape:
     """Read the sizes of a base model from its configuration."""
+    known = architecture(config)
     heads = config.num_attention_heads
     return BaseShape(
         model_type=config.model_type,
@@ -145,9 +282,9 @@ def base_shape(config: PretrainedConfig) -> BaseShape:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         layers=config.num_hidden_layers,
         vocab_size=config.vocab_size,
-        max_positions=config.max_position_embeddings,
-        rotary=architecture(config).rotary,
-        sliding_window=getattr(config, "sliding_window", None),
+        max_positions=known.positions(config),
+        rotary=known.rotary is not None,
+        sliding_window=getattr(config, "sliding_window", None) or None,  # Qwen2-MoE has 0 for none
     )
 
 
@@ -185,8 +322,12 @@ def split_projections(weights: list[Tensor], shape: BaseShape) -> tuple[Tensor, 
     """Return W_q, W_k, W_v and W_o, given the weights that `Architecture.projections` names."""
     if len(weights) == 4:
         return tuple(weights)
-    fused = weights[0].view(shape.heads, 3, shape.head_dim, shape.hidden_size)  # q, k, v by head
-    return (*(fused[:, i].flatten(0, 1) for i in range(3)), weights[1])
+    fused, output = weights
+    if ARCHITECTURES[shape.model_type].fused_by_head:
+        by_head = fused.view(shape.heads, 3, shape.head_dim, shape.hidden_size)
+        return (*(by_head[:, i].flatten(0, 1) for i in range(3)), output)
+    sizes = [count * shape.head_dim for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    return (*fused.split(sizes), output)
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -20,13 +20,13 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cacheformers.modeling.memory import SegmentCall
+from cacheformers.modeling.rotary import Rotation, layer_rotation
 
 PREFIX = "cacheformers_"
 FORMER = ("sdpa", "eager")  # functions that take the masks that local windows need
@@ -46,7 +46,7 @@ class AttentionInputs:
         compute: the former attention function over these tensors.
         scaling: of the scores of `query` and `key`.
         hidden: x, from which the module computes all of these, `[rows, time, h]`.
-        rotation: cos and sin of the new tokens, None where there is no rotation.
+        rotation: of the new tokens, None where there is none.
     """
 
     module: nn.Module
@@ -57,7 +57,7 @@ class AttentionInputs:
     compute: Callable[[], tuple[Tensor, Tensor | None]]
     scaling: float
     hidden: Tensor
-    rotation: tuple[Tensor, Tensor] | None
+    rotation: Rotation | None
 
     @cached_property
     def local(self) -> Tensor:
@@ -88,28 +88,7 @@ class AttentionInputs:
 
     def _unrotated(self, states: Tensor) -> Tensor:
         exact = states.to(torch.promote_types(states.dtype, torch.float32))
-        return exact if self.rotation is None else unrotated(exact, *self.rotation)
-
-
-def turn(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply a rotary embedding to `[rows, heads, time, d_head]`.
-
-    Args:
-        cos, sin: `[rows, time, rotated]`; channels beyond `rotated` are left as they are.
-    """
-    cos, sin = cos[:, None].to(states.dtype), sin[:, None].to(states.dtype)
-    size = cos.shape[-1]
-    turning, rest = states[..., :size], states[..., size:]
-    first, second = turning.chunk(2, dim=-1)
-    turned = turning * cos + torch.cat([-second, first], -1) * sin
-    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
-
-
-def unrotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Undo the rotary embedding of `[rows, heads, time, d_head]`, with whatever factor cos and sin are scaled by."""
-    size = cos.to(states.dtype).square() + sin.to(states.dtype).square()
-    beyond = states.shape[-1] - size.shape[-1]
-    return turn(states, cos, -sin) / (F.pad(size, (0, beyond), value=1.0) if beyond else size)[:, None]
+        return exact if self.rotation is None else self.rotation.exact(exact.dtype).undo(exact)
 
 
 def by_kv_head(queries: Tensor, kv_heads: int) -> Tensor:
@@ -188,4 +167,5 @@ def keep_inputs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
                 f"{PREFIX + FORMER[0]!r} or {PREFIX + FORMER[1]!r}, or choose before the memory is put in."
             )
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        call.scratch[f"inputs {module.layer_idx}"] = hidden, kwargs.get("position_embeddings")
+        rotation = layer_rotation(module, kwargs.get("position_embeddings"))
+        call.scratch[f"inputs {module.layer_idx}"] = hidden, rotation

@@ -62,7 +62,7 @@ class LocalCache(Cache):
         return -1
 
 
-Rotate = Callable[[Tensor, Tensor], Tensor]
+Rotate = Callable[[Tensor, Tensor, int], Tensor]  # keys, positions, layer
 
 
 class DocumentsCache(Cache):
@@ -326,7 +326,8 @@ class MemoryCache(DocumentsCache):
         """Move the open segments of the given rows into the memory; `segments.close_segments` runs memory tokens first.
 
         Args:
-            rotate: turns keys `[rows, heads, columns, dim]` by `[rows, columns]` positions; None without rotation.
+            rotate: turns keys `[rows, heads, columns, dim]` of a layer by `[rows, columns]` positions; None without
+                rotation.
         """
         closing = {row: self.timeline.open[row].nonzero()[:, 0] for row in rows}
         closing = {row: columns for row, columns in closing.items() if len(columns)}
@@ -377,7 +378,7 @@ class MemoryCache(DocumentsCache):
         for layer, (keys, values) in local.items():
             moved = keys[row : row + 1].detach()
             if rotate is not None and bool(shift.any()):
-                moved = rotate(moved, shift[None])
+                moved = rotate(moved, shift[None], layer)
             self.local[layer] = (with_row(keys, row, moved), with_row(values, row, values[row : row + 1].detach()))
 
     def _drop_columns(self) -> None:

@@ -221,13 +221,18 @@ class CompositeForCausalLM(ChecksPrompts, ForwardWithHead, CompositePreTrainedMo
     def __init__(self, config: CompositeConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config)
         causal: Any = base or AutoModelForCausalLM.from_config(config.text_config)
-        self.model = self.model_class(config, causal.base_model, from_base=base is not None)
+        headless: Any = find_decoder(causal) if causal.base_model is causal else causal.base_model  # Llama 4 names none
+        self.model = self.model_class(config, headless, from_base=base is not None)
         self.lm_head = causal.get_output_embeddings()
         embeddings = self.get_input_embeddings()
         path = next(path for path, module in self.named_modules() if module is embeddings)
         self._tied_weights_keys = {"lm_head.weight": f"{path}.weight"}
         self.register_forward_pre_hook(before_model, with_kwargs=True)
         self.post_init()  # type: ignore[no-untyped-call]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        text_config = self.config.text_config
+        return architecture(text_config).logits(text_config, super().logits(hidden))
 
     @classmethod
     def from_base(cls, base: str | Path | PreTrainedModel, **options: Any) -> Self:

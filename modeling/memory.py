@@ -91,10 +91,12 @@ class SegmentCall:
         earlier: hidden states of the pieces before this one; None if another piece follows.
         keep: how many of the last hidden states are wanted; None for all.
         returned: whether the caller gets the memory back (not with use_cache=False, unless it was passed in).
+        reached: whether it came as far as an attention module, to which some bases pass no keywords on.
         memory_tokens: what the new columns are instead of text: memory tokens that are "read" by the next segment, as
             columns before it, or that "write" behind a segment which closes, and leave no columns; "" for text.
         forgets: whether local keys and values are dropped at the end (each forward is a segment, and use_cache=False).
-        rotate: turns keys `[rows, heads, columns, d_head]` by `[rows, columns]` positions; None without rotation.
+        rotate: turns keys `[rows, heads, columns, d_head]` of a layer by `[rows, columns]` positions; None without
+            rotation.
     """
 
     def __init__(self, memory: Any, reading: Any, local: Any, real: Tensor, ids: Tensor) -> None:
@@ -105,10 +107,11 @@ class SegmentCall:
         self.padded = not bool(self.visible.all())
         self.positions = torch.cat([timeline.position, timeline.new_positions(real)], 1)
         self.window_tokens: list[int] = (timeline.kept & ~timeline.sink).sum(1).tolist()
-        self.rotate: Callable[[Tensor, Tensor], Tensor] | None = None
+        self.rotate: Callable[[Tensor, Tensor, int], Tensor] | None = None
         self.earlier: list[Tensor] | None = None
         self.keep: int | None = None
         self.returned = True
+        self.reached = False
         self.forgets = False
         self.memory_tokens = ""
         self.scratch: dict[str, Any] = {}

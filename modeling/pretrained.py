@@ -101,6 +101,11 @@ class ForwardWithHead:
     lm_head: Any
     loss_function: Any
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Compute logits `[rows, time, vocabulary]` of the last hidden states."""
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self,
@@ -133,7 +138,7 @@ class ForwardWithHead:
             **kwargs,
         )
         wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, wanted])
+        logits = self.logits(outputs.last_hidden_state[:, wanted])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from cacheformers.modeling.architectures import architecture, attention_modules, find_decoder, layer_devices, unwrap
+from cacheformers.modeling.architectures import (
+    NO_KEYWORDS,
+    architecture,
+    attention_modules,
+    find_decoder,
+    layer_devices,
+    unwrap,
+)
 from cacheformers.modeling.attention import former_attention, keep_inputs
 from cacheformers.modeling.cache import MemoryCache, check_blank
 from cacheformers.modeling.inputs import check_arguments, check_positions, real_tokens, watch_training
@@ -201,7 +208,7 @@ def piece_arguments(decoder: nn.Module, call: SegmentCall, device: torch.device)
     call.rotate = rotation(decoder)
     config: Any = decoder.config
     most = config.max_position_embeddings
-    if not architecture(config).rotary and int(call.positions.max()) >= most:
+    if architecture(config).rotary is None and int(call.positions.max()) >= most:
         raise ValueError(
             f"This base model has {most} positions, and this method does not restart them: the text is too long."
         )
@@ -297,7 +304,8 @@ def local_mask(decoder: nn.Module, call: SegmentCall, device: torch.device) -> T
         return torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, torch.finfo(dtype).min)
 
     if architecture(config).masks_by_layer_type:
-        return {"full_attention": finish(full), "sliding_attention": finish(full & near | itself)}
+        masks = {"sliding_attention": full & near | itself}  # other layers see the whole local window
+        return {kind: finish(masks.get(kind, full)) for kind in set(config.layer_types)}
     return finish(full & near | itself)
 
 
@@ -306,6 +314,7 @@ def before_attention(attention: nn.Module, args: Any, kwargs: dict[str, Any]) ->
     call = kwargs.get("memory_state")
     if not isinstance(call, SegmentCall):
         return None
+    call.reached = True
     name = architecture(attention.config).cache_argument  # type: ignore[arg-type]
     return args, {**kwargs, name: call.local}
 
@@ -346,6 +355,8 @@ def after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output:
     call = kwargs.get("memory_state")
     if not isinstance(call, SegmentCall):
         return output
+    if not call.reached:
+        raise ValueError(NO_KEYWORDS.format(decoder.config.model_type))  # type: ignore[union-attr]  # its configuration
     memory: MemoryCache = call.memory
     memory.end(call)
     output.past_key_values = memory

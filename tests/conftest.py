@@ -57,7 +57,7 @@ MORE_BASES = {
 # Families that one line in `ARCHITECTURES` adds.
 ONE_LINE = {
     "olmo2": {"model_type": "olmo2", "num_key_value_heads": 2},
-    "granite": {"model_type": "granite", "num_key_value_heads": 2, "attention_multiplier": 0.4},
+    "granite": {"model_type": "granite", "num_key_value_heads": 2, "attention_multiplier": 0.4, "logits_scaling": 3.0},
     "ministral": {"model_type": "ministral", "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 9},
     "seed_oss": {"model_type": "seed_oss", "num_key_value_heads": 2, "head_dim": 8},
     "hunyuan": {"model_type": "hunyuan_v1_dense", "num_key_value_heads": 2, "head_dim": 8},
@@ -69,12 +69,93 @@ ONE_LINE = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
+EXPERTS = {"num_key_value_heads": 2, "num_experts_per_tok": 2, "head_dim": 8, "experts_implementation": "eager"}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+# Families with something of their own, which a part of the shared tests takes.
+SPECIAL = {
+    "gemma2": {
+        "model_type": "gemma2",
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 9,
+        "attn_logit_softcapping": 2.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 9,
+        "layer_types": LAYER_TYPES,
+    },
+    "olmo3": {
+        "model_type": "olmo3",
+        "num_key_value_heads": 2,
+        "sliding_window": 9,
+        "layer_types": LAYER_TYPES,
+        "rope_parameters": {"full_attention": ROPE, "sliding_attention": {**ROPE, "rope_theta": 500.0}},
+    },
+    "phi3": {"model_type": "phi3", "num_key_value_heads": 2, "partial_rotary_factor": 0.5},
+    "smollm3": {
+        "model_type": "smollm3",
+        "num_key_value_heads": 2,
+        "no_rope_layers": [1, 1, 0],
+        "use_sliding_window": False,
+    },
+    "exaone4": {"model_type": "exaone4", "num_key_value_heads": 2, "sliding_window": 9, "layer_types": LAYER_TYPES},
+    "cohere2": {"model_type": "cohere2", "num_key_value_heads": 2, "sliding_window": 9, "layer_types": LAYER_TYPES},
+    "glm4": {"model_type": "glm4", "num_key_value_heads": 2, "head_dim": 8, "partial_rotary_factor": 0.5},
+    "helium": {"model_type": "helium", "num_key_value_heads": 2, "head_dim": 8},
+    "ernie4_5": {"model_type": "ernie4_5", "num_key_value_heads": 2, "head_dim": 8},
+    "mixtral": {"model_type": "mixtral", **EXPERTS, "num_local_experts": 4},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        **EXPERTS,
+        "num_experts": 4,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **EXPERTS,
+        "num_experts": 4,
+        "moe_intermediate_size": 24,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **EXPERTS,
+        "num_local_experts": 4,
+        "sliding_window": 9,
+        "layer_types": LAYER_TYPES,
+        "rope_parameters": ROPE,
+    },
+    "llama4": {
+        "model_type": "llama4_text",
+        **EXPERTS,
+        "num_experts_per_tok": 1,
+        "num_local_experts": 4,
+        "attention_chunk_size": 40,
+        "floor_scale": 120,
+        "no_rope_layers": [1, 1, 0],
+        "intermediate_size_mlp": 48,
+        "moe_layers": [1],
+    },
+}
 # Where attention to everything is possible: no window of the base's own, positions for every token.
 FULL_BASES = {"mistral": "mistral_full", "opt": "opt_long"}
 BASES_IN_FULL = {
     "mistral_full": {**BASES["mistral"], "sliding_window": None},
     "opt_long": {**BASES["opt"], "max_position_embeddings": 128},
 }
+CONFIGS = {**BASES, **MORE_BASES, **ONE_LINE, **SPECIAL, **BASES_IN_FULL}
+EAGER = ("gemma2", "gpt_oss")  # transformers has no other attention for them on a CPU
 METHODS = {name: dict(method.test_settings) for name, method in method_registry.METHODS.items()}
 OTHERS = [method for method in METHODS if method != "neurocache"]
 # Factors by which random models enlarge rounding: memory tokens go through all layers again in each segment.
@@ -110,11 +191,7 @@ def pytest_collection_modifyitems(config, items):
     if not config.getoption("--bases"):
         return
     chosen = set(config.getoption("--bases").split(","))
-    others = (
-        {"stories260k", *BASES, *MORE_BASES, *ONE_LINE, *BASES_IN_FULL}
-        - chosen
-        - {FULL_BASES.get(base) for base in chosen}
-    )
+    others = {"stories260k", *CONFIGS} - chosen - {FULL_BASES.get(base) for base in chosen}
     left_out = {item for item in items if others.intersection(case_words(item))}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
@@ -161,10 +238,8 @@ def make_base():
         torch.manual_seed(0)
         if name == "stories260k":
             return trained_base(dtype, **changes)
-        config = AutoConfig.for_model(
-            **{**COMMON, **{**BASES, **MORE_BASES, **ONE_LINE, **BASES_IN_FULL}[name], **changes}
-        )
-        attention = changes.pop("attn_implementation", "sdpa")
+        config = AutoConfig.for_model(**{**COMMON, **CONFIGS[name], **changes})
+        attention = changes.pop("attn_implementation", "eager" if name in EAGER else "sdpa")
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
         for parameter in model.parameters():  # larger than the default initialization, so that every layer matters
             if parameter.dim() > 1:

@@ -125,7 +125,7 @@ def adapter_config(
             f"memory_start {options.memory_start!r} is for {', '.join(able) or 'no method'}: leave it out for "
             f"{memory_options.method}."
         )
-    targets = options.lora_targets or list(architecture(base).feed_forward)
+    targets = options.lora_targets or list(architecture(base).lora_targets)
     without_lora = targets == ["none"]
     config: Any = memory_options.config(
         **memory_options.values(),

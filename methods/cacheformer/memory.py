@@ -29,9 +29,11 @@ from cacheformers.methods.cacheformer.cacheformer import (
     Projected,
 )
 from cacheformers.methods.cacheformer.state import CacheFormerState
-from cacheformers.modeling.attention import AttentionInputs, unrotated
+from cacheformers.modeling.architectures import check_scores
+from cacheformers.modeling.attention import AttentionInputs
 from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.modeling.memory import EVERYTHING, BaseShape, LocalWindow, MemoryState, SegmentCall, joined, part
+from cacheformers.modeling.rotary import Rotation
 from cacheformers.modeling.settings import (
     MethodOptions,
     MethodSettings,
@@ -93,6 +95,7 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
             )
         if self.far_distance:
             self.check_far_distance()
+        check_scores(self.base.model_type)
         own = self.base.sliding_window
         if own is not None and self.window_tokens > own:
             raise ValueError(
@@ -141,15 +144,17 @@ def attend(
     Raises:
         ValueError: `paper_block` with padding, or after earlier text.
     """
+    turn = call.rotate
+    rotate = None if turn is None else lambda keys, positions: turn(keys, positions, layer)
     if not options.causal:
         if call.visible.shape[1] > call.real.shape[1]:
             refuse_looking_ahead(options)
         if call.padded:
             raise ValueError("selection='paper_block' is for study and takes no padding: pass documents one by one.")
-        return attend_documents(options, parts, projected, call.rotate).transpose(1, 2)
+        return attend_documents(options, parts, projected, rotate).transpose(1, 2)
     reading: CacheFormerReading = call.reading
     state = reading.before[layer].successor()
-    read = state.attend(parts, projected, call.rotate, call.real)
+    read = state.attend(parts, projected, rotate, call.real)
     reading.after[layer] = state
     return read.transpose(1, 2)
 
@@ -169,14 +174,12 @@ def attend_inputs(
     return attend(options, layer, parts, projected, inputs.call)
 
 
-def turned_back(keys: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+def turned_back(keys: Tensor, rotation: Rotation | None) -> Tensor:
     """Rotate keys back to position 0, and keep the factor by which the model scales its rotation."""
     if rotation is None:
         return keys
     exact = keys.to(torch.promote_types(keys.dtype, torch.float32))
-    cos, sin = (side.to(exact.dtype) for side in rotation)
-    factor = (cos.square() + sin.square()).sqrt()
-    return unrotated(exact, cos / factor, sin / factor).to(keys.dtype)
+    return rotation.exact(exact.dtype).unscaled.undo(exact).to(keys.dtype)
 
 
 @dataclass

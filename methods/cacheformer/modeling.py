@@ -38,27 +38,15 @@ from cacheformers.modeling.architectures import device_of
 from cacheformers.modeling.cache import check_blank
 from cacheformers.modeling.inputs import check_shape, real_tokens, refuse_looking_ahead
 from cacheformers.modeling.pretrained import ForwardWithHead, MemoryPreTrainedModel
+from cacheformers.modeling.rotary import Rotation
 
 
-class Rotation(NamedTuple):
-    """Cosines and sines of positions, `[rows or 1, 1, time, head_dim / 2]`, in float32 or better."""
-
-    cos: Tensor
-    sin: Tensor
-
-    @classmethod
-    def at(cls, positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
-        """Compute the rotation to positions `[rows or 1, time]`, for activations of a dtype."""
-        exact = torch.promote_types(dtype, torch.float32)
-        channels = torch.arange(0, head_dim, 2, device=positions.device, dtype=exact)
-        angles = positions[:, None, :, None].to(exact) * theta ** (-channels / head_dim)
-        return cls(angles.cos(), angles.sin())
-
-    def turn(self, vectors: Tensor) -> Tensor:
-        """Rotate neighboring pairs of channels of `[rows, heads, time, head_dim]`."""
-        even, odd = vectors[..., ::2], vectors[..., 1::2]
-        turned = (even * self.cos - odd * self.sin, even * self.sin + odd * self.cos)
-        return torch.stack(turned, -1).flatten(-2).to(vectors.dtype)
+def rotation_at(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
+    """Compute the rotation to positions `[rows or 1, time]`, for activations of a dtype, in float32 or better."""
+    exact = torch.promote_types(dtype, torch.float32)
+    channels = torch.arange(0, head_dim, 2, device=positions.device, dtype=exact)
+    angles = positions[..., None].to(exact) * theta ** (-channels / head_dim)
+    return Rotation(angles.cos(), angles.sin(), neighbors=True)
 
 
 class Places(NamedTuple):
@@ -284,7 +272,7 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
         check_shape(input_ids)
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache, places = self.prepare(hidden, attention_mask, position_ids, past_key_values, bool(use_cache))
-        rotation = Rotation.at(places.positions, self.options.head_dim, self.config.rope_theta, hidden.dtype)
+        rotation = rotation_at(places.positions, self.options.head_dim, self.config.rope_theta, hidden.dtype)
         for number, layer in enumerate(self.layers):
             hidden = layer(hidden, rotation, places, None if cache is None else cache.states[number])
         if cache is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cacheformers.modeling.architectures import check_scores
 from cacheformers.modeling.memory import EVERYTHING, LocalWindow
 from cacheformers.modeling.settings import (
     MethodOptions,
@@ -81,6 +82,7 @@ class GatedAttentionOptions(GatedAttentionSettings, MethodOptions):
             raise ValueError(f"gate_temperature must be positive, got {self.gate_temperature}.")
         if not 0 <= self.threshold <= 0.5:
             raise ValueError(f"threshold must be between 0 and 0.5, got {self.threshold}.")
+        check_scores(self.base.model_type)
         if self.base.sliding_window is not None:
             raise ValueError(
                 f"This base's layers see only {self.base.sliding_window} tokens back, and gates would open on "

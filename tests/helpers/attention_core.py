@@ -80,7 +80,7 @@ def run_pieces(state, window, layer, inputs, real=None, chunks=None, memory=None
     for chunk in chunks or [time]:
         for first, last in memory.timeline.pieces(real[:, start : start + chunk]):
             columns = slice(start + first, start + last)
-            memory.close(memory.timeline.full_rows(), lambda keys, shift: rotate(keys, shift))
+            memory.close(memory.timeline.full_rows(), lambda keys, shift, layer: rotate(keys, shift))
             call = memory.begin(real[:, columns])
             piece = [tensor[:, :, columns] if tensor.dim() == 4 else tensor[:, columns] for tensor in inputs]
             outputs.append(layer(call, *piece))

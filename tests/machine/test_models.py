@@ -36,7 +36,8 @@ from cacheformers import NeurocacheConfig, NeurocacheForCausalLM
 from cacheformers.adapters.registration import register
 from cacheformers.modeling.method import METHODS as REGISTERED
 
-ALL = {**BASES, **MORE_BASES}
+HEADS = ["granite", "gemma2", "gemma3", "cohere2", "phi3", "mixtral", "llama4"]  # of their own, or other weights
+ALL = [*BASES, *MORE_BASES, *HEADS]
 OPTIONS = method_options("neurocache")
 CLASSES = {name: (method.config, method.model, method.causal_lm) for name, method in REGISTERED.items()}
 CASES = [*((name, "neurocache") for name in ALL), *other_cases(("llama_gqa", "opt"))]
@@ -82,7 +83,8 @@ def test_starts_as_the_base(make_base, ids, name, method):
         if key.startswith(head):
             key = key.replace(head, "lm_head")
         else:
-            key = f"model.language_model.{key.removeprefix(base.base_model_prefix + '.')}"
+            key = key.removeprefix(f"{base.base_model_prefix}.").removeprefix("model.")  # Llama 4 has another prefix
+            key = f"model.language_model.{key}"
         assert torch.equal(ours.pop(key), tensor)
     assert bool(ours) == (method != "windowed") and all(".memory." in key for key in ours)
 
@@ -110,7 +112,7 @@ def test_save_and_load(saved, ids, name, method):
     assert same_after_loading(loaded(ids).logits, expected, method)
     headless = AutoModel.from_pretrained(folder)
     assert type(headless) is model_class
-    assert same_after_loading(loaded.lm_head(headless(ids).last_hidden_state), expected, method)
+    assert same_after_loading(loaded.logits(headless(ids).last_hidden_state), expected, method)
 
 
 @torch.no_grad()

@@ -6,11 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import COMMON, ENLARGED, METHODS, ONE_LINE, OWN_WINDOW, every_method, other_cases
+from conftest import ENLARGED, METHODS, ONE_LINE, OWN_WINDOW, SPECIAL, every_method, other_cases
 from memories import chunked
 from peft import get_peft_model
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import cacheformers
 from cacheformers.modeling.architectures import (
@@ -44,6 +43,14 @@ MEMORY_TOKENS = [
 ]
 FIXED_HEADS = pytest.param("llama_gqa", FIXED, id="llama_gqa fixed heads")
 EXACT = 1e-9
+ROUNDED = {
+    "gemma2": 1e-5,
+    "llama4": 1e-5,
+}  # their own float32, in a softmax and in norms, rounds by the shape of a batch
+PART = [
+    *[pytest.param(base, WINDOWS["sliding sinks"], id=f"{base} sliding sinks") for base in SPECIAL],
+    *[pytest.param(base, {"method": "memorizing"}, id=f"{base} memorizing") for base in SPECIAL],
+]
 
 
 def rows_of_windows(bases):
@@ -67,13 +74,13 @@ def difference(left, right):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("base", "window"), rows_of_windows([*BASES, *MORE, *ONE_LINE]))
+@pytest.mark.parametrize(("base", "window"), [*rows_of_windows([*BASES, *MORE, *ONE_LINE]), *PART])
 def test_every_chunking_gives_the_same(make_model, ids, base, window):
     model = make_model(base, **window)
     whole = model(ids).logits
     for size in (1, 7, 16, 17):
         logits, memory = chunked(model, ids, size)
-        assert difference(logits, whole) < EXACT, size
+        assert difference(logits, whole) < ROUNDED.get(base, EXACT), size
         assert memory.tokens_read == [75, 75]
 
 
@@ -139,9 +146,9 @@ def test_every_chunking_in_lower_precision(make_model, ids, base, method, dtype,
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("base", "window"), rows_of_windows(BASES + MORE))
+@pytest.mark.parametrize(("base", "window"), [*rows_of_windows(BASES + MORE), *PART[: len(SPECIAL)]])
 def test_padding_gives_the_same_as_none(make_model, ids, base, window):
-    model = make_model(base, **window)
+    model, exact = make_model(base, **window), ROUNDED.get(base, EXACT)
     plain = model(ids).logits
     left, right = torch.ones_like(ids), torch.ones_like(ids)
     left[1, :13] = 0
@@ -149,12 +156,12 @@ def test_padding_gives_the_same_as_none(make_model, ids, base, window):
     shorter = model(ids[1:, 13:]).logits
     for size in (7, 16, 75):
         logits, memory = chunked(model, ids, size, left)
-        assert difference(logits[1, 13:], shorter[0]) < EXACT
-        assert difference(logits[0], plain[0]) < EXACT
+        assert difference(logits[1, 13:], shorter[0]) < exact
+        assert difference(logits[0], plain[0]) < exact
         assert memory.tokens_read == [75, 62]
     logits, memory = chunked(model, ids, 75, right)
-    assert difference(logits[1, :-21], plain[1, :-21]) < EXACT
-    assert difference(logits[0], plain[0]) < EXACT
+    assert difference(logits[1, :-21], plain[1, :-21]) < exact
+    assert difference(logits[0], plain[0]) < exact
 
 
 @torch.no_grad()
@@ -186,7 +193,7 @@ def test_rows_that_pause_and_go_on(make_model, ids, base, options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("base", "window"), rows_of_windows(SOME))
+@pytest.mark.parametrize(("base", "window"), [*rows_of_windows(SOME), *PART[: len(SPECIAL)]])
 def test_no_token_sees_its_future(make_model, ids, base, window):
     model = make_model(base, **window)
     before = model(ids).logits
@@ -210,16 +217,18 @@ def test_the_memory_matters(make_model, ids, base):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("base", "options"), every_method(BASES + MORE))
+@pytest.mark.parametrize(("base", "options"), [*every_method(BASES + MORE), *PART])
 def test_off_means_off(make_base, make_model, ids, base, options):
-    expected = make_base(base)(ids[:, :60]).logits
+    plain = make_base(base)
+    expected = plain(ids[:, :60]).logits
     model = make_model(base, **options)
     attention = model.config._attn_implementation
     assert not torch.equal(model(ids[:, :60]).logits, expected)
     with model.disable_adapter():
         assert torch.equal(model(ids[:, :60]).logits, expected)
     unloaded = model.unload()
-    assert unloaded.config._attn_implementation == attention.removeprefix("cacheformers_") == "sdpa"
+    assert unloaded.config._attn_implementation == attention.removeprefix("cacheformers_")
+    assert unloaded.config._attn_implementation == plain.config._attn_implementation
     assert torch.equal(unloaded(ids[:, :60]).logits, expected)
     assert not any(hasattr(attention, "memory") for attention in attention_modules(find_decoder(unloaded)))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in unloaded.modules())
@@ -446,7 +455,7 @@ def test_what_was_read_changes_later_logits(make_model, ids, base, method):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("base", [*BASES, *MORE, *ONE_LINE])
+@pytest.mark.parametrize("base", [*BASES, *MORE, *ONE_LINE, *SPECIAL])
 def test_the_segment_window_is_the_base_on_each_segment(make_base, make_model, ids, base):
     expected = torch.cat([make_base(base)(part).logits for part in ids.split(16, dim=1)], 1)
     for method in ("neurocache", "windowed"):
@@ -455,20 +464,30 @@ def test_the_segment_window_is_the_base_on_each_segment(make_base, make_model, i
         assert difference(logits, expected) < EXACT
 
 
+def masks_for(model, full, near):
+    """Masks of layers that see all of the local window or what is near alone, as a base takes them."""
+    if model.config._attn_implementation == "eager":
+        full, near = (torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -1e300) for mask in (full, near))
+    full, near = (mask[None, None].expand(2, 1, -1, -1) for mask in (full, near))
+    by_layer_type = {"full_attention": full, "chunked_attention": full, "sliding_attention": near}
+    return by_layer_type if architecture(model.config).masks_by_layer_type else near
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "base", [base for base in [*BASES, *MORE, *ONE_LINE] if base != "opt"]
+    ("base", "padding"),
+    [
+        *((base, padding) for base in [*BASES, *MORE, *ONE_LINE] for padding in (0, 7) if base != "opt"),
+        *((base, 7) for base in SPECIAL),
+    ],
 )  # learned positions cannot slide
-@pytest.mark.parametrize("padding", [0, 7])
 def test_a_sliding_window_is_the_base_under_a_mask(make_base, make_model, ids, base, padding):
     """Keys that were turned to new positions at every boundary must attend as if they had never moved."""
     plain = make_base(base)
     place = torch.arange(60 - padding)
     seen = (place <= place[:, None]) & (place >= place[:, None] // 16 * 16 - 12)
     near = seen & (place[:, None] - place < (getattr(plain.config, "sliding_window", None) or 60))  # the base's own
-    whole, narrow = (mask[None, None].expand(2, 1, -1, -1) for mask in (seen, near))
-    by_layer_type = architecture(plain.config).masks_by_layer_type
-    mask = {"full_attention": whole, "sliding_attention": narrow} if by_layer_type else narrow
+    mask = masks_for(plain, seen, near)
     expected = plain(ids[:, padding:60], attention_mask=mask).logits
     mask = torch.ones(2, 60, dtype=torch.long)
     mask[:, :padding] = 0
@@ -479,23 +498,15 @@ def test_a_sliding_window_is_the_base_under_a_mask(make_base, make_model, ids, b
         assert difference(logits, expected) < 1e-5  # angles are float32 in transformers
 
 
-# What somebody would add with one line in ARCHITECTURES, and which turns its keys in other ways, or not in every layer.
-TURN_OTHERWISE = {
-    "smollm3": {"no_rope_layers": [1, 1, 0], "use_sliding_window": False},
-    "exaone4": {"sliding_window": 9, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
-    "cohere2": {"sliding_window": 9, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
-    "glm4": {"head_dim": 8, "partial_rotary_factor": 0.5},
-    "helium": {"head_dim": 8},
-    "ernie4_5": {"head_dim": 8},
-}
+TURN_OTHERWISE = ["smollm3", "exaone4", "cohere2", "glm4", "helium", "ernie4_5", "gpt_oss"]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", TURN_OTHERWISE)
-def test_a_base_whose_keys_turn_otherwise_cannot_slide(config_factory, opener, ids, monkeypatch, family):
+def test_a_base_whose_keys_turn_otherwise_cannot_slide(make_base, config_factory, opener, ids, monkeypatch, family):
+    """What a row of names alone would say of them is found out before a key is moved."""
     monkeypatch.setitem(ARCHITECTURES, family, Architecture())
-    options = {**COMMON, "model_type": family, "num_key_value_heads": 2, **TURN_OTHERWISE[family]}
-    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**options)).eval()
+    base = make_base(family)
     sliding = config_factory(target_modules=[], local_window="sliding", window_tokens=12)
     message = rf"layers \[.*2\] of this {family} base keys do not turn.*local_window='segment'"
     with pytest.raises(ValueError, match=message):

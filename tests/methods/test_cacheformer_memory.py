@@ -1,6 +1,7 @@
 """CacheFormer on pretrained layers: its specification with gradients, what a layer really sees, and what is refused."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -44,6 +45,12 @@ def options(request):
     return options_for(**CHOICES[request.param])
 
 
+def rotation_of(decoder, layer):
+    """Turns keys of one layer; None for a base without rotary positions."""
+    rotate = rotation(decoder)
+    return None if rotate is None else partial(rotate, layer=layer)
+
+
 def options_for(**changes):
     shape = {"heads": SHAPE.heads, "kv_heads": SHAPE.kv_heads, "head_dim": SHAPE.head_dim}
     return CacheFormerOnBaseOptions(base=SHAPE, layers=(0,), **shape, **{**SIZES, **changes})
@@ -75,7 +82,7 @@ def stream(options, parts, inputs, **more):
     """Through a memory, piece by piece."""
 
     def layer(call, q, k, v, _):
-        call.rotate = rotate
+        call.rotate = lambda keys, shift, layer: rotate(keys, shift)
         call.local.update(k, v, 1)  # as a layer without the method does
         return attend(options, 0, parts, project(q, k, v, call.positions[:, -q.shape[2] :]), call)
 
@@ -175,7 +182,7 @@ def test_a_layer_attends_as_specified(make_model, ids, base):
     model = make_model(name, method="cacheformer_on_base", segment_tokens=128, **changes)
     decoder = find_decoder(unwrap(model))
     q, k, v, mixed = projections(model, 1, ids)
-    turn, memory = rotation(decoder), attention_modules(decoder)[1].memory
+    turn, memory = rotation_of(decoder, 1), attention_modules(decoder)[1].memory
     positions = torch.arange(75)[None].expand(2, -1)
     factor = getattr(decoder.rotary_emb, "attention_scaling", 1.0) if turn is not None else 1.0
     assert (factor > 1.1) == bool(scaled)
@@ -230,7 +237,7 @@ def test_the_papers_rule_takes_whole_documents(make_base, ids):
         ).eval()
     q, k, v, mixed = projections(model, 1, ids[:1])
     decoder = find_decoder(unwrap(model))
-    turn, memory = rotation(decoder), attention_modules(decoder)[1].memory
+    turn, memory = rotation_of(decoder, 1), attention_modules(decoder)[1].memory
     positions = torch.arange(75)[None]
     expected, _ = naive(
         memory.options, memory.active_parts, Projected(turn(q, positions), turn(k, positions), v, q, k), turn

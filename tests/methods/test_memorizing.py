@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 import cacheformers
 from cacheformers.methods.memorizing import default_layer, naive
 from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
-from cacheformers.modeling.attention import unrotated
+from cacheformers.modeling.rotary import Rotation
 
 ABLATIONS = {
     "default": {},
@@ -112,6 +112,8 @@ def test_unrotating_undoes_the_rotation(scaling):
     states = torch.randn(2, 4, 9, 8, dtype=torch.float64)
     cos, sin = (scaling * table.double() for table in rotary(states, torch.arange(9).expand(2, -1)))
     rotated = apply_rotary_pos_emb(states, states, cos, sin)[0]
-    assert float((unrotated(rotated, cos, sin) - states).abs().max()) < 1e-6 * scaling
+    rotation = Rotation(cos[..., :4], sin[..., :4])
+    assert float((rotation.turn(states) - rotated).abs().max()) == 0
+    assert float((rotation.undo(rotated) - states).abs().max()) < 1e-6 * scaling
     partly = torch.cat([rotated, states], -1)
-    assert torch.equal(unrotated(partly, cos, sin)[..., 8:], states)
+    assert torch.equal(rotation.undo(partly)[..., 8:], states)

@@ -58,7 +58,7 @@ def small(kind, layers=4):
 
 
 def lora(config):
-    names = list(architecture(config).feed_forward)
+    names = list(architecture(config).lora_targets)
     return LoraConfig(r=8, target_modules=names, layers_to_transform=[2, 3], task_type="CAUSAL_LM")
 
 
@@ -140,7 +140,7 @@ def check_against_real(config, method, dtype, **more):
 
 def adapter_of(method, config):
     """An adapter with LoRA in the feed-forward blocks of the layers that the method changes."""
-    names = list(architecture(config).feed_forward)
+    names = list(architecture(config).lora_targets)
     if method == "lora":
         return LoraConfig(r=8, target_modules=names, layers_to_transform=[1, 2], task_type="CAUSAL_LM")
     kind = method_named(method).adapter_config
