@@ -45,8 +45,17 @@ def parameter_groups(
 class MemoryCallback(TrainerCallback):
     """Adds the memory's numbers (gates or shares) to every log of a `Trainer` that holds a loss.
 
-    What tokens retrieve is not among them: a `Trainer` keeps no memory from one row to the next.
+    What tokens retrieve is not among them: a `Trainer` keeps no memory from one row to the next. It
+    refuses TRL's packing.
     """
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Raise ValueError for TRL's `packing`; not every strategy leaves a trace in the inputs of a forward."""
+        if getattr(args, "packing", False):
+            raise ValueError(
+                "packing=True puts several documents into a row, and a document would read the memory of the one "
+                "before it: leave packing out, one document a row."
+            )
 
     def on_log(
         self,

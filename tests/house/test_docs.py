@@ -153,6 +153,7 @@ def test_trainer_and_training_free_pages(make_base, tokenizer, tmp_path, monkeyp
         found[page] = names
     assert not [name for name, _ in found["training_free"]["model"].named_parameters() if "lora" in name]
     assert "gate_max" in found["trainer"]["trainer"].state.log_history[0]
+    assert "eval_loss" in found["trainer"]["trainer"].state.log_history[-1]
 
 
 def test_cacheformer_page(make_base, tokenizer, tmp_path, monkeypatch, capsys):
