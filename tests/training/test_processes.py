@@ -10,7 +10,7 @@ import pytest
 import torch
 from interruptions import AT_FILES, IN_FORWARD, TOUCHES, check_checkpoints
 from peft import PeftModel
-from recipe import Recipe, adapter_weights, arguments, largest_difference, run
+from recipe import Recipe, adapter_weights, arguments, free_port, largest_difference, run
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -53,6 +53,18 @@ def test_two_processes_start_from_the_same_states(documents):
     assert largest_difference(documents / "adapter", documents / "alone") <= 1e-4  # gradients of hit scores begin at 0
     train_adapt.main(arguments(documents, *SETTINGS, "--hit_scores=true", output="copies"))
     assert largest_difference(documents / "adapter", documents / "copies") > 1e-2
+
+
+@pytest.mark.slow
+def test_accelerate_launch(documents, alone):
+    """With the shipped configuration, on two processes of a machine without a GPU."""
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes=2"]
+    command += [f"--config_file={ROOT / 'recipes/accelerate/ddp.yaml'}", f"--main_process_port={free_port()}"]
+    command += [str(ROOT / "train_adapt.py"), *arguments(documents, *SETTINGS, "--device=cpu")]
+    done = subprocess.run(command, cwd=documents, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    assert "2 process(es)" in done.stdout
+    assert largest_difference(documents / "adapter", alone) <= 1e-5
 
 
 def test_accumulation_over_two_processes(documents, alone):
