@@ -47,7 +47,7 @@ from cacheformers.training.run import (
     save_trained,
     trained_state,
 )
-from cacheformers.training.statistics import memory_statistics
+from cacheformers.training.statistics import in_brief, memory_statistics
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -101,6 +101,8 @@ def make_run(plan: Plan, model: Trained) -> TrainingRun:
         f"{options.lanes} lane(s) of {subject.memory.segment_tokens} tokens, {options.steps} steps, "
         f"{accelerator.num_processes} process(es)"
     )
+    if accelerator.is_main_process:
+        print(share_of_data(plan))
     make = partial(make_optimizer, rates=subject.rates, name=options.optimizer)
     wrapped, optimizer = prepare(accelerator, model, make, plan.options.run.sharding)
     torch.manual_seed(options.seed + accelerator.process_index)  # dropout differs between processes
@@ -127,6 +129,19 @@ def make_run(plan: Plan, model: Trained) -> TrainingRun:
         accelerator.print(f"Going on from {plan.resumed}")
     accelerator.init_trackers("cacheformers", config={name: str(value) for name, value in plan.settings.items()})
     return run
+
+
+def share_of_data(plan: Plan) -> str:
+    """Say how many tokens there are, and how much of them the run will see."""
+    options = plan.options.train
+    read = options.steps * options.lanes * plan.subject.memory.segment_tokens * options.backprop_segments
+    there = plan.documents.total_tokens()
+    if there is None:
+        return f"{options.steps} steps learn from at most {read:,} tokens."
+    return (
+        f"About {there:,} tokens in the documents; {options.steps} steps learn from at most {read:,}: "
+        f"{read / max(there, 1):.3g} of an epoch."
+    )
 
 
 def train(plan: Plan, run: TrainingRun) -> None:
@@ -157,10 +172,11 @@ def train(plan: Plan, run: TrainingRun) -> None:
             history.seconds = time.monotonic() - start
             bar.update()
             speed = (history.tokens - read) / max(bar.format_dict["elapsed"], 1e-9)
-            bar.set_postfix_str(f"loss {mean(history.losses[-20:]):.3f}, {speed:,.0f} tokens/s")
             last = history.steps == run.steps
             if last or history.steps % options.log_every == 0:
                 log(run, {"gradient_norm": norm, "tokens_per_second": speed, **rates})
+            logged = in_brief(history.log[-1]) if history.log else ""
+            bar.set_postfix_str(f"loss {mean(history.losses[-20:]):.3f}, {speed:,.0f} tokens/s{logged}")
             if last or stop or (options.checkpoint_every and history.steps % options.checkpoint_every == 0):
                 run.save(needed=last or stop)
             if stop and not last:

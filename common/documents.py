@@ -22,6 +22,7 @@ from datasets import IterableDataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from cacheformers.common.chats import load_chats
 from cacheformers.common.recipe import option
 from cacheformers.common.sources import UNREADABLE, load_places, load_texts, stream_texts
 
@@ -44,6 +45,11 @@ class DataOptions:
         None,
         help="A field with [start, end] pairs of places in the text, in characters: only tokens that lie there are "
         "learned, such as answers; the others are read. Segments without any take no step. Default: all are learned.",
+    )
+    messages_field: str | None = option(
+        None,
+        help="A field with chats, lists of messages with role and content, instead of texts: they are written in the "
+        "tokenizer's chat template, and only what assistants say is learned.",
     )
     min_tokens: int = option(2, help="Leave out documents with fewer tokens (the paper: 20000).")
     max_tokens: int | None = option(
@@ -79,6 +85,11 @@ def open_documents(
     if options.label_field is not None and (options.stream or not tokenizer.is_fast):
         raise ValueError("label_field takes a fast tokenizer, and documents that are loaded: leave out --stream.")
     read: dict[str, Any] = {"min_tokens": options.min_tokens, "sources": paths, "max_tokens": options.max_tokens}
+    if options.messages_field is not None:
+        if options.stream or options.label_field is not None or not tokenizer.is_fast:
+            raise ValueError("messages_field takes a fast tokenizer, and neither --stream nor --label_field.")
+        texts, answers = load_chats(paths, options.messages_field, tokenizer, split)
+        return Documents(texts, tokenizer, places=answers, special_tokens=False, **read)
     if options.stream:
         stream = stream_texts(paths, options.text_field, split)
         return StreamedDocuments(stream, tokenizer, shuffle_block=options.shuffle_block, **read)
@@ -138,6 +149,7 @@ class DocumentRow(ABC):
         min_tokens: documents with fewer tokens are left out.
         sources: the paths and names they come from.
         max_tokens: how many tokens of each document are read; None for all.
+        special_tokens: let the tokenizer add its special tokens; False for texts that have theirs.
     """
 
     def __init__(
@@ -146,9 +158,10 @@ class DocumentRow(ABC):
         min_tokens: int,
         sources: Sequence[str],
         max_tokens: int | None = None,
+        special_tokens: bool = True,
     ) -> None:
         self.tokenizer, self.min_tokens, self.sources = tokenizer, min_tokens, list(sources)
-        self.max_tokens = max_tokens
+        self.max_tokens, self.special_tokens = max_tokens, special_tokens
         self.least = max(min_tokens, 2)  # one token alone predicts nothing
 
     @abstractmethod
@@ -182,6 +195,10 @@ class DocumentRow(ABC):
         """Mark the tokens of one document that may be labels, bool `[tokens]`; None for all of them."""
         return None
 
+    def total_tokens(self) -> int | None:
+        """Estimate the tokens of all documents; None where that takes reading a stream to its end."""
+        return None
+
     def pieces(self, index: int) -> list[Piece]:
         """Return the pieces of one document in the order in which they are read; none if it is left out."""
         tokens = self.tokens(index)
@@ -205,7 +222,8 @@ class DocumentRow(ABC):
         }
 
     def _tokens(self, text: str | None) -> Tensor:
-        ids = self.tokenizer(text, verbose=False)["input_ids"] if text and self._may_suffice(text) else []
+        given = {"verbose": False, "add_special_tokens": self.special_tokens}
+        ids = self.tokenizer(text, **given)["input_ids"] if text and self._may_suffice(text) else []
         return torch.tensor(ids[: self.max_tokens] if len(ids) >= self.least else [], dtype=torch.long)
 
     def _may_suffice(self, text: str) -> bool:
@@ -256,8 +274,9 @@ class Documents(DocumentRow):
         sources: Sequence[str] = (),
         places: Sequence[list[list[int]] | None] | None = None,
         max_tokens: int | None = None,
+        special_tokens: bool = True,
     ) -> None:
-        super().__init__(tokenizer, min_tokens, sources, max_tokens)
+        super().__init__(tokenizer, min_tokens, sources, max_tokens, special_tokens)
         self.texts, self.places = texts, places
 
     def __len__(self) -> int:
@@ -283,12 +302,22 @@ class Documents(DocumentRow):
         """Mark the tokens of one document that may be labels: those that share a character with its places."""
         if self.places is None:
             return None
-        encoded = self.tokenizer(self.texts[index] or "", return_offsets_mapping=True, verbose=False)
+        given = {"verbose": False, "add_special_tokens": self.special_tokens}
+        encoded = self.tokenizer(self.texts[index] or "", return_offsets_mapping=True, **given)
         starts, ends = torch.tensor(encoded["offset_mapping"]).reshape(-1, 2).T
         learned = torch.zeros(len(starts), dtype=torch.bool)
         for start, end in self.places[index] or []:
             learned |= (starts < end) & (start < ends)
         return learned[: self.max_tokens]
+
+    def total_tokens(self) -> int:
+        """Estimate the tokens of all documents from their characters, and those of some documents."""
+        texts = [self.texts[index] or "" for index in self._sampled()]
+        given = {"verbose": False, "add_special_tokens": self.special_tokens}
+        tokens = sum(len(self.tokenizer(text, **given)["input_ids"]) for text in texts)
+        rate = tokens / max(sum(map(len, texts)), 1)
+        counts = (rate * len(text or "") for text in self.texts)
+        return round(sum(min(count, self.max_tokens or count) for count in counts if count >= self.least))
 
     def _check_places(self) -> None:
         assert self.places is not None

@@ -74,6 +74,16 @@ class Source:
             raise ValueError(f"{self.title}: the field {field!r} must hold lists of [start, end], but holds {found}.")
         return loaded.select_columns([field])
 
+    def load_chats(self, field: str) -> Any:
+        """Load a dataset with one column, lists of messages; raise ValueError if there is none to read."""
+        loaded, fields = self._opened(streaming=False)
+        found = fields.get(field, "nothing")
+        if not (isinstance(found, List) and {"role", "content"} <= set(found.feature or ())):
+            raise ValueError(
+                f"{self.title}: the field {field!r} must hold lists of messages (role, content), but holds {found}."
+            )
+        return loaded.select_columns([field])
+
     def _opened(self, streaming: bool) -> tuple[Any, Any]:
         """Return what `load_dataset` loads, and its fields: their types, or the first row where none are known."""
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,15 @@ def memory_statistics(model: nn.Module, memories: Sequence[MemoryCache]) -> dict
     layers = [module for module in model.modules() if isinstance(module, MethodOnLayer) and module.options is not None]
     own = layers[0].method.statistics([layer.active_parts for layer in layers], memories) if layers else {}
     return {**own, **retrieval_statistics(memories)}
+
+
+def in_brief(entry: Mapping[str, Any]) -> str:
+    """Write the gates or shares and the age of what was retrieved, of an entry of the log, for the progress bar."""
+    names = {"gate_mean": "gates", "share_mean": "shares", "token_gate_mean": "gates"}
+    parts = [f", {word} {entry[name]:.3f}" for name, word in names.items() if name in entry]
+    if "retrieved_age" in entry:
+        parts.append(f", retrieved {entry['retrieved_age']:,.0f} tokens ago")
+    return "".join(parts)
 
 
 def retrieval_statistics(memories: Sequence[MemoryCache]) -> dict[str, float]:
