@@ -41,7 +41,7 @@ def export(
         adapter: folder or Hub id of the adapter.
         out: folder to write; it must be new or empty.
         base: folder or Hub id of the base model; default: the one that the adapter names.
-        dtype: of the base's weights ("auto": as saved). LoRA is merged in float32 and rounded once; the memory's
+        dtype: of the base's weights ("auto": as saved). LoRA is merged in float32 and rounded to it; the memory's
             weights stay in float32, as in the adapter.
         max_shard_size: of one safetensors file.
 
@@ -59,8 +59,8 @@ def export(
     with new_folder(out) as folder:
         saved = AutoConfig.from_pretrained(source).dtype or torch.float32
         target = saved if dtype == "auto" else getattr(torch, dtype)
-        exact = torch.promote_types(saved, torch.float32)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=exact)
+        # No copy in float32, which would take twice the memory of a base in half precision.
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.promote_types(saved, target))
         exported = to_model(PeftModel.from_pretrained(model, str(adapter)))
         for name, parameter in exported.named_parameters():
             if ".memory." not in name:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import torch
 from peft import LoraModel
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
@@ -153,9 +155,22 @@ class MemoryTuner(LoraModel):
         return super()._unload_and_optionally_merge(merge, *args, **kwargs)
 
     def merge_lora(self) -> PreTrainedModel:
-        """Return the base with LoRA and saved modules merged, without memories. The adapter is consumed."""
+        """Return the base with LoRA and saved modules merged, without memories. The adapter is consumed.
+
+        Weights keep their precision. Layer by layer they are merged in float32 or better, and rounded once.
+        """
         self.detach_memories()
-        super()._unload_and_optionally_merge(safe_merge=True)
+        for layer in self.model.modules():
+            if isinstance(layer, LoraLayer):
+                weights = [(weight, weight.dtype) for weight in layer.get_base_layer().parameters()]
+                for weight, dtype in weights:
+                    weight.data = weight.data.to(torch.promote_types(dtype, torch.float32))
+                layer.merge(safe_merge=True)
+                for weight, dtype in weights:
+                    weight.data = weight.data.to(dtype)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "All adapters are already merged")
+            super()._unload_and_optionally_merge(safe_merge=True)
         return self.model
 
     def detach_memories(self) -> None:

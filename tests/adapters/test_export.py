@@ -211,6 +211,47 @@ def test_half_precision(saved, ids, tmp_path):
 
 
 @torch.no_grad()
+def test_merged_weights_are_rounded_once(saved, tmp_path):
+    """A base in half precision stays so: LoRA is added in float32, one matrix at a time."""
+    model, adapter = saved(dtype=torch.bfloat16)
+    export(adapter, tmp_path / "model")
+    own = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").state_dict()
+    merged = 0
+    for name, module in model.base_model.model.named_modules():
+        if hasattr(module, "lora_A") and len(module.lora_A):
+            exact = own[f"{name}.weight"].float() + module.get_delta_weight("default")
+            assert torch.equal(found[name.replace("model.", "model.language_model.", 1) + ".weight"], exact.bfloat16())
+            merged += not torch.equal(exact.bfloat16(), own[f"{name}.weight"])
+    assert merged == 6  # the feed-forward blocks of two layers
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from cacheformers.adapters.export import export
+
+def held(name):
+    return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(name))
+
+before = held("VmRSS")
+export(sys.argv[1], sys.argv[2])
+print(held("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_base_in_half_precision_is_held_once(saved, tmp_path):
+    changes = {"hidden_size": 512, "intermediate_size": 8192, "num_hidden_layers": 8, "head_dim": 64}
+    _, adapter = saved(dtype=torch.bfloat16, base=changes, retrieval_map={7: 7}, segment_tokens=16)
+    size = sum(path.stat().st_size for path in (tmp_path / "base").glob("*.safetensors")) / 2**20
+    done = run(PEAK, adapter, tmp_path / "model", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert size > 150 and float(done.stdout.splitlines()[-1]) < 1.8 * size  # and merged matrices, and libraries
+
+
+@torch.no_grad()
 def test_saved_modules_and_tied_weights(saved, ids, tmp_path):
     model, adapter = saved(base={"tie_word_embeddings": True}, modules_to_save=["lm_head"])
     for name, parameter in model.named_parameters():

@@ -1,0 +1,225 @@
+"""Run a checkpoint of 7B through the commands of a user on a CPU, and write down the time and peak memory of each.
+
+    python benchmarks/seven_b.py --layout llama-2-7b                    # an hour on one core, 28 GB of disk, 16 GiB
+    python benchmarks/seven_b.py --layout mistral-7b --stages base estimate train read ask
+    python benchmarks/seven_b.py --layout llama-2-7b --layers 2 --output data/small     # minutes
+
+Weights are random (`random_checkpoint.py`): they make no difference to time or memory, and answers mean nothing. The text
+is the documentation of this repository, and the tokenizer is learned from it, with fewer entries than the model's
+vocabulary. A stage that is written down already is not run again, so that the same command goes on after a stop. Results:
+seven_b.json and seven_b.md, of all layouts together.
+
+Peak memory is the resident set at its largest, of which files are weights that are mapped, not copied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from measuring import about, opening, parser, table
+from models import BASE_CONFIGS
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGES = {
+    "import": "imports alone",
+    "base": "write random weights",
+    "estimate": "`--estimate`",
+    "train": "load, one step, checkpoint, stop",
+    "resume": "load, `--resume`, two more steps, save",
+    "read": "read {read:,} tokens (adapter's folder through AutoModel), save the memory",
+    "ask": "generate {new} tokens from the memory file (base, then PeftModel)",
+    "longbench": "`longbench --limit 1`, base and adapter, a context of {context:,} tokens",
+    "export": "export, LoRA merged, in shards of 5 GB",
+    "exported": "load the export, read {again:,} tokens",
+    "nf4": "load in 4 bits, one step, save",
+}
+AGAIN, CONTEXT, NEW = 512, 1500, 8
+
+
+def main() -> None:
+    """Run what has not been run, and write the page."""
+    given = parser(__doc__, "")
+    given.add_argument("--layout", required=True, choices=sorted(path.name for path in BASE_CONFIGS.iterdir()))
+    given.add_argument("--layers", type=int, help="only so many layers, to try the stages")
+    given.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES), metavar="STAGE", help=" ".join(STAGES))
+    given.add_argument("--folder", type=Path, default=Path("data/seven_b"), help="for weights (default: %(default)s)")
+    given.add_argument("--dtype", default="bfloat16", help="of the base in all stages (default: %(default)s)")
+    given.add_argument("--segment", type=int, default=256, help="tokens of a segment (default: %(default)s)")
+    given.add_argument("--read", type=int, default=4096, help="tokens that are read (default: %(default)s)")
+    given.add_argument("--redo", action="store_true", help="run the stages again")
+    given.add_argument("--delete", action="store_true", help="delete the folder of weights at the end")
+    options = given.parse_args()
+
+    name = options.layout + (f", {options.layers} layers" if options.layers else "")
+    folder = options.folder / name.replace(", ", "-").replace(" ", "-")
+    path = options.output / "seven_b.json"
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    found = results.setdefault(name, {})
+    for stage in options.stages:
+        if stage in found and not options.redo:
+            continue
+        print(f"{name}: {stage}", flush=True)
+        found[stage] = run(stage, folder, options)
+        print(found[stage], flush=True)
+        found["settings"] = {key: getattr(options, key) for key in ("dtype", "segment", "read")}
+        found["settings"] |= {"threads": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count())), "about": about()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results) + "\n", encoding="utf-8")
+        path.with_suffix(".md").write_text(page(results), encoding="utf-8")
+    if options.delete:
+        shutil.rmtree(folder)
+
+
+def run(stage: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run one stage in a process of its own, after what it needs has been put there."""
+    if not (folder / "book.txt").exists():
+        write_texts(folder, options)
+    leftovers = {"train": "adapter", "read": "memory", "export": "exported", "exported": "memory_exported", "nf4": "nf4"}
+    if stage in leftovers:
+        shutil.rmtree(folder / leftovers[stage], ignore_errors=True)
+    found = measured(command(stage, folder, options), folder / f"{stage}.log")
+    if stage == "base":
+        copy_tokenizer(folder)
+        found["weights_gib"] = sum(file.stat().st_size for file in (folder / "base").glob("*.safetensors")) / 2**30
+    if stage == "estimate":
+        log = (folder / f"{stage}.log").read_text(encoding="utf-8")
+        found["estimate_gib"] = float(re.findall(r"Peak: ([0-9.]+) GiB", log)[0])
+    return found
+
+
+def command(stage: str, folder: Path, options: argparse.Namespace) -> list[str]:
+    """Return what a user would type, `cacheformers` being the module."""
+    base, adapter, memory, exported = (str(folder / name) for name in ("base", "adapter", "memory", "exported"))
+    kind = ["--dtype", options.dtype, "--device", "cpu"]
+    train = ["train", "--base", base, "--train", str(folder / "train.jsonl"), *kind]
+    train += ["--method", "neurocache", "--segment_tokens", str(options.segment), "--steps", "3", "--log_every", "1"]
+    given = {
+        "estimate": [*train, "--output", adapter, "--estimate"],
+        "train": [*train, "--output", adapter, "--stop_after", "0.001"],
+        "resume": [*train, "--output", adapter, "--resume"],
+        "read": ["read", str(folder / "book.txt"), "-o", memory, "--adapter", adapter, *kind],
+        "ask": ["ask", memory, "What is a segment?", "--model", base, "--adapter", adapter, *kind],
+        "longbench": ["longbench", "--base", base, "--adapter", adapter, "--data", str(folder / "longbench"), *kind],
+        "export": ["export", adapter, exported, "--max-shard-size", "5GB", "--dtype", options.dtype],
+        "exported": ["read", str(folder / "page.txt"), "-o", f"{memory}_exported", "--model", exported, *kind],
+        "nf4": [*train, "--output", str(folder / "nf4"), "--quantize", "nf4", "--steps", "1"],
+    }
+    if stage == "import":
+        return [sys.executable, "-c", "import cacheformers.train_adapt"]
+    if stage == "base":
+        layers = ["--layers", str(options.layers)] if options.layers else []
+        return [sys.executable, str(ROOT / "benchmarks/random_checkpoint.py"), options.layout, base, *layers]
+    more = {"ask": ["--max-new-tokens", str(NEW)], "longbench": ["--limit", "1", "--methods", "memory", "--overwrite"]}
+    more["longbench"] += ["--tasks", "hotpotqa", "--output", str(folder / "longbench_result"), "--plots=false"]
+    return [sys.executable, "-m", "cacheformers", *given[stage], *more.get(stage, [])]
+
+
+def measured(arguments: list[str], log: Path) -> dict[str, Any]:
+    """Run a command; return its seconds and its largest resident sets, of all and of what is no file's."""
+    start, anonymous = time.perf_counter(), 0
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(arguments, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
+        done = 0
+        while not done:
+            done, status, usage = os.wait4(process.pid, os.WNOHANG)
+            if not done:
+                anonymous = max(anonymous, anonymous_bytes(process.pid))
+                time.sleep(0.1)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        sys.exit(f"{' '.join(arguments)} failed ({process.returncode}):\n{log.read_text(encoding='utf-8')[-3000:]}")
+    seconds = time.perf_counter() - start
+    peak = usage.ru_maxrss * 1024 / 2**30
+    return {"seconds": round(seconds, 1), "peak_gib": round(peak, 2), "anonymous_gib": round(anonymous / 2**30, 2)}
+
+
+def anonymous_bytes(process: int) -> int:
+    """Return the resident bytes of a process that are no file's; 0 if it has ended."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    line = re.search(r"^RssAnon:\s+(\d+)", status, re.MULTILINE)
+    return 1024 * int(line[1]) if line else 0
+
+
+def write_texts(folder: Path, options: argparse.Namespace) -> None:
+    """Write a tokenizer, documents to train on, a text to read, a shorter one, and a record of LongBench."""
+    from cacheformers.training.tokenizer import train_tokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    pages = [path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md"))]
+    tokenizer = train_tokenizer(pages, 4096)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    whole = "\n\n".join(pages)
+    ends = [end for _, end in tokenizer(whole, return_offsets_mapping=True).offset_mapping]
+    cut = {name: whole[: ends[count - 1]] for name, count in (("book", options.read), ("page", AGAIN))}
+    for name, text in cut.items():
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+    lines = [json.dumps({"text": whole[start:]}) for start in range(0, len(whole) // 2, len(whole) // 8)]
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    record = {
+        "input": "What is a segment?",
+        "context": whole[: ends[CONTEXT]],
+        "answers": ["the unit after which a memory closes"],
+        "length": CONTEXT,
+        "dataset": "hotpotqa",
+        "language": "en",
+        "all_classes": None,
+        "_id": "0",
+    }
+    (folder / "longbench").mkdir(exist_ok=True)
+    (folder / "longbench/hotpotqa.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+
+def copy_tokenizer(folder: Path) -> None:
+    """Put the tokenizer beside the weights."""
+    for file in (folder / "tokenizer").iterdir():
+        shutil.copy(file, folder / "base")
+
+
+def page(results: dict[str, dict[str, Any]]) -> str:
+    """Return the Markdown page of all layouts."""
+    first = next(iter(results.values()))["settings"]
+    lines = opening(
+        "A checkpoint of 7B through the commands, on a CPU",
+        first,
+        "Weights are random, in the exact layout of the model named, so answers mean nothing; time and memory do not "
+        "depend on their values. Every line is a process of its own. Peak memory is the largest resident set; "
+        "`own` is what is no file's (weights that are mapped from their files are not copied). The estimate is of a "
+        "training step, without what the imports take.",
+    )
+    for name, found in results.items():
+        settings = found["settings"]
+        lines += [f"## {name}", ""]
+        weights = found.get("base", {}).get("weights_gib")
+        size = f"Weights: {weights:.2f} GiB. " if weights else ""
+        lines += [
+            f"{size}{settings['dtype']}, segments of {settings['segment']} tokens, {settings['threads']} thread(s), "
+            f"transformers {settings['about'].get('transformers')}.",
+            "",
+        ]
+        rows = []
+        for stage, title in STAGES.items():
+            if stage in found:
+                row = found[stage]
+                told = title.format(read=settings["read"], again=AGAIN, context=CONTEXT, new=NEW)
+                if "estimate_gib" in row:
+                    told += f": **{row['estimate_gib']:.2f} GiB**"
+                rows.append([told, f"{row['seconds']:,.0f}", f"{row['peak_gib']:.2f}", f"{row['anonymous_gib']:.2f}"])
+        lines += table(["stage", "seconds", "peak GiB", "own GiB"], rows)
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
