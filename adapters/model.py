@@ -20,13 +20,13 @@ from cacheformers.modeling.architectures import (
     architecture,
     attention_modules,
     base_shape,
-    check_offloading,
     find_decoder,
     split_projections,
 )
 from cacheformers.modeling.attention import restore_attention, route_attention
 from cacheformers.modeling.generation import GenerationChecks
 from cacheformers.modeling.method import method_named
+from cacheformers.modeling.offloading import check_offloading
 from cacheformers.modeling.origin import place
 from cacheformers.modeling.rotary import check_rotation
 from cacheformers.modeling.segments import add_hooks, put_memory

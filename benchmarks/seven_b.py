@@ -4,12 +4,10 @@
     python benchmarks/seven_b.py --layout mistral-7b --stages base estimate train read ask
     python benchmarks/seven_b.py --layout llama-2-7b --layers 2 --output data/small     # minutes
 
-Weights are random (`random_checkpoint.py`): they make no difference to time or memory, and answers mean nothing. The text
-is the documentation of this repository, and the tokenizer is learned from it, with fewer entries than the model's
-vocabulary. A stage that is written down already is not run again, so that the same command goes on after a stop. Results:
-seven_b.json and seven_b.md, of all layouts together.
-
-Peak memory is the resident set at its largest, of which files are weights that are mapped, not copied.
+Weights are random (`random_checkpoint.py`): they make no difference to time or memory, and answers mean nothing. The
+text is the documentation of this repository, and the tokenizer is learned from it, with fewer entries than the model's
+vocabulary. A stage that is written down already is not run again, so that the same command goes on after a stop.
+Results: seven_b.json and seven_b.md, of all layouts together.
 """
 
 from __future__ import annotations
@@ -50,7 +48,9 @@ def main() -> None:
     given = parser(__doc__, "")
     given.add_argument("--layout", required=True, choices=sorted(path.name for path in BASE_CONFIGS.iterdir()))
     given.add_argument("--layers", type=int, help="only so many layers, to try the stages")
-    given.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES), metavar="STAGE", help=" ".join(STAGES))
+    given.add_argument(
+        "--stages", nargs="+", choices=STAGES, default=list(STAGES), metavar="STAGE", help=" ".join(STAGES)
+    )
     given.add_argument("--folder", type=Path, default=Path("data/seven_b"), help="for weights (default: %(default)s)")
     given.add_argument("--dtype", default="bfloat16", help="of the base in all stages (default: %(default)s)")
     given.add_argument("--segment", type=int, default=256, help="tokens of a segment (default: %(default)s)")
@@ -71,7 +71,7 @@ def main() -> None:
         found[stage] = run(stage, folder, options)
         print(found[stage], flush=True)
         found["settings"] = {key: getattr(options, key) for key in ("dtype", "segment", "read")}
-        found["settings"] |= {"threads": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count())), "about": about()}
+        found["settings"]["about"] = about()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results) + "\n", encoding="utf-8")
         path.with_suffix(".md").write_text(page(results), encoding="utf-8")
@@ -83,10 +83,11 @@ def run(stage: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]
     """Run one stage in a process of its own, after what it needs has been put there."""
     if not (folder / "book.txt").exists():
         write_texts(folder, options)
-    leftovers = {"train": "adapter", "read": "memory", "export": "exported", "exported": "memory_exported", "nf4": "nf4"}
-    if stage in leftovers:
-        shutil.rmtree(folder / leftovers[stage], ignore_errors=True)
+    written = {"train": "adapter", "read": "memory", "export": "exported", "exported": "memory_exported", "nf4": "nf4"}
+    if stage in written:
+        shutil.rmtree(folder / written[stage], ignore_errors=True)
     found = measured(command(stage, folder, options), folder / f"{stage}.log")
+    found["threads"] = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
     if stage == "base":
         copy_tokenizer(folder)
         found["weights_gib"] = sum(file.stat().st_size for file in (folder / "base").glob("*.safetensors")) / 2**30
@@ -205,8 +206,8 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         weights = found.get("base", {}).get("weights_gib")
         size = f"Weights: {weights:.2f} GiB. " if weights else ""
         lines += [
-            f"{size}{settings['dtype']}, segments of {settings['segment']} tokens, {settings['threads']} thread(s), "
-            f"transformers {settings['about'].get('transformers')}.",
+            f"{size}{settings['dtype']}, segments of {settings['segment']} tokens, transformers "
+            f"{settings['about'].get('transformers')}.",
             "",
         ]
         rows = []
@@ -216,8 +217,9 @@ def page(results: dict[str, dict[str, Any]]) -> str:
                 told = title.format(read=settings["read"], again=AGAIN, context=CONTEXT, new=NEW)
                 if "estimate_gib" in row:
                     told += f": **{row['estimate_gib']:.2f} GiB**"
-                rows.append([told, f"{row['seconds']:,.0f}", f"{row['peak_gib']:.2f}", f"{row['anonymous_gib']:.2f}"])
-        lines += table(["stage", "seconds", "peak GiB", "own GiB"], rows)
+                sizes = f"{row['peak_gib']:.2f}", f"{row['anonymous_gib']:.2f}"
+                rows.append([told, str(row["threads"]), f"{row['seconds']:,.0f}", *sizes])
+        lines += table(["stage", "threads", "seconds", "peak GiB", "own GiB"], rows)
     return "\n".join(lines)
 
 

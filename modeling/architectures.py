@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from accelerate.utils import has_offloaded_params
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -192,10 +190,6 @@ UNSUPPORTED = {
     "llama4": "llama4 also sees images: load it by AutoModelForCausalLM, which takes its language model alone.",
 }
 
-OFFLOADED = (
-    "A memory cannot be kept for weights that are offloaded to CPU or disk. Load the model whole (quantized if it is "
-    "too large), or spread it over several GPUs with a device_map without offloading."
-)
 WRAPPED_AS = ("_orig_mod", "module", "base_model", "model")  # by torch.compile, DDP, PeftModel, PEFT's tuners
 
 
@@ -328,30 +322,3 @@ def split_projections(weights: list[Tensor], shape: BaseShape) -> tuple[Tensor, 
         return (*(by_head[:, i].flatten(0, 1) for i in range(3)), output)
     sizes = [count * shape.head_dim for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
     return (*fused.split(sizes), output)
-
-
-def device_of(module: nn.Module) -> torch.device:
-    """Return the device on which a module computes; raise ValueError if accelerate offloads its weights."""
-    device = next(module.parameters()).device
-    if device.type == "meta":
-        raise ValueError(OFFLOADED)
-    return device
-
-
-def layer_devices(decoder: nn.Module, layers: Iterable[int]) -> dict[int, torch.device]:
-    """Return the device on which the attention of each given layer computes."""
-    attentions = attention_modules(decoder)
-    return {layer: device_of(attentions[layer]) for layer in layers}
-
-
-def check_offloading(model: nn.Module, layers: Iterable[int]) -> None:
-    """Raise ValueError if accelerate offloads the weights of a layer.
-
-    A base whose weights are still to be loaded is on the meta device too, and passes.
-    """
-    decoder: Any = find_decoder(model)
-    spread = hasattr(model, "hf_device_map")  # PEFT removes the hooks of such a model before it adds adapters
-    for layer in layers:
-        on_meta = any(parameter.is_meta for parameter in decoder.layers[layer].parameters())
-        if spread and on_meta or any(has_offloaded_params(part) for part in decoder.layers[layer].modules()):
-            raise ValueError(OFFLOADED)

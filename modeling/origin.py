@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
+from cacheformers.modeling.offloading import stored
+
 SAMPLES = 32  # numbers of each parameter that tell two models apart
 # Fields of a configuration that change hidden states, but neither the shapes nor the values of weights.
 CONFIG_FACTS = (
@@ -136,7 +138,7 @@ def identify(decoder: nn.Module, adapters: Collection[str]) -> dict[str, str]:
             return {}
         kind, plain = place(name, adapters)
         if kind is not None:
-            sampled[kind] += [f"{plain} {tuple(parameter.shape)} ".encode(), sample(parameter)]
+            sampled[kind] += [f"{plain} {tuple(parameter.shape)} ".encode(), sample(stored(decoder, name))]
     config: Any = decoder.config
     facts = json.dumps([[name, getattr(config, name, None)] for name in CONFIG_FACTS], default=str)
     return {"config": digest(facts.encode()), **{kind: digest(*parts) for kind, parts in sampled.items()}}

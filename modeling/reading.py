@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from cacheformers.modeling.architectures import device_of, find_decoder, unwrap
+from cacheformers.modeling.architectures import find_decoder, unwrap
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.inputs import refuse_looking_ahead
+from cacheformers.modeling.offloading import device_of
 from cacheformers.modeling.origin import tokenized, tokenizer_hash
 from cacheformers.modeling.segments import close_segments, identity, match_rows, new_memory, reader, required_options
 

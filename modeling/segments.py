@@ -24,7 +24,6 @@ from cacheformers.modeling.architectures import (
     architecture,
     attention_modules,
     find_decoder,
-    layer_devices,
     unwrap,
 )
 from cacheformers.modeling.attention import former_attention, keep_inputs
@@ -32,6 +31,7 @@ from cacheformers.modeling.cache import MemoryCache, check_blank
 from cacheformers.modeling.inputs import check_arguments, check_positions, real_tokens, watch_training
 from cacheformers.modeling.memory import SegmentCall
 from cacheformers.modeling.method import MethodOnLayer
+from cacheformers.modeling.offloading import device_of, keep_in_memory, layer_devices
 from cacheformers.modeling.origin import identify
 from cacheformers.modeling.rotary import rotation
 
@@ -43,10 +43,11 @@ def active_memories(decoder: nn.Module) -> list[MethodOnLayer]:
 
 
 def active_options(decoder: nn.Module) -> Any:
-    """Return the options of the active memory adapter, if any; raise ValueError if its file was incomplete."""
+    """Return the options of the active memory adapter, if any; raise ValueError if its weights are not all there."""
     memories = active_memories(decoder)
     for memory in memories:
         memory.check_loaded()
+        keep_in_memory(memory)  # type: ignore[arg-type]  # a module, too
     return memories[0].options if memories else None
 
 
@@ -261,7 +262,8 @@ def run_memory_tokens(decoder: nn.Module, memory: MemoryCache, rows: list[int], 
     """
     lowest = active_memories(decoder)[0]
     embeddings: Tensor = lowest.method.memory_tokens(lowest.options, lowest.active_parts, memory)  # type: ignore[misc]
-    weight: Tensor = decoder.get_input_embeddings().weight  # type: ignore[operator]
+    table: Any = decoder.get_input_embeddings()  # type: ignore[operator]
+    weight: Tensor = table.weight
     if isinstance(weight, DTensor) or weight.shape[1] != embeddings.shape[2]:
         raise ValueError(
             f"Memory tokens have {embeddings.shape[2]} numbers and run whenever a row's segment closes. They need a "
@@ -273,7 +275,9 @@ def run_memory_tokens(decoder: nn.Module, memory: MemoryCache, rows: list[int], 
     call = memory.begin(real)
     call.memory_tokens = use
     call.local.stage = use == "read"
-    output = decoder(inputs_embeds=embeddings.to(weight), **piece_arguments(decoder, call, weight.device))
+    device = device_of(table)
+    inputs = embeddings.to(device, weight.dtype)
+    output = decoder(inputs_embeds=inputs, **piece_arguments(decoder, call, device))
     return call, output.last_hidden_state
 
 

@@ -34,9 +34,9 @@ from cacheformers.methods.cacheformer.cacheformer import (
 )
 from cacheformers.methods.cacheformer.configuration import CacheFormerConfig
 from cacheformers.methods.cacheformer.state import CacheFormerCache, CacheFormerState
-from cacheformers.modeling.architectures import device_of
 from cacheformers.modeling.cache import check_blank
 from cacheformers.modeling.inputs import check_shape, real_tokens, refuse_looking_ahead
+from cacheformers.modeling.offloading import device_of, keep_in_memory
 from cacheformers.modeling.pretrained import ForwardWithHead, MemoryPreTrainedModel
 from cacheformers.modeling.rotary import Rotation
 
@@ -135,6 +135,7 @@ class CacheFormerSelfAttention(nn.Module):
                 f"LoRA was put on memory.{wrapped[0]}, where it has no effect: name projections in target_modules "
                 "(q_proj, kv_proj, o_proj, up_proj, down_proj). To train the rest: modules_to_save=['memory']."
             )
+        keep_in_memory(self.memory)
         return CacheFormerParts(**dict(self.memory.items()))  # type: ignore[arg-type]
 
     def project(self, hidden: Tensor, rotation: Rotation) -> Projected:

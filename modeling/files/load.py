@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from cacheformers.modeling.architectures import find_decoder, layer_devices, unwrap
+from cacheformers.modeling.architectures import find_decoder, unwrap
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import DTYPES, Index, MemoryFileError, Piece, Row, Shards, Store, read_index
 from cacheformers.modeling.memory import BaseShape
 from cacheformers.modeling.method import method_named
+from cacheformers.modeling.offloading import device_of, layer_devices
 from cacheformers.modeling.origin import Origin, Source, tokenizer_hash
 from cacheformers.modeling.segments import match_rows, required_options
 
@@ -75,7 +76,7 @@ def assemble(
 
     shards = Shards(folder, index.files, verify)
     try:
-        fill(memory, index, shards, "cpu" if decoder is None else next(decoder.parameters()).device)
+        fill(memory, index, shards, "cpu" if decoder is None else device_of(decoder))
     except MemoryFileError:
         raise
     except (KeyError, TypeError, ValueError, IndexError, RuntimeError, AttributeError) as error:

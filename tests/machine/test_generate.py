@@ -5,10 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import cpu_offload
 from conftest import METHODS, OWN_WINDOW, other_cases
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import DynamicCache, StaticCache
 
 import cacheformers
 from cacheformers.adapters.export import to_model
@@ -287,34 +285,6 @@ def test_caches_that_cannot_carry_a_memory(make_model, ids):
         model(ids[:, :20], past_key_values=filled)
     with pytest.raises(ValueError, match="already holds tokens"):
         model(ids[:, 20:30], past_key_values=filled)
-
-
-@pytest.mark.parametrize("method", ["neurocache", "memorizing"])  # beside attention, and inside it
-def test_offloaded_weights_say_so(make_model, ids, method):
-    model = make_model("llama_gqa", method=method)
-    cpu_offload(model, execution_device="cpu")
-    with pytest.raises(ValueError, match="offloaded to CPU or disk"):
-        generate(model, ids[:, :20])
-
-
-@pytest.mark.parametrize("door", ["PeftModel", "load_adapter", "AutoModel"])
-def test_an_adapter_on_an_offloaded_base_says_so(make_model, make_base, ids, tmp_path, door):
-    """Instead of a damaged file, or of a meta tensor without data."""
-    make_base("llama_gqa", torch.float32).save_pretrained(tmp_path / "base")
-    model = make_model("llama_gqa", torch.float32)
-    model.base_model.model.name_or_path = model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
-    model.save_pretrained(tmp_path / "adapter")
-    here = ["model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"]
-    places = {**dict.fromkeys(here, "cpu"), "model.layers.1": "disk", "model.layers.2": "disk"}
-    offloaded = {"device_map": places, "offload_folder": tmp_path / "offloaded"}
-    with pytest.raises(ValueError, match="offloaded to CPU or disk"):
-        if door == "AutoModel":
-            AutoModelForCausalLM.from_pretrained(tmp_path / "adapter", **offloaded)
-        else:
-            base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", **offloaded)
-            if door == "PeftModel":
-                PeftModel.from_pretrained(base, tmp_path / "adapter")
-            base.load_adapter(str(tmp_path / "adapter"))
 
 
 def test_assisted_decoding(make_model, make_base, ids):

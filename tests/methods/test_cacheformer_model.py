@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate import cpu_offload
+from accelerate import disk_offload
 from cacheformer_golden import LONG_SHORT, MODES, needs_golden, recorded
 from cacheformer_models import random_ids, recorded_model, recorded_name, tiny_config, tiny_model
 from safetensors.torch import load_file, save_file
@@ -257,14 +257,20 @@ def test_a_cache_goes_on():
     assert kept.get_seq_length() == 0 and kept.tokens_read == [0, 0]
 
 
+@torch.no_grad()
+def test_offloaded_weights_change_nothing(tmp_path):
+    model, ids = tiny_model().eval(), random_ids(2, 50)
+    asked = {"input_ids": ids, "max_new_tokens": 5, "do_sample": False}
+    logits, tokens = model(ids).logits, model.generate(**asked)
+    disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+    assert torch.equal(model(ids).logits, logits) and torch.equal(model.generate(**asked), tokens)
+
+
 def test_what_a_cache_cannot_do_says_so():
     model, ids = tiny_model(), random_ids(2, 20)
     for arguments in ({"cache_implementation": "static"}, {"cache_implementation": "offloaded"}):
         with pytest.raises(ValueError, match="cannot carry a memory"):
             model.generate(ids, max_new_tokens=2, **arguments)
-    offloaded = cpu_offload(tiny_model(), execution_device="cpu")
-    with pytest.raises(ValueError, match="offloaded to CPU or disk"):
-        offloaded.generate(ids, max_new_tokens=2)
     for arguments in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": tiny_model()}):
         with pytest.raises(ValueError, match="stateful"):
             model.generate(ids[:1], max_new_tokens=2, **arguments)
