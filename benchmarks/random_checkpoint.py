@@ -50,6 +50,7 @@ def write_checkpoint(config: PretrainedConfig, folder: Path, shard_bytes: int) -
         std = config.initializer_range if hasattr(config, "initializer_range") else config.init_std
         tensors = {name: random_tensor(name, shape, std) for name, shape in names.items()}
         save_file(tensors, folder / file, metadata={"format": "pt"})
+        del tensors  # before those of the next file are made
         places.update(dict.fromkeys(names, file))
     total = sum(2 * shape.numel() for names in found for shape in names.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}

@@ -1,7 +1,7 @@
 """Base models whose weights accelerate keeps on the CPU or on disk and brings to a device for each forward.
 
-Reading and generating work with its hooks on every module of the base and on LoRA. The memory's own weights are small and
-work outside of the forwards that these hooks surround: they are taken out of its care, and stay on the device.
+Reading and generating work with its hooks on every module of the base and on LoRA. The memory's own weights are small
+and work outside of the forwards that these hooks surround: they are taken out of its care, and stay on the device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bases whose weights accelerate offloads to the CPU or to disk: reading and generating are as in memory, to the last bit."""
+"""Weights that accelerate offloads to the CPU or to disk: reading and generating are as in memory, to the last bit."""
 
 import pytest
 import torch
