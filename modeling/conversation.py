@@ -20,8 +20,9 @@ from transformers import (
     TextIteratorStreamer,
 )
 
-from cacheformers.modeling.architectures import device_of, find_decoder, unwrap
+from cacheformers.modeling.architectures import find_decoder, unwrap
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.offloading import device_of
 from cacheformers.modeling.origin import Source, tokenizer_hash
 from cacheformers.modeling.segments import active_options, new_memory
 from cacheformers.modeling.trace import Passage, Trace, passages
