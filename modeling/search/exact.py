@@ -211,7 +211,10 @@ def settle(
     size = queries.to(scores.dtype).square().sum(1) + last.square().sum(1)
     doubtful = scores[:, topk - 1] - scores[:, topk] <= DOUBTFUL * EQUAL[result_dtype(queries)] * size
     scores, hits = scores[:, :topk].clone(), hits[:, :topk].clone()
-    for rows in doubtful.nonzero()[:, 0].split(max(TIE_BYTES // (8 * entries.count), 1)):
+    tied = doubtful.nonzero()[:, 0]
+    if not len(tied):  # whose `split` would still be one part
+        return scores, hits
+    for rows in tied.split(max(TIE_BYTES // (8 * entries.count), 1)):
         better, oldest = _oldest_of_equal(queries[rows], entries, topk, similarity)
         scores[rows], hits[rows] = better.to(scores.dtype), oldest
     return scores, hits

@@ -203,6 +203,14 @@ def test_rounding_does_not_decide_between_equal_entries(similarity, seed, back_e
         assert torch.equal(hits.sort(dim=1).values, expected)
 
 
+def test_only_ties_are_searched_again(monkeypatch):
+    """The second search converts every entry to float64, which no decoding step without a tie should wait for."""
+    monkeypatch.setattr(exact_search, "_oldest_of_equal", lambda *_: pytest.fail("nothing is tied"))
+    queries, stored = made(gaussian, 0, 20, 500, width=64, noise=0.0)
+    scores, hits = get_search("exact")(queries, Entries((stored,)), 8, "l2")
+    assert scores.shape == hits.shape == (20, 8)
+
+
 def test_nan_is_never_found():
     queries, stored = torch.randn(4, 8), torch.randn(500, 8)
     queries[1], stored[7] = torch.nan, torch.nan
