@@ -61,7 +61,7 @@ from cacheformers.modeling.reading import read, read_text
 from cacheformers.modeling.segments import new_memory
 from cacheformers.training.trainer import MemoryCallback, parameter_groups
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 __all__ = [
     "Answer",
     "CacheFormerAdapterConfig",
