@@ -3,6 +3,7 @@
 from importlib.metadata import entry_points
 
 from cacheformers.adapters.registration import register
+from cacheformers.common.library import Library
 from cacheformers.hub import push_to_hub
 from cacheformers.methods.cacheformer import (
     CacheFormerAdapterConfig,
@@ -84,6 +85,7 @@ __all__ = [
     "InfiniAttentionConfig",
     "InfiniAttentionForCausalLM",
     "InfiniAttentionModel",
+    "Library",
     "MemorizingAdapterConfig",
     "MemorizingConfig",
     "MemorizingForCausalLM",

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 import cacheformers
 from cacheformers.cli.inspection import kept
 from cacheformers.cli.model import load_model
-from cacheformers.common.plots import heat_map, save_figures
+from cacheformers.common import plots
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.conversation import Answer, Conversation, opening
 from cacheformers.modeling.files.index import read_index
@@ -59,7 +59,7 @@ def ask(options: argparse.Namespace) -> None:
             seen = memory.with_window(len(opening(tokenizer, question, shown=shown)) + options.max_new_tokens)
         if not options.json:
             print(f"\nQ: {question}\nA: ", end="", flush=True)
-        say(Conversation(model, tokenizer, seen, shown=shown), question, options, picture(options, number))
+        say(Conversation(model, tokenizer, seen, shown=shown), question, options, number)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -85,7 +85,7 @@ def chat(conversation: Conversation, options: argparse.Namespace) -> None:
             continue
         if not options.json:
             print("A: " if typed else f"\nQ: {question}\nA: ", end="", flush=True)
-        say(conversation, question, options, picture(options, number))
+        say(conversation, question, options, number)
         number += 1
 
 
@@ -95,8 +95,12 @@ def picture(options: argparse.Namespace, number: int) -> Path:
     return first.with_name(f"{first.stem}_{number + 1}{first.suffix}") if number else first
 
 
-def say(conversation: Conversation, question: str, options: argparse.Namespace, heat_map: Path) -> None:
-    """Print an answer as it comes, and what was retrieved for it; or one JSON object."""
+def say(conversation: Conversation, question: str, options: argparse.Namespace, number: int) -> None:
+    """Print an answer as it comes, and what was retrieved for it; or one JSON object.
+
+    Args:
+        number: of the question, from 0.
+    """
     explain = conversation.retrieves
     pieces = conversation.ask(question, max_new_tokens=options.max_new_tokens, stream=True, explain=explain)
     try:
@@ -113,14 +117,17 @@ def say(conversation: Conversation, question: str, options: argparse.Namespace, 
         print(json.dumps(described(answer, tokens, options.explain), ensure_ascii=False), flush=True)
         return
     print()
-    if not explain:
+    if conversation.memory is None or not explain:
         return
     print("What question and answer retrieved most:")
     for passage in answer.retrieved_most:
-        print(f"  token {passage.first:,} ({passage.times} times): {passage.text}")
+        named = f"{passage.document}, " if conversation.memory.origin.parts else ""
+        print(f"  {named}token {passage.first:,} ({passage.times} times): {passage.text}")
     if options.explain:
         print_tokens(answer, tokens)
-        if save_figures({heat_map: lambda: draw(answer, conversation.memory, tokens)}):
+        heat_map = picture(options, number)
+        memory = conversation.memory
+        if plots.save_figures({heat_map: lambda: draw(answer, memory, tokens)}):
             print(f"\nHeat map: {heat_map}")
 
 
@@ -189,17 +196,16 @@ def counts(retrieved: list[Tensor], length: int) -> Tensor:
     return torch.stack([torch.bincount(place, minlength=bins) for place in places])
 
 
-def draw(answer: Answer, memory: MemoryCache | None, tokens: list[str]) -> Figure:
+def draw(answer: Answer, memory: MemoryCache, tokens: list[str]) -> Figure:
     """Draw which parts of the document each token of the answer retrieved; what the memory has forgotten is gray."""
     from matplotlib import colormaps
 
-    assert memory is not None
     length = memory.tokens_read[0]
     forgotten = length - memory.tokens_kept[0]
     table = counts([numbers[numbers < length] for numbers in answer.retrieved], length)
     ends = torch.arange(1, table.shape[1] + 1) * length // table.shape[1]
     gone = (ends <= forgotten) & (table == 0)  # what was retrieved just before it was forgotten stays visible
-    figure, (axes,) = heat_map(
+    figure, (axes,) = plots.heat_map(
         {answer.question: masked_where(gone.numpy(), table.numpy())},
         ("token of the document" + (f" (gray: the first {forgotten:,}, forgotten)" if forgotten else ""), ""),
         "times retrieved",

@@ -96,6 +96,7 @@ ELSEWHERE = {
     "lm-eval": ("Run lm-eval's command line with memory models.", "cacheformers.evaluation.harness"),
     "gates": ("Draw the gates or the memory's shares of a model.", "cacheformers.evaluation.gates"),
     "segments": ("Show which segments a CacheFormer retrieves.", "cacheformers.evaluation.segments"),
+    "library": ("Keep many memory files, and ask them together.", "cacheformers.cli.library"),
     "attach": ("Put a memory on a pretrained model without training it.", "cacheformers.training.attach"),
     "export": ("Turn an adapter and its base into one model folder.", "cacheformers.adapters.export"),
     "convert": ("Convert a checkpoint of the published Neurocache package.", "cacheformers.methods.neurocache.convert"),
@@ -119,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given and given[0] in ELSEWHERE:
         run_elsewhere(given[0], given[1:])
         return
-    options = parsed(given)
+    options = questions_anywhere(make_parser(), dashed(given))
     try:
         getattr(import_module(HERE[options.command]), options.command)(options)
     except KeyboardInterrupt:
@@ -129,11 +130,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"cacheformers {options.command}: {error}")
 
 
-def parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse a command of this file; questions may come after options, which argparse does not expect of a list."""
-    parser = make_parser()
-    options, rest = parser.parse_known_args(dashed(arguments))
-    if options.command == "ask" and not any(word.startswith("-") for word in rest):
+def questions_anywhere(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse arguments whose `questions` may also come after options, which argparse does not expect of a list."""
+    options, rest = parser.parse_known_args(arguments)
+    if hasattr(options, "questions") and not any(word.startswith("-") for word in rest):
         options.questions, rest = [*options.questions, *rest], []
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -77,3 +77,7 @@ def check_same(memory: MemoryCache, source: Source, options: argparse.Namespace)
             f"{options.output} is the memory of {'another text' if there is None else there.name}, not of this one. "
             "Choose another -o, or replace it with --overwrite."
         )
+    if len(there.offsets) != len(source.offsets):
+        raise ValueError(
+            f"{options.output} was thinned, and reading cannot go on from it: replace it with --overwrite."
+        )

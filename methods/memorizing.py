@@ -137,6 +137,7 @@ class MemorizingState(RingState):
             {layer: options.new_ring(rows, size, devices[layer], dtype, width, width) for layer in options.layers}
         )
         self.last: dict[int, Tensor] = {}
+        self.key_size = options.base.head_dim
 
     def end(self, reading: Reading) -> None:
         super().end(reading)

@@ -297,7 +297,7 @@ class MemoryCache(DocumentsCache):
         self.seen.load_state_dict(part(tensors, "seen"), rows, self.columns)
         self.origin.saved = ""
 
-    def save(self, path: str | Path, append: bool = False) -> None:
+    def save(self, path: str | Path, append: bool = False, int8: bool = False) -> None:
         """Save the memory to a folder, from which `cacheformers.load_memory` loads it.
 
         The folder changes in one step, when everything is on disk.
@@ -305,12 +305,13 @@ class MemoryCache(DocumentsCache):
         Args:
             path: the folder. A memory that it already holds is replaced.
             append: write only what is new since this memory was loaded from this folder, or saved to it.
+            int8: round entries to 8 bits, with a scale for each; they are loaded in the precision that they have now.
 
         Raises:
             MemoryFileError: the folder holds something else, or, with `append`, another memory.
             OSError: the folder cannot be written.
         """
-        save_memory(self, Path(path), append)
+        save_memory(self, Path(path), append, int8)
 
     @property
     def nbytes(self) -> int:

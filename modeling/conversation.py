@@ -43,6 +43,7 @@ class Answer:
         prompt_tokens: ids that were read for it: the question with what the chat template puts around it.
         passages: for each token of the answer, the passages that were retrieved most often when it was chosen.
         retrieved_most: the passages that question and answer together retrieved most often.
+        asked: for each token of the question except the last, the numbers of all tokens that it retrieved.
         retrieved: for each token of the answer, the numbers of all tokens that were retrieved when it was chosen.
     """
 
@@ -53,6 +54,7 @@ class Answer:
     prompt_tokens: int
     passages: list[list[Passage]] = field(default_factory=list)
     retrieved_most: list[Passage] = field(default_factory=list)
+    asked: list[Tensor] = field(default_factory=list)
     retrieved: list[Tensor] = field(default_factory=list)
 
 
@@ -240,17 +242,18 @@ class Conversation:
         return {
             "passages": [passages([found], texts, TOKEN_PASSAGE, TOKEN_SHOWN) for found in trace.chosen],
             "retrieved_most": passages(trace.asked + trace.chosen, texts, PASSAGE, SHOWN),
+            "asked": trace.asked,
             "retrieved": trace.chosen,
         }
 
     def _texts(self, stream: list[int]) -> list[tuple[int, Source | None]]:
-        """Return the document, and the conversation after it, with the numbers of their first tokens."""
+        """Return the documents, and the conversation after them, with the numbers of their first tokens."""
         assert self.memory is not None
-        read, source = self.memory.tokens_read[0], self.memory.origin.sources[0]
+        read = self.memory.tokens_read[0]
         said = [str(self.tokenizer.decode([token])) for token in stream]
         ends = torch.tensor(list(accumulate(map(len, said))))
         offsets = torch.stack([ends - torch.tensor([len(word) for word in said]), ends], 1).int()
-        return [(0, source), (read, Source(CONVERSATION, "".join(said), offsets))]
+        return [*self.memory.origin.texts(0), (read, Source(CONVERSATION, "".join(said), offsets))]
 
 
 class Stop(StoppingCriteria):

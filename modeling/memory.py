@@ -148,6 +148,7 @@ class MemoryState(ABC):
         forward_is_segment: each forward is one segment, whatever its length.
         rings: stores that get one entry per token, by layer; `state_dict` names their tensors `rings.LAYER...`. Files
             hold them in pieces, and the rest of a state as a whole.
+        key_size: numbers of one vector, where a key in `rings` is several side by side; None for one.
         own_layers: layers whose visible keys and values are held by the state instead of the local cache.
         loss: what the method adds to the loss of the last forward; None for nothing.
         can_crop: the last tokens of open segments can be removed.
@@ -165,6 +166,7 @@ class MemoryState(ABC):
     loss: Tensor | None = None
     gold: Gold | None = None
     rings: dict[int, Ring] = {}
+    key_size: int | None = None
 
     def __init__(self, *names: str) -> None:
         self.tensors: dict[str, dict[int, Tensor]] = {name: {} for name in names}

@@ -65,6 +65,7 @@ class Origin:
         tokenizer: hash of the tokenizer, see `tokenizer_hash`.
         base, adapter: folders or Hub ids, from which the command line loads them again.
         sources: each row's text, None if unknown.
+        parts: of a memory that was put together: the number of the first token of every text, and the text.
         saved: name of the save that this memory continues; empty if its rows have changed since.
     """
 
@@ -74,7 +75,12 @@ class Origin:
     base: str = ""
     adapter: str = ""
     sources: list[Source | None] = field(default_factory=list)
+    parts: tuple[tuple[int, Source | None], ...] = ()
     saved: str = ""
+
+    def texts(self, row: int) -> Sequence[tuple[int, Source | None]]:
+        """Return the texts of a row, each with the number of its first token."""
+        return self.parts or ((0, self.sources[row]),)
 
     def select(self, rows: Sequence[int]) -> None:
         """Make row i what row `rows[i]` was."""

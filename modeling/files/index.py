@@ -20,7 +20,7 @@ from torch import Tensor
 from cacheformers.modeling.origin import digest
 from cacheformers.modeling.search.store import Ring
 
-FORMAT, VERSION = "cacheformers memory", 1
+FORMAT, VERSIONS = "cacheformers memory", (1, 2)  # 2: entries may be int8, with a scale each
 INDEX, LOCK = "index.json", ".lock"
 OWN_FILE = re.compile(r"[0-9a-f]{32}\.(new|tail)\.safetensors|index\.json\.tmp")
 
@@ -129,7 +129,8 @@ class Index:
 
     def write(self, folder: Path) -> None:
         """Replace the index of a folder in one step."""
-        contents = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        kinds = {held.dtype for file in self.files.values() for held in file.tensors.values()}
+        contents = {"format": FORMAT, "version": 2 if "I8" in kinds else 1, **asdict(self)}
         contents["stores"] = {str(layer): store for layer, store in contents["stores"].items()}
         draft = folder / f"{INDEX}.tmp"
         with open(draft, "w", encoding="utf-8") as file:
@@ -165,9 +166,9 @@ def read_index(folder: Path) -> Index:
         raise MemoryFileError(f"{path} is damaged, or of something else: {error}") from error
     if not isinstance(contents, dict) or contents.get("format") != FORMAT:
         raise MemoryFileError(f"{path} is not the index of a memory.")
-    if contents.get("version") != VERSION:
+    if contents.get("version") not in VERSIONS:
         raise MemoryFileError(
-            f"{path} has version {contents.get('version')!r} of the format, this release reads {VERSION}. Use the "
+            f"{path} has version {contents.get('version')!r} of the format, this release reads {VERSIONS[-1]}. Use the "
             "release that wrote it, or read the text again."
         )
     if contents.pop("sha256", None) != checksum(contents):
@@ -219,6 +220,7 @@ def check(index: Index) -> None:
 # As safetensors calls them.
 DTYPES = {
     "BOOL": torch.bool,
+    "I8": torch.int8,
     "U8": torch.uint8,
     "I32": torch.int32,
     "I64": torch.int64,
@@ -246,6 +248,13 @@ def describe(tensor: Tensor) -> Held:
     """Describe a contiguous tensor on the CPU for the index."""
     numbers = tensor.flatten().as_strided((tensor.numel(),), (1,))  # a single number may have any stride
     return Held(NAMES[tensor.dtype], list(tensor.shape), digest(numbers.view(torch.uint8).numpy().data))
+
+
+def as_int8(entries: Tensor) -> tuple[Tensor, Tensor]:
+    """Round entries `[count, width]` to 8 bits; return them and the scale of each, `[count, 1]` in float32."""
+    exact = entries.float()
+    scale = exact.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+    return (exact / scale).round().to(torch.int8), scale
 
 
 class Shards:
@@ -284,6 +293,13 @@ class Shards:
         if describe(tensor) != held:
             raise MemoryFileError(f"{self.folder / file} is damaged: {name} has a wrong checksum. Read the text again.")
         return tensor
+
+    def entries(self, piece: Piece, dtype: torch.dtype) -> Tensor:
+        """Read entries; those that are kept as int8 in the given precision."""
+        tensor = self.get(piece.file, piece.tensor)
+        if tensor.dtype != torch.int8:
+            return tensor
+        return (tensor.float() * self.get(piece.file, f"{piece.tensor}.scale")).to(dtype)
 
     def all(self, file: str) -> dict[str, Tensor]:
         """Read every tensor of a file."""

@@ -155,12 +155,13 @@ def entries(shards: Shards, pieces: list[Piece], written: int, store: Store, wid
     count = min(written, store.capacity)
     if (pieces[-1].end if pieces else 0) != written or (pieces and pieces[0].start > written - count):
         raise MemoryFileError(f"{shards.folder} is damaged: entries are missing.")
-    parts = [shards.get(piece.file, piece.tensor) for piece in pieces]
-    if any(part.dtype != DTYPES[store.dtype] or part.shape[1:] != (width,) for part in parts):
+    dtype = DTYPES[store.dtype]
+    parts = [shards.entries(piece, dtype) for piece in pieces]
+    if any(part.dtype != dtype or part.shape[1:] != (width,) for part in parts):
         raise MemoryFileError(f"{shards.folder} is damaged: entries have another size or precision.")
     if len(parts) == 1 and (pieces[0].start == 0 or len(parts[0]) == store.capacity) and len(parts[0]) == count:
         return parts[0]
-    together = torch.zeros(count, width, dtype=DTYPES[store.dtype])
+    together = torch.zeros(count, width, dtype=dtype)
     for piece, part in zip(pieces, parts, strict=True):
         numbers = torch.arange(piece.start, piece.end)
         here = part[numbers % store.capacity] if piece.count == store.capacity else part

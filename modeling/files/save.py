@@ -24,6 +24,7 @@ from cacheformers.modeling.files.index import (
     Reader,
     Row,
     Store,
+    as_int8,
     describe,
     read_index,
     sync,
@@ -41,7 +42,7 @@ class Stream:
     take: Callable[[int, int], Tensor]
 
 
-def save_memory(memory: Any, folder: Path, append: bool) -> None:
+def save_memory(memory: Any, folder: Path, append: bool, int8: bool = False) -> None:
     """Save as `MemoryCache.save` describes."""
     if memory.options is None:
         raise ValueError("Only a memory made by read(), new_memory() or a forward can be saved.")
@@ -51,7 +52,7 @@ def save_memory(memory: Any, folder: Path, append: bool) -> None:
         before = earlier_save(memory, folder) if append else None
         save = uuid.uuid4().hex
         try:
-            index = write(memory, folder, save, before)
+            index = write(memory, folder, save, before, int8)
         except OSError:
             for path in folder.glob(f"{save}.*"):
                 path.unlink()
@@ -95,7 +96,7 @@ def earlier_save(memory: Any, folder: Path) -> Index | None:
     return index
 
 
-def write(memory: Any, folder: Path, save: str, before: Index | None) -> Index:
+def write(memory: Any, folder: Path, save: str, before: Index | None, int8: bool) -> Index:
     """Write what is not in the folder yet, then the index, and return it."""
     new, tail = f"{save}.new.safetensors", f"{save}.tail.safetensors"
     fresh: dict[str, Tensor] = {}
@@ -111,7 +112,10 @@ def write(memory: Any, folder: Path, save: str, before: Index | None) -> Index:
             start = pieces[-1].end if pieces else stream.first
             if stream.end > start:
                 pieces.append(Piece(new, f"{number}.{name}", start, stream.end - start))
-                fresh[f"{number}.{name}"] = stream.take(start, stream.end)
+                taken, stored = stream.take(start, stream.end), f"{number}.{name}"
+                if int8 and name.startswith("rings."):
+                    taken, fresh[f"{stored}.scale"] = as_int8(taken)
+                fresh[stored] = taken
             streams[name] = pieces
         source = memory.origin.sources[number]
         rows.append(Row(memory.tokens_read[number], None if source is None else source.name, streams))

@@ -285,7 +285,7 @@ def test_another_version_and_unknown_options(make_model, ids, tmp_path):
     path = tmp_path / "m" / "index.json"
     original = json.loads(path.read_text())
     for change, message in (
-        (lambda index: index.update(version=2), "version 2"),
+        (lambda index: index.update(version=3), "version 3"),
         (lambda index: index["reader"].update(method="oracle"), "oracle"),
         (lambda index: index["reader"]["options"].update(depth=3), "depth"),
     ):

@@ -1,0 +1,162 @@
+"""`cacheformers library`: many memory files in one folder, asked together."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from cacheformers.adapters.folders import own_base
+from cacheformers.cli.ask import chat, say
+from cacheformers.cli.main import add_model, questions_anywhere
+from cacheformers.cli.model import lasting_name, load_model
+from cacheformers.common.library import Library, reader_of
+from cacheformers.modeling.thinning import RULES
+
+DESCRIPTION = """Keep memory files in a folder, and ask one, several or all of them.
+
+  cacheformers library DIR                                             # list
+  cacheformers library DIR add BOOK.txt REPORT.pdf --adapter ADAPTER   # read documents into memory files
+  cacheformers library DIR ask "Who tells this story?"                 # all, searched together
+  cacheformers library DIR ask "Who?" --in BOOK --in REPORT            # these
+  cacheformers library DIR ask "Who?" --choose                         # the one in which the question retrieves most
+  cacheformers library DIR ask                                         # a conversation
+  cacheformers library DIR compress BOOK --bytes 400K                  # fewer entries, in 8 bits
+  cacheformers library DIR remove BOOK
+
+Memories are searched together if one model read them, and its method keeps an entry for each token and searches them
+(Neurocache, Memorizing Transformer). Memories of other methods are asked one by one.
+"""
+UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one action; errors that a user can fix end with one line on stderr."""
+    parser = make_parser()
+    options = questions_anywhere(parser, sys.argv[1:] if arguments is None else arguments)
+    try:
+        ACTIONS[options.action or "list"](Library(options.folder), options)
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        parser.error(str(error))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of all actions."""
+    parser = argparse.ArgumentParser(
+        prog="cacheformers library", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path, help="folder of the library")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions (default: list)")
+    actions.add_parser("list", help="name all memories, their texts and sizes")
+
+    command = actions.add_parser("add", help="read documents into memory files")
+    command.add_argument("documents", nargs="+", metavar="FILE", help=".txt, .md, .html, .epub or .pdf")
+    command.add_argument("--name", help="of the memory, for one document (default: the file's without its ending)")
+    command.add_argument("--cache-size", type=int, metavar="N", help="most entries (default: the adapter's)")
+    command.add_argument("--encoding", metavar="NAME", help="of .txt, .md and .html files (default: utf-8)")
+    command.add_argument("--overwrite", action="store_true", help="replace memories of these names")
+    add_model(command, "that of the memories there, or the adapter's own")
+
+    command = actions.add_parser("remove", help="delete memories")
+    command.add_argument("names", nargs="+", metavar="NAME")
+
+    command = actions.add_parser("ask", help="ask one, several or all memories")
+    command.add_argument("questions", nargs="*", metavar="QUESTION", help="each on its own; none: a conversation")
+    command.add_argument(
+        "--in", dest="names", action="append", default=[], metavar="NAME", help="ask this (repeatable)"
+    )
+    command.add_argument("--choose", action="store_true", help="ask the one in which the question retrieves most")
+    command.add_argument("--max-new-tokens", type=int, default=60, metavar="N", help="(default: 60)")
+    command.add_argument("--explain", action="store_true", help="for each token of the answer, what was retrieved")
+    command.add_argument("--heat-map", type=Path, metavar="PNG", help="that --explain draws (default: DIR.png)")
+    command.add_argument("--json", action="store_true", help="print one JSON object an answer")
+    add_model(command, "the one that read")
+
+    command = actions.add_parser("compress", help="thin a memory to a number of bytes")
+    command.add_argument("name", metavar="NAME")
+    command.add_argument(
+        "--bytes", type=size, required=True, metavar="N", help="most bytes on disk, such as 400K or 2M"
+    )
+    command.add_argument("--rule", choices=RULES, default="oldest", help="which entries go (default: oldest)")
+    command.add_argument("--question", dest="asked", action="append", default=[], metavar="QUESTION", help="for unused")
+    command.add_argument("--no-int8", action="store_true", help="keep the precision of entries")
+    add_model(command, "the one that read; only the rule unused needs it")
+    return parser
+
+
+def size(text: str) -> int:
+    """Read a number of bytes, with K, M or G for binary multiples."""
+    unit = UNITS.get(text[-1:].upper(), 1)
+    return int(float(text[:-1] if unit > 1 else text) * unit)
+
+
+def list_memories(library: Library, options: argparse.Namespace) -> None:
+    """Print a line for each memory."""
+    for held in library.contents():
+        print(f"{held.name:<24} {held.tokens:>10,} tokens {held.bytes / 2**20:>8.2f} MiB  {held.source}")
+
+
+def with_model(library: Library, options: argparse.Namespace) -> Library:
+    """Load the model that is named, or that read the memories which are there."""
+    base, adapter = options.model or "", options.adapter or ""
+    if not (base or adapter) and library.names:
+        reader = reader_of(library)
+        base, adapter = reader.base, reader.adapter
+    model, tokenizer = load_model(base, adapter, options.device, options.dtype)
+    named = lasting_name(base or own_base(adapter))
+    return Library(library.folder, model, tokenizer, named, lasting_name(adapter))
+
+
+def add(library: Library, options: argparse.Namespace) -> None:
+    """Read documents."""
+    if options.name and len(options.documents) > 1:
+        raise ValueError("--name is for one document: leave it out, or add the documents one by one.")
+    library = with_model(library, options)
+    for path in options.documents:
+        held = library.add(
+            path,
+            options.name or "",
+            overwrite=options.overwrite,
+            cache_size=options.cache_size,
+            encoding=options.encoding,
+        )
+        print(f"{held.name}: {held.tokens:,} tokens, {held.bytes / 2**20:.2f} MiB")
+
+
+def remove(library: Library, options: argparse.Namespace) -> None:
+    """Delete memories."""
+    for name in options.names:
+        library.remove(name)
+        print(f"{name} is removed.")
+
+
+def ask(library: Library, options: argparse.Namespace) -> None:
+    """Answer every question on its own, or hold a conversation."""
+    if options.choose and not options.questions:
+        raise ValueError("--choose is for a question that is given: a conversation stays with its memories.")
+    library.check(options.names)
+    library = with_model(library, options)
+    options.memory = options.heat_map or library.folder
+    if not options.questions:
+        chat(library.conversation(options.names), options)
+        return
+    for number, question in enumerate(options.questions):
+        names = [library.choose(question, options.names)] if options.choose else options.names
+        conversation = library.conversation(names)
+        if not options.json:
+            print(f"\nQ: {question}" + (f" ({names[0]})" if options.choose else ""), end="\nA: ", flush=True)
+        say(conversation, question, options, number)
+
+
+def compress(library: Library, options: argparse.Namespace) -> None:
+    """Thin a memory."""
+    before = next((held for held in library.contents() if held.name == options.name), None)
+    if options.asked:
+        library = with_model(library, options)
+    held = library.compress(options.name, options.bytes, options.rule, not options.no_int8, options.asked)
+    assert before is not None
+    was, now = (f"{each.tokens:,} entries, {each.bytes:,} bytes" for each in (before, held))
+    print(f"{held.name}: {was}; now {now}")
+
+
+ACTIONS = {"list": list_memories, "add": add, "remove": remove, "ask": ask, "compress": compress}

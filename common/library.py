@@ -1,0 +1,218 @@
+"""A library: a folder of memory files, which are asked one by one or together, and thinned."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from cacheformers.common.texts import load_text
+from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.conversation import Answer, Conversation
+from cacheformers.modeling.files.index import INDEX, MemoryFileError, Reader, read_index
+from cacheformers.modeling.files.load import load_memory
+from cacheformers.modeling.reading import read_text
+from cacheformers.modeling.thinning import retrievals, thin, together
+
+SUFFIX = ".memory"
+NOTHING = "?"  # a question about nothing
+
+
+@dataclass(frozen=True)
+class Held:
+    """A memory of a library.
+
+    Attributes:
+        source: name of its text; empty if it was not saved.
+        tokens: that it has read; of a thinned memory the entries.
+        bytes: on disk.
+        reader: the model that read it.
+    """
+
+    name: str
+    source: str
+    tokens: int
+    bytes: int
+    reader: Reader
+
+
+class Library:
+    """Memory files in a folder, `NAME.memory` each, all read by one model if they are to be asked together.
+
+    Args:
+        folder: it is made when the first memory is added.
+        model, tokenizer: they read and answer; listing, removing and most thinning need none.
+        base, adapter: their folders or Hub ids, which the memories remember so that the command line finds them.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: nn.Module | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        base: str = "",
+        adapter: str = "",
+    ) -> None:
+        self.folder, self.model, self.tokenizer = Path(folder), model, tokenizer
+        self.base, self.adapter = base, adapter
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"{folder} is a file, but a library is a folder: choose another name.")
+
+    def contents(self) -> list[Held]:
+        """Describe all memories, by name; raise MemoryFileError for a damaged one."""
+        found = []
+        for name in self.names:
+            index = read_index(self.path(name))
+            row = index.rows[0]
+            size = sum(path.stat().st_size for path in self.path(name).iterdir())
+            found.append(Held(name, row.source or "", row.tokens_read, size, index.reader))
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all memories, sorted."""
+        return sorted(path.parent.name.removesuffix(SUFFIX) for path in self.folder.glob(f"*{SUFFIX}/{INDEX}"))
+
+    def path(self, name: str) -> Path:
+        """Return the folder of a memory; raise ValueError for a name that leads elsewhere."""
+        if not name or Path(name).name != name or name == "..":
+            raise ValueError(f"{name!r} cannot be the name of a memory: leave out slashes.")
+        return self.folder / f"{name}{SUFFIX}"
+
+    def add(
+        self,
+        path: str,
+        name: str = "",
+        *,
+        text: str | None = None,
+        overwrite: bool = False,
+        cache_size: int | None = None,
+        progress: bool = True,
+        encoding: str | None = None,
+    ) -> Held:
+        """Read a document into a memory of the library.
+
+        Args:
+            path: a file (`common.texts.load_text`), or only the name of `text`.
+            name: of the memory; by default the file's without its ending.
+            overwrite: replace a memory of that name.
+            cache_size: most entries; None for the adapter's.
+
+        Raises:
+            ValueError: there is a memory of that name, or the text cannot be read.
+        """
+        model, tokenizer = self._required()
+        name = name or Path(path).stem
+        if self.path(name).exists() and not overwrite:
+            raise ValueError(f"{self.folder} has a memory {name} already: choose another name, or overwrite it.")
+        source, found = (path, text) if text is not None else load_text(path, encoding=encoding)
+        memory = read_text(model, tokenizer, found, name=source, progress=progress, cache_size=cache_size)
+        memory.origin.base, memory.origin.adapter = self.base, self.adapter
+        memory.save(self.path(name))
+        return next(held for held in self.contents() if held.name == name)
+
+    def remove(self, name: str) -> None:
+        """Delete a memory; raise ValueError if there is none of that name."""
+        self.check([name])
+        shutil.rmtree(self.path(name))
+
+    def memory(self, name: str) -> MemoryCache:
+        """Load one memory, for the model if there is one."""
+        self.check([name])
+        return load_memory(self.path(name), self.model, tokenizer=self.tokenizer)
+
+    def memories(self, names: Sequence[str] = ()) -> MemoryCache:
+        """Load the memories of the given names, all by default; several become one that is searched as a whole.
+
+        Raises:
+            ValueError: there is none, or several are of a method or of models that cannot be searched together.
+        """
+        names = self.check(names)
+        loaded = [self.memory(name) for name in names]
+        return loaded[0] if len(loaded) == 1 else together(loaded)
+
+    def conversation(self, names: Sequence[str] = ()) -> Conversation:
+        """Begin a conversation about the memories of the given names, all by default."""
+        model, tokenizer = self._required()
+        return Conversation(model, tokenizer, self.memories(names))
+
+    def choose(self, question: str, names: Sequence[str] = ()) -> str:
+        """Return the name of the memory in which a question retrieves most, when all are searched together.
+
+        What an empty question retrieves, by the words around it, does not count.
+        """
+        names = self.check(names)
+        if len(names) == 1:
+            return names[0]
+        model, tokenizer = self._required()
+        memory = self.memories(names)
+        counts = []
+        for asked in (question, NOTHING):
+            answer = Conversation(model, tokenizer, memory).ask(asked, max_new_tokens=1, explain=True)
+            counts.append(retrievals([*answer.asked, *answer.retrieved], memory.tokens_read[0]))
+        votes = (counts[0] - counts[1]).clamp(min=0)
+        starts = [start for start, _ in memory.origin.parts]
+        by_memory = [int(part.sum()) for part in votes.tensor_split(starts[1:])]
+        return names[by_memory.index(max(by_memory))]
+
+    def ask(self, question: str, names: Sequence[str] = (), choose: bool = False, **options: Any) -> Answer:
+        """Answer one question from the memories of the given names, all by default.
+
+        If their method retrieves, `answer.retrieved_most` and `answer.passages` name the files and the passages.
+
+        Args:
+            choose: ask the one memory alone in which the question retrieves most.
+            options: of `Conversation.ask`.
+        """
+        conversation = self.conversation([self.choose(question, names)] if choose else names)
+        answer: Answer = conversation.ask(question, **{"explain": conversation.retrieves, **options})
+        return answer
+
+    def compress(
+        self, name: str, most_bytes: int, rule: str = "oldest", int8: bool = True, questions: Sequence[str] = ()
+    ) -> Held:
+        """Thin a memory to a number of bytes on disk, in place (`modeling.thinning.thin`).
+
+        Args:
+            questions: with the rule "unused", what is asked to see which entries are used.
+        """
+        memory = self.memory(name)
+        used = None
+        if questions:
+            model, tokenizer = self._required()
+            answers = [
+                Conversation(model, tokenizer, memory).ask(question, max_new_tokens=32, explain=True)
+                for question in questions
+            ]
+            retrieved = [numbers for answer in answers for numbers in (*answer.asked, *answer.retrieved)]
+            used = retrievals(retrieved, memory.tokens_read[0])
+        thin(memory, most_bytes, rule, int8, used).save(self.path(name), int8=int8)
+        return next(held for held in self.contents() if held.name == name)
+
+    def check(self, names: Sequence[str] = ()) -> list[str]:
+        """Return the names, or all if there are none; raise ValueError for one that is not there."""
+        there = self.names
+        if not there:
+            raise ValueError(f"{self.folder} holds no memory yet: add a document first.")
+        missing = [name for name in names if name not in there]
+        if missing:
+            raise ValueError(f"{self.folder} has no memory {missing[0]!r}, only {', '.join(there)}.")
+        return list(names) or there
+
+    def _required(self) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+        if self.model is None or self.tokenizer is None:
+            raise ValueError("This library was opened without a model and its tokenizer, which read and answer.")
+        return self.model, self.tokenizer
+
+
+def reader_of(library: Library) -> Reader:
+    """Return the model that read the first memory of a library; raise MemoryFileError if there is none."""
+    held = library.contents()
+    if not held:
+        raise MemoryFileError(f"{library.folder} holds no memory yet: add a document first.")
+    return held[0].reader
