@@ -1,6 +1,6 @@
 """What answers are worth when a memory file is thinned, and how much of its text a stranger reads off its entries.
 
-python recipes/fetch_plays.py
+cacheformers fetch; python recipes/fetch_plays.py
 python recipes/make_facts.py data/library --seed 1 --documents 1 --words 1500 --plays data/plays/valid/*.md
 python benchmarks/memory_bytes.py data/library --adapter model_cards/answers_facts --output runs/memory_bytes
 
