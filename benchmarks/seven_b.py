@@ -41,6 +41,7 @@ STAGES = {
     "nf4": "load in 4 bits, one step, save",
 }
 AGAIN, CONTEXT, NEW = 512, 1500, 8
+SAID = "## What it says"
 
 
 def main() -> None:
@@ -74,7 +75,7 @@ def main() -> None:
         found["settings"]["about"] = about()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results) + "\n", encoding="utf-8")
-        path.with_suffix(".md").write_text(page(results), encoding="utf-8")
+        write_page(path.with_suffix(".md"), results)
     if options.delete:
         shutil.rmtree(folder)
 
@@ -187,6 +188,12 @@ def copy_tokenizer(folder: Path) -> None:
     """Put the tokenizer beside the weights."""
     for file in (folder / "tokenizer").iterdir():
         shutil.copy(file, folder / "base")
+
+
+def write_page(path: Path, results: dict[str, dict[str, Any]]) -> None:
+    """Write the page; what people have written below its last heading stays."""
+    _, heading, said = (path.read_text(encoding="utf-8") if path.exists() else "").partition(SAID)
+    path.write_text(page(results) + (f"\n{heading}{said}" if heading else ""), encoding="utf-8")
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:
