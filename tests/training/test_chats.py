@@ -82,7 +82,7 @@ def test_a_run_says_how_much_it_sees_and_shows_the_memory(byte_folder, byte_toke
     total = sum(len(write_chat(byte_tokenizer, chat)[0].encode()) - 4 for chat in CHATS)  # <bos> is one token
     there = int(said.out.partition("About ")[2].partition(" tokens in the documents")[0])
     assert there == pytest.approx(total, abs=3)
-    assert f"4 steps learn from at most 64: {64 / there:.3g} of an epoch." in said.out
+    assert f"4 steps learn from at most 64: {64 / there:.3g} of an epoch, and segments without" in said.out
     result = json.loads((byte_folder / "adapter" / "train_result.json").read_text())
     assert result["tokens"] > 4 * 16  # questions are read without a step
     last = said.err.rpartition("Training")[2]
