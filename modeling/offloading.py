@@ -68,6 +68,8 @@ def keep_in_memory(memory: nn.Module) -> None:
     Raises:
         ValueError: they are elsewhere.
     """
+    if not any(parameter.is_meta for parameter in memory.parameters()):
+        return  # as at every forward but the first
     for module in memory.modules():
         hook = offload_hook(module)
         if hook is not None:
