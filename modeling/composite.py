@@ -61,7 +61,9 @@ class CompositeConfig(SavedConfig):
         self.text_config.tie_word_embeddings = self.tie_word_embeddings
         # This would set the base's implementation too: keep the one it has.
         kwargs.setdefault("attn_implementation", self.text_config._attn_implementation)
+        experts = self.text_config._experts_implementation  # the same, which a model around a base cannot choose
         super().__post_init__(**kwargs)
+        self.text_config._experts_implementation = experts
 
     @property
     def method(self) -> MemoryMethod:

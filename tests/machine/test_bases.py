@@ -80,6 +80,13 @@ def test_experts_get_their_lora_in_attention(make_base):
         assert any(name.endswith(target) for name in trained) and not any("experts" in name for name in trained)
 
 
+def test_a_model_around_a_base_computes_experts_as_the_base_does(make_base):
+    base = make_base("mixtral", torch.float32, experts_implementation="batched_mm")
+    model = cacheformers.NeurocacheForCausalLM.from_base(base, segment_tokens=16)
+    [experts, *_] = [module for module in model.modules() if type(module).__name__ == "MixtralExperts"]
+    assert experts.config._experts_implementation == "batched_mm"
+
+
 def tiny(model_type, **changes):
     config = AutoConfig.for_model(model_type, **{**COMMON, "num_key_value_heads": 2, **changes})
     return AutoModelForCausalLM.from_config(config).eval()
