@@ -15,6 +15,7 @@ from cacheformers.adapters.export import export
 installed = Path(cacheformers.__file__).parent
 assert "site-packages" in str(installed), installed
 assert (installed / "py.typed").exists()
+assert (installed / "model_cards" / "answers_facts" / "adapter_model.safetensors").exists()  # for `cacheformers fetch`
 assert not any((installed / folder).exists() for folder in ("tests", "benchmarks", "recipes"))
 
 config = LlamaConfig(

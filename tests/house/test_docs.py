@@ -329,3 +329,11 @@ def test_messages_in_troubleshooting_are_those_of_the_source():
 def test_the_reference_has_everything_public():
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     assert {name for name in re.findall(r"^::: cacheformers\.(\w+)$", page, re.MULTILINE)} == {*cacheformers.__all__}
+
+
+def test_every_page_is_in_the_navigation():
+    """`make docs` refuses a page that is not; methods are put there by scripts/site.py."""
+    named = set(re.findall(r"- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert {page for page in pages if not page.startswith("methods/")} == named
+    assert {page for page in pages if page.startswith("methods/")} <= {f"methods/{name}.md" for name in METHODS}
