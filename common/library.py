@@ -46,8 +46,10 @@ class Library:
 
     Args:
         folder: it is made when the first memory is added.
-        model, tokenizer: they read and answer; listing, removing and most thinning need none.
-        base, adapter: their folders or Hub ids, which the memories remember so that the command line finds them.
+        model: it reads and answers; listing, removing and most thinning need none.
+        tokenizer: the model's.
+        base: its folder or Hub id, which the memories remember so that the command line finds it.
+        adapter: the same of its adapter.
     """
 
     def __init__(
