@@ -87,7 +87,7 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt $(VENV)/.sources
 	[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet -c constraints.txt setuptools
 	$(PY) -m pip install --quiet -c constraints.txt --no-build-isolation --config-settings editable_mode=strict \
-		-e '.[cpu,docs,documents,eval,gguf,serve,dev]'
+		-e '.[app,cpu,docs,documents,eval,gguf,serve,dev]'
 	touch $@
 
 # Changes only when a file comes or goes.

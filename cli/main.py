@@ -86,6 +86,7 @@ HERE = {
 # Commands whose options and help are in a module of their own: what they do, and the module whose `main` does it.
 ELSEWHERE = {
     "fetch": ("Fetch a small pretrained model and a memory trained for it, to try.", "cacheformers.cli.fetch"),
+    "app": ("Read, ask and see what is retrieved, on a page in the browser.", "cacheformers.app.main"),
     "train": ("Adapt a pretrained model, or train one from scratch.", "cacheformers.train_adapt"),
     "longbench": ("Evaluate on LongBench, as the official code does.", "cacheformers.eval_longbench"),
     "compare": ("Put results of longbench side by side.", "cacheformers.eval_longbench"),

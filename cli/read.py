@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
 
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -52,15 +53,20 @@ def read(options: argparse.Namespace) -> None:
 
 
 def read_on(model: object, memory: MemoryCache, ids: Tensor, options: argparse.Namespace) -> None:
-    """Read to the end, a segment at a time, and save after every --checkpoint segments."""
-    begun = memory.tokens_read[0]
-    step = len(ids) if memory.state.forward_is_segment else memory.window.segment_tokens
-    with tqdm(total=len(ids), initial=begun, unit=" tokens", unit_scale=True, desc="Reading") as bar:
-        for count, start in enumerate(range(begun, len(ids), step), 1):
-            cacheformers.read(model, ids[start : start + step], progress=False, memory=memory)  # type: ignore[arg-type]
-            bar.update(min(step, len(ids) - start))
-            if options.checkpoint and count % options.checkpoint == 0 and start + step < len(ids):
+    """Read to the end, and save after every --checkpoint segments."""
+    with tqdm(total=len(ids), initial=memory.tokens_read[0], unit=" tokens", unit_scale=True, desc="Reading") as bar:
+        for count, tokens in enumerate(read_segments(model, memory, ids), 1):
+            bar.update(tokens)
+            if options.checkpoint and count % options.checkpoint == 0 and memory.tokens_read[0] < len(ids):
                 memory.save(options.output, append=bool(memory.origin.saved))
+
+
+def read_segments(model: object, memory: MemoryCache, ids: Tensor) -> Iterator[int]:
+    """Read on to the end of `ids` `[tokens]`, a segment at a time, and yield the number of tokens of each."""
+    step = len(ids) if memory.state.forward_is_segment else memory.window.segment_tokens
+    for start in range(memory.tokens_read[0], len(ids), step):
+        cacheformers.read(model, ids[start : start + step], progress=False, memory=memory)  # type: ignore[arg-type]
+        yield min(step, len(ids) - start)
 
 
 def check_same(memory: MemoryCache, source: Source, options: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ FLOORS = (
     ("methods",),
     ("common",),
     ("training", "evaluation", "hub"),
-    ("", "train_adapt", "eval_longbench", "cli", "__main__", "benchmarks"),
+    ("", "train_adapt", "eval_longbench", "cli", "app", "__main__", "benchmarks"),
 )
 METHOD_NAMES = re.compile(
     r'"(neurocache|memorizing|infini_attention|gated_attention|gated_deltanet|recurrent_memory|windowed)"'
