@@ -187,11 +187,6 @@ def benchmark():
         return script("benchmarks/estimate_memory.py")
 
 
-# The estimate of two methods is 15 and 21 % above what they take; it was exact at 04b0dae, where they took that much.
-# Which change made them smaller, unseen by the rehearsal, is not known yet.
-TOO_MUCH = {"recurrent_memory": 0.2, "gated_attention": 0.25}
-
-
 # A process of its own does not know the toy method.
 # Both kinds of numbers take part: without instructions for bfloat16 a processor needs four times as long for it.
 @pytest.mark.slow
@@ -216,4 +211,4 @@ def test_the_peak_is_within_10_percent_of_the_measured_one(method, checkpointing
         dtype=dtype,
         activation_checkpointing=checkpointing,
     )
-    assert setting.estimate("cpu").peak == pytest.approx(measurement.measure(setting), rel=TOO_MUCH.get(method, 0.1))
+    assert setting.estimate("cpu").peak == pytest.approx(measurement.measure(setting), rel=0.1)
