@@ -203,7 +203,10 @@ class Group:
 
     lanes: Lanes
     memory: MemoryCache | None
-    asked: MemoryCache | None = None
+    asked: MemoryCache | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.asked = self.memory
 
     def begin(self, model: nn.Module, batch: Step) -> None:
         """Make the memory ready for a batch: forget, close or drop what was read before, and say where answers are."""
