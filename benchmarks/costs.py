@@ -121,7 +121,7 @@ def training_step(kind: str, options: argparse.Namespace) -> Callable[[], None]:
         memory = full_memory(model.train())
     model.train()
     if options.checkpointing:
-        base: Any = model.base_model.model  # type: ignore[union-attr]
+        base: Any = model.base_model.model  # type: ignore[union-attr]  # PEFT types the tuner as a module
         base.activation_checkpointing_enable({"use_reentrant": False})
         base.disable_input_require_grads()
     ids, targets = torch.randint(0, shape.config.vocab_size, (2, 1, TOKENS), device=device)

@@ -203,6 +203,7 @@ def test_lanes_go_on_in_the_middle_of_a_lesson(pool, byte_tokenizer):
 def asked(model, made, questions):
     """Read the first context and ask about it, `questions` at once: losses, gradients, and rows of each step."""
     [group] = make_groups(model, made, 1, SEGMENT, 0, remembers=True, questions=questions)
+    assert group.asked is group.memory is not None, "the memory is read before any batch has begun, too"
     losses, own, targets, rows = [], [], [], []
     while group.lanes.position[0] == 0:
         batch = group.lanes.step()
