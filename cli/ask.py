@@ -22,6 +22,7 @@ from cacheformers.common import plots
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.conversation import Answer, Conversation, opening
 from cacheformers.modeling.files.index import read_index
+from cacheformers.modeling.method import retrieving_methods
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,7 +44,7 @@ def ask(options: argparse.Namespace) -> None:
     if options.explain and not memory.state.retrieves:
         raise ValueError(
             "--explain shows what was retrieved, and this memory's method retrieves nothing: leave it out. It is for "
-            "Neurocache and the Memorizing Transformer."
+            f"{retrieving_methods()}."
         )
     print(
         f"{kept(memory)} Loaded in {time.perf_counter() - loaded:.2f} s (the model took {loaded - start:.1f} s).",
@@ -136,6 +137,7 @@ def described(answer: Answer, tokens: list[str], explain: bool) -> dict[str, Any
     found: dict[str, Any] = {"question": answer.question, "answer": answer.text, "finished": answer.finished}
     found["passages"] = [asdict(passage) for passage in answer.retrieved_most]
     if explain:
+        found["retrieves"] = answer.retrieves
         found["tokens"] = [
             {"token": token, "passages": [asdict(passage) for passage in passages]}
             for token, passages in zip(tokens, answer.passages, strict=True)
@@ -174,7 +176,7 @@ FORGOTTEN = "0.8"  # gray
 
 def print_tokens(answer: Answer, tokens: list[str]) -> None:
     """Print, for each token of the answer, the passages that it retrieved most often."""
-    print(f"\nEach token of the answer, and where its {len(answer.retrieved[0])} searches hit:")
+    print(f"\nEach token of the answer, and where most of what it retrieved is (in each layer {answer.retrieves}):")
     for token, passages in zip(tokens, answer.passages, strict=True):
         name = quoted(token)
         for passage in passages:

@@ -41,8 +41,8 @@ ASK = """Answer questions from a memory file.
 
 The text is not read again. The model that read it is loaded by the name it had then. Without a question it holds a
 conversation: questions are typed, and each follows on the ones before. Questions that are given all start from the
-memory as it was saved. If the method retrieves (Neurocache, Memorizing Transformer), the passages that the question and
-the answer retrieved most are printed below the answer.
+memory as it was saved. If the method retrieves (Neurocache, Memorizing Transformer, CacheFormer), the passages that the
+question and the answer retrieved most are printed below the answer.
 
   cacheformers ask book.memory "Who tells this story?"
   cacheformers ask book.memory                                                  # a conversation
@@ -53,9 +53,9 @@ the answer retrieved most are printed below the answer.
 
   cacheformers ask book.memory "Who tells this story?" --prompt cut             # the memory adds to a cut text
 
---explain lists every token of the answer with the passages that were retrieved when it was chosen, and draws a heat
-map: tokens from top to bottom, the book from left to right, colored by how often a place was retrieved. Forgotten parts
-of the book are gray.
+--explain lists every token of the answer with the passages that were retrieved when it was chosen (by CacheFormer, the
+segments that were taken uncompressed), and draws a heat map: tokens from top to bottom, the book from left to right,
+colored by how often a place was retrieved. Forgotten parts of the book are gray.
 """
 SERVE = """Answer OpenAI's clients with a model whose every conversation starts from a memory.
 

@@ -327,6 +327,7 @@ register(
         grows="a ring of at most `cache_size` pairs a layer",
         starts_as="the base model, until a segment is stored",
         stores="entries",
+        retrieves="the {topk} nearest pairs for each head",
         rates={"gate": "gate"},
         statistics=lambda parts, memories: share_statistics(part.gate for part in parts),
         test_settings={"cache_size": 40, "topk": 4, "attention_layers": [1], "search": "exact"},

@@ -22,9 +22,10 @@ from transformers import (
 
 from cacheformers.modeling.architectures import find_decoder, unwrap
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.method import retrieving_methods
 from cacheformers.modeling.offloading import device_of
 from cacheformers.modeling.origin import Source, tokenizer_hash
-from cacheformers.modeling.segments import active_options, new_memory
+from cacheformers.modeling.segments import active_options, new_memory, required_options
 from cacheformers.modeling.trace import Passage, Trace, passages
 
 ANSWER = "<<the answer>>"  # stands for an answer in a chat template
@@ -45,6 +46,7 @@ class Answer:
         retrieved_most: the passages that question and answer together retrieved most often.
         asked: for each token of the question except the last, the numbers of all tokens that it retrieved.
         retrieved: for each token of the answer, the numbers of all tokens that were retrieved when it was chosen.
+        retrieves: what a token retrieves in each layer, in words.
     """
 
     question: str
@@ -56,6 +58,7 @@ class Answer:
     retrieved_most: list[Passage] = field(default_factory=list)
     asked: list[Tensor] = field(default_factory=list)
     retrieved: list[Tensor] = field(default_factory=list)
+    retrieves: str = ""
 
 
 class Conversation:
@@ -168,8 +171,8 @@ class Conversation:
             raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
         if explain and not self.retrieves:
             raise ValueError(
-                "What was retrieved cannot be shown: this memory's method retrieves nothing. It is for Neurocache and "
-                "the Memorizing Transformer."
+                "What was retrieved cannot be shown: this memory's method retrieves nothing. It is for "
+                f"{retrieving_methods()}."
             )
         if options.get("num_beams", 1) != 1 or options.get("num_return_sequences", 1) != 1:
             raise ValueError("A conversation has one answer a question: leave num_beams and num_return_sequences out.")
@@ -238,10 +241,13 @@ class Conversation:
         return answer
 
     def _explained(self, trace: Trace, stream: list[int]) -> dict[str, Any]:
-        texts = self._texts(stream)
+        texts, together = self._texts(stream), trace.memory.state.retrieved_tokens
+        # Passages are whole multiples of what is retrieved together.
+        long, short = (-(-tokens // together) * together for tokens in (PASSAGE, TOKEN_PASSAGE))
         return {
-            "passages": [passages([found], texts, TOKEN_PASSAGE, TOKEN_SHOWN) for found in trace.chosen],
-            "retrieved_most": passages(trace.asked + trace.chosen, texts, PASSAGE, SHOWN),
+            "passages": [passages([found], texts, short, TOKEN_SHOWN) for found in trace.chosen],
+            "retrieved_most": passages(trace.asked + trace.chosen, texts, long, SHOWN),
+            "retrieves": required_options(find_decoder(unwrap(self.model))).retrieves,
             "asked": trace.asked,
             "retrieved": trace.chosen,
         }

@@ -153,7 +153,8 @@ class MemoryState(ABC):
         loss: what the method adds to the loss of the last forward; None for nothing.
         can_crop: the last tokens of open segments can be removed.
         gold: places of the answers to the questions of the next forward; None if that is not known.
-        retrieves: tokens look up single tokens of the document, which `retrieved` returns.
+        retrieves: tokens look up tokens of the document, which `retrieved` returns.
+        retrieved_tokens: consecutive tokens that are looked up together; `retrieved` returns the first of them.
         memory_tokens: memory tokens that run through all layers behind a segment when it closes, and leave behind what
             `commit` stores; 0 for none. Such a state holds no columns of open segments.
     """
@@ -161,6 +162,7 @@ class MemoryState(ABC):
     forward_is_segment = False
     can_crop = True
     retrieves = False
+    retrieved_tokens = 1
     memory_tokens = 0
     own_layers: frozenset[int] = frozenset()
     loss: Tensor | None = None

@@ -44,6 +44,7 @@ class MemoryMethod:
         title, paper, citation: its name, the address of its paper, and the paper's BibTeX entry.
         summary: one sentence; may contain settings in braces.
         limits: what its users must know, one sentence each.
+        retrieves: what a token retrieves in each layer, in words; may contain settings in braces. Empty: nothing.
         choose_when, grows, starts_as: for the table of methods: whom it suits, what grows with the text, and what an
             untrained adapter computes.
         stores: what it keeps of closed segments: up to `cache_size` "entries", a "matrix" of constant size,
@@ -73,6 +74,7 @@ class MemoryMethod:
     paper: str = ""
     citation: str = ""
     limits: tuple[str, ...] = ()
+    retrieves: str = ""
     choose_when: str = ""
     grows: str = ""
     starts_as: str = ""
@@ -120,6 +122,12 @@ def method_named(name: str) -> MemoryMethod:
 def is_method(name: str) -> bool:
     """Whether `method_named` knows a model type or PEFT type."""
     return any(name.lower() in (method.name, *method.former_names) for method in METHODS.values())
+
+
+def retrieving_methods() -> str:
+    """Name the methods that retrieve, for messages."""
+    *others, last = (method.title for method in METHODS.values() if method.retrieves)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def method_of(options: Any) -> MemoryMethod:

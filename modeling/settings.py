@@ -125,6 +125,11 @@ class MethodOptions:
         return method_of(self)
 
     @property
+    def retrieves(self) -> str:
+        """What a token retrieves in each layer, in words; empty if nothing."""
+        return self.method.retrieves.format(**vars(self))
+
+    @property
     def positions(self) -> int:
         """Positions that the base model must have to read a text of any length."""
         window: LocalWindow = self.window  # type: ignore[attr-defined]  # of each method

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.method import retrieving_methods
 from cacheformers.modeling.origin import Source
 
 NOT_SAVED = "(its text was not saved)"
@@ -50,28 +51,31 @@ class Trace(LogitsProcessor):
 
     def __init__(self, memory: MemoryCache) -> None:
         if memory.batch_size != 1 or not memory.state.retrieves:
-            raise ValueError(
-                "A trace needs a memory of one row, of a method that retrieves (Neurocache, Memorizing Transformer)."
-            )
+            raise ValueError(f"A trace needs a memory of one row, of a method that retrieves: {retrieving_methods()}.")
         self.memory, self.before = memory, memory.visible
         self.asked: list[Tensor] = []
         self.chosen: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        retrieved = list(self.memory.state.retrieved().values())
+        state = self.memory.state
+        retrieved, together = list(state.retrieved().values()), state.retrieved_tokens
         if not self.chosen:
             # The rest of the prompt is in closed segments.
             new = self.memory.visible - self.before
             columns = min(int(self.memory.timeline.open.sum()), new, retrieved[0].shape[1])
-            self.asked = [numbers(retrieved, column) for column in range(-columns, -1)]
-        self.chosen.append(numbers(retrieved, -1))
+            self.asked = [numbers(retrieved, column, together) for column in range(-columns, -1)]
+        self.chosen.append(numbers(retrieved, -1, together))
         return scores
 
 
-def numbers(retrieved: list[Tensor], column: int) -> Tensor:
-    """Return the numbers of the document's tokens that one column's token retrieved, in all layers."""
+def numbers(retrieved: list[Tensor], column: int, together: int) -> Tensor:
+    """Return the numbers of the document's tokens that one column's token retrieved, in all layers.
+
+    Args:
+        together: tokens that were retrieved from each number on.
+    """
     here = torch.cat([layer[0, column].cpu() for layer in retrieved])
-    return here[here >= 0]
+    return (here[here >= 0, None] + torch.arange(together)).flatten()
 
 
 def passages(retrieved: list[Tensor], texts: list[tuple[int, Source | None]], tokens: int, most: int) -> list[Passage]:

@@ -107,7 +107,10 @@ def method_page(method: MemoryMethod, written: str) -> str:
     module = sys.modules[method.parts.__module__]
     title, _, by_hand = written.strip().partition("\n")
     settings = {entry.name: entry for entry in fields(method.adapter_config) if "help" in entry.metadata}
-    summary = re.sub(r"\{(\w+)[^}]*\}", lambda found: f"{settings[found[1]].default}", method.summary)
+    summary, retrieves = (
+        re.sub(r"\{(\w+)[^}]*\}", lambda found: f"{settings[found[1]].default}", text)
+        for text in (method.summary, method.retrieves or "nothing")
+    )
     options = [
         f"| `{name}` | `{entry.default!r}` | {cell(entry.metadata['help'])} |\n" for name, entry in settings.items()
     ]
@@ -116,7 +119,8 @@ def method_page(method: MemoryMethod, written: str) -> str:
         title,
         f"{summary} Paper: {method.paper}.",
         f"| | |\n|---|---|\n| choose it when | {method.choose_when} |\n| grows with what was read | {method.grows} |\n"
-        f"| starts as | {method.starts_as} |\n| adapter | `cacheformers.{adapter}` |\n"
+        f"| starts as | {method.starts_as} |\n| a token retrieves, in each layer | {retrieves} |\n"
+        f"| adapter | `cacheformers.{adapter}` |\n"
         f"| model class | `cacheformers.{model}` |\n| recipe option | `--method {method.name}` |\n",
         by_hand.strip(),
         f"## Equations\n\n{inspect.cleandoc(module.__doc__ or '')}",

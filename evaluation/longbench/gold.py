@@ -18,7 +18,7 @@ class GoldHits(LogitsProcessor):
     """Watches what is retrieved while `generate` answers prompts from a memory; it changes nothing.
 
     Args:
-        memory: the one that is given to `generate`, of a method that retrieves single tokens.
+        memory: the one that is given to `generate`, of a method that retrieves.
         prompts: with `gold`, a row each.
     """
 
@@ -43,11 +43,13 @@ class GoldHits(LogitsProcessor):
             Empty where no gold passage is known.
         """
         gold = torch.tensor([number for span in self.prompts[row].gold for number in span])
+        together = torch.arange(self.memory.state.retrieved_tokens)
         if not len(gold):
             return {}
         by_layer = {}
         for layer in self.retrieved[row][0]:
             numbers = torch.cat([step[layer] for step in self.retrieved[row][:answer]])
+            numbers = torch.where(numbers[..., None] < 0, -1, numbers[..., None] + together).flatten(1)
             by_layer[str(layer)] = {
                 "tokens": float(torch.isin(numbers, gold).any(-1).float().mean()),
                 "passage": float(torch.isin(gold, numbers).float().mean()),

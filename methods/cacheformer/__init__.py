@@ -80,6 +80,7 @@ register(
         grows="keys of all tokens; read at each step: `pool_vectors` for every `pool_tokens` of them",
         starts_as="the base model on texts of two windows",
         stores="everything",
+        retrieves="for each key-value head {topk} segments of {pool_tokens} tokens, uncompressed, u = {neighbors}",
         former_names=("cacheformer",),
         test_settings={"window_tokens": 8, "pool_tokens": 4, "pool_vectors": 2, "topk": 2, "neighbors": 2},
     )

@@ -52,12 +52,7 @@ def selected_segments(
     options: CacheFormerOptions, parts: CacheFormerParts, projected: Projected, rotate: Rotate | None = None
 ) -> Tensor:
     """Return the segments that each token retrieves, `[rows, kv_heads, time, topk * neighbors]`, -1 for none."""
-    _, run = attend_rows(options, parts, projected, rotate)
-    each = [
-        lists if lists.dim() == 4 else lists[:, :, None].expand(-1, -1, end - begin, -1)
-        for lists, (begin, end) in zip(run.lists, run.tiles(), strict=True)
-    ]
-    return torch.cat(each, 2)
+    return attend_rows(options, parts, projected, rotate)[1].chosen()
 
 
 def attend_rows(

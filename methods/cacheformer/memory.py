@@ -209,7 +209,8 @@ class CacheFormerMemory(MemoryState):
     ) -> None:
         if cache_size == 0:
             options = replace(options, long=False, overlap=False, cache=False)
-        self.own_layers = frozenset(options.layers)
+        self.own_layers, self.retrieved_tokens = frozenset(options.layers), options.pool_tokens
+        self.retrieves = options.cache and options.causal
         layers = options.layers if options.causal else ()  # `paper_block` takes whole documents and keeps nothing
         self.layers = {layer: CacheFormerState(options, rows, dtype, devices[layer]) for layer in layers}
 
@@ -218,6 +219,13 @@ class CacheFormerMemory(MemoryState):
 
     def end(self, reading: CacheFormerReading) -> None:
         self.layers = {**self.layers, **reading.after}
+
+    def retrieved(self) -> dict[int, Tensor]:
+        return {
+            layer: torch.where(state.taken < 0, -1, state.taken * self.retrieved_tokens)
+            for layer, state in self.layers.items()
+            if state.taken is not None
+        }
 
     def detach(self) -> None:
         """Cut the autograd graph, so that no gradient of the next step reaches what this one read."""

@@ -75,6 +75,7 @@ class CacheFormerState:
         tail: the last s tokens of each row, from which segments are compressed: keys, and values, `[rows, kv_heads, s,
             head_dim]`.
         chooser: None without a cache.
+        taken: segments that the last tokens retrieved, `[rows, time, kv_heads * k*u]`, -1 for none; None if unknown.
 
     Raises:
         ValueError: with `paper_block`, which chooses with tokens that do not exist yet.
@@ -92,6 +93,7 @@ class CacheFormerState:
         shape = (rows, options.kv_heads, options.pool_tokens, options.head_dim)
         self.tail = [blank.new_zeros(shape) for _ in range(1 if options.tied else 2)]
         self.chooser = Chooser(options, rows, blank.device, dtype) if options.cache else None
+        self.taken: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -117,6 +119,10 @@ class CacheFormerState:
         row, column = (torch.arange(order.shape[1]) < counts[:, None]).nonzero(as_tuple=True)
         place = order[row, column]
         output[row, :, place] = read[row, :, column]
+        if self.taken is not None:
+            taken = self.taken.new_full((*real.shape, self.taken.shape[2]), -1)
+            taken[row, place] = self.taken[row, column]
+            self.taken = taken
         return output
 
     def advance(
@@ -142,6 +148,8 @@ class CacheFormerState:
         run = Run(options, starts, time, projected.scale, self.chooser, real, projected.asking(options), rotate)
         gates = projected.gates(parts)
         read: Tensor = TiledAttention.apply(run, projected.q, gates, *Stores(**stores))  # type: ignore[no-untyped-call]
+        if run.lists:  # none without a cache or without tokens
+            self.taken = run.chosen().transpose(1, 2).flatten(2)
         self.tokens_read = [before + count for before, count in zip(self.tokens_read, counts, strict=True)]
         return read
 
@@ -204,6 +212,7 @@ class CacheFormerState:
             return
         index = torch.tensor(rows, dtype=torch.long)
         self.change(lambda tensor: tensor[index.to(tensor.device)], private=True)
+        self.taken = None if self.taken is None else self.taken[index.to(self.taken.device)]
         self.tokens_read = [self.tokens_read[row] for row in rows]
 
     def reset(self, rows: Sequence[int]) -> None:
@@ -214,6 +223,7 @@ class CacheFormerState:
             index = index.to(self.chooser.lists.device)
             self.chooser.lists = self.chooser.lists.index_fill(0, index, -1)
             self.chooser.evidence = self.chooser.evidence.index_fill(0, index, 0.0)
+        self.taken = None
         self.tokens_read = [0 if row in rows else tokens for row, tokens in enumerate(self.tokens_read)]
 
     def successor(self) -> CacheFormerState:

@@ -298,6 +298,14 @@ class Run:
         total = torch.stack([*opened.values()]).sum(0)
         return {name: gate / total for name, gate in opened.items()}, total
 
+    def chosen(self) -> Tensor:
+        """Return the segments that each token retrieved in `forward`, `[rows, kv_heads, time, k*u]`, -1 for none."""
+        each = [
+            lists if lists.dim() == 4 else lists[:, :, None].expand(-1, -1, end - begin, -1)
+            for lists, (begin, end) in zip(self.lists, self.tiles(), strict=True)
+        ]
+        return torch.cat(each, 2)
+
     @torch.no_grad()
     def forward(self, queries: Tensor, stores: Stores, gates: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attend.

@@ -99,6 +99,7 @@ register(
         grows="a ring of at most `cache_size` entries a layer",
         starts_as="the base model (zero gates)",
         stores="entries",
+        retrieves="the {topk} nearest entries",
         rates={"gate": "gate", "scores": "gate"},
         statistics=training_statistics,
         starts={"states": start_from_states},

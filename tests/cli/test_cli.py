@@ -310,6 +310,39 @@ def test_trace_of_a_memorizing_transformer(make_model, ids):
     assert found == expected.sort(dim=1).values.tolist()
 
 
+def test_uncompressed_segments_are_explained(folder, make_model, tokenizer, monkeypatch, capsys):
+    """Passages are segments of 4 tokens before the two windows; the command, its JSON and Python say the same."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(folder)
+    model = save_adapter("base", "segments_adapter", method="cacheformer_on_base")
+    (folder / "book.txt").write_text(make_text(WORDS))
+    main(["read", "book.txt", "-o", "book.memory", "--adapter", "segments_adapter"])
+    memory = cacheformers.load_memory("book.memory", model, tokenizer=tokenizer)
+    answer = cacheformers.Conversation(model, tokenizer, memory).ask("w5 w6 ?", max_new_tokens=5, explain=True)
+    assert answer.retrieves == "for each key-value head 2 segments of 4 tokens, uncompressed, u = 2"
+    words, layers, heads = make_text(WORDS).split(), 3, 2
+    for found, shown in zip(answer.retrieved, answer.passages, strict=True):
+        assert len(found) == layers * heads * 2 * 2 * 4
+        starts = found.view(-1, 4)[:, 0]
+        assert bool((starts % 4 == 0).all()) and int(starts.max()) < WORDS
+        assert torch.equal(found.view(-1, 4), starts[:, None] + torch.arange(4))
+        for passage in shown:
+            inside = (found >= passage.first) & (found <= passage.last)
+            assert passage.first % 16 == 0 and passage.times == int(inside.sum())
+            assert passage.text.split() == words[passage.first : passage.last + 1]
+    capsys.readouterr()
+    ask = ["ask", "book.memory", "w5 w6 ?", "--max-new-tokens", "5", "--explain"]
+    main(ask)
+    shown = capsys.readouterr().out
+    assert f"(in each layer {answer.retrieves}):" in shown
+    for passage in answer.retrieved_most:
+        assert f"  token {passage.first} ({passage.times} times): {passage.text}" in shown
+    main([*ask, "--json"])
+    line = json.loads(capsys.readouterr().out)
+    assert line["retrieves"] == answer.retrieves
+    assert [passage["first"] for passage in line["passages"]] == [each.first for each in answer.retrieved_most]
+
+
 def test_trace_of_several_rows(make_model, ids):
     with pytest.raises(ValueError, match="one row"):
         Trace(cacheformers.read(make_model("llama_gqa"), ids, progress=False))

@@ -148,6 +148,33 @@ def test_padding_is_as_if_it_were_not_there(options):
         assert memory.tokens_read == lengths
 
 
+@pytest.mark.parametrize("choice", [name for name, changes in CHOICES.items() if changes.get("cache", True)])
+def test_what_each_token_retrieves_is_told(choice):
+    """As first tokens of segments, -1 for none and for padding."""
+    options = options_for(**{**CHOICES[choice], "segment_tokens": TIME})
+    parts, inputs, lengths = parts_for(options), some_inputs(2), [TIME, 30]
+    real = torch.arange(TIME) >= torch.tensor([[0], [TIME - 30]])
+    _, memory = stream(options, parts, inputs, real=real)
+    _, later = stream(options, parts, inputs, real=real, chunks=[TIME - 5, 5])
+    assert memory.state.retrieves and memory.state.retrieved_tokens == options.pool_tokens
+    assert torch.equal(later.state.retrieved()[0], memory.state.retrieved()[0][:, -5:])
+    anything = False
+    for row, length in enumerate(lengths):
+        told = memory.state.retrieved()[0][row].unflatten(1, (options.kv_heads, -1))
+        assert bool((told[: TIME - length] == -1).all())
+        one = (tensor[row : row + 1, :, TIME - length :] for tensor in inputs)
+        for head, chosen in enumerate(naive(options, parts, project(*one), rotate)[1]):
+            for token, segments in enumerate(chosen):
+                found = told[TIME - length + token, head]
+                assert found[found >= 0].tolist() == [s * options.pool_tokens for s in sorted(segments) if s >= 0]
+                anything |= bool(len(found[found >= 0]))
+    assert anything
+    before = memory.state.retrieved()[0]
+    memory.select([1, 0, 1])
+    assert torch.equal(memory.state.retrieved()[0], before[[1, 0, 1]])
+    assert not options_for(cache=False).new_state(1, DEVICES, torch.float32).retrieves
+
+
 def test_what_is_read_later_does_not_disturb_a_graph():
     """A backward after the memory went on without gradients, was copied, reset and moved."""
     options = options_for()
