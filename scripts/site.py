@@ -1,4 +1,4 @@
-"""What `make docs` adds to the pages in docs/: a page for each memory method, and the repository's files they link to.
+"""What `make docs` adds to docs/: a page for each memory method and notebook, and the repository's files they link to.
 
 mkdocs calls the functions `on_...` while it builds (mkdocs.yml, `hooks`). A page of a method is made from what the
 method says of itself: the docstring of its module (equations), its descriptor, and the help of its settings. What a
@@ -8,6 +8,7 @@ person has to say of it, docs/methods/NAME.md, goes in between, and need not exi
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
 from dataclasses import fields
@@ -41,7 +42,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add pages of methods that nobody wrote about, and files outside docs/ that pages link to."""
+    """Add pages of notebooks, of methods that nobody wrote about, and files outside docs/ that pages link to."""
+    for notebook in (ROOT / "docs").glob("*.ipynb"):
+        files.append(File.generated(config, f"{notebook.stem}.md", content=notebook_page(notebook)))
     for name, method in OWN.items():
         if name not in files.src_uris:
             files.append(File.generated(config, name, content=f"# {method.title}\n"))
@@ -75,7 +78,8 @@ def targets(place: str, text: str) -> list[str]:
 
 
 def site_name(path: str) -> str:
-    """Where the site has a file of the repository."""
+    """Where the site has a file of the repository; of a notebook, its page."""
+    path = re.sub(r"^(docs/.*)\.ipynb$", r"\1.md", path)
     return path.removeprefix("docs/") if path.startswith("docs/") else f"{OUTSIDE}/{path}"
 
 
@@ -84,13 +88,26 @@ def relinked(text: str, place: str, page: str) -> str:
 
     def link(found: re.Match[str]) -> str:
         path = normpath(join(dirname(place), found[3]))
-        if path.startswith("docs/") and place.startswith("docs/"):
+        if path.startswith("docs/") and place.startswith("docs/") and not path.endswith(".ipynb"):
             return found[0]
         if (ROOT / path).is_dir():
             return found[2]
         return f"{found[1]}[{found[2]}]({relpath(site_name(path), dirname(page) or '.')}{found[4] or ''})"
 
     return LINK.sub(link, text)
+
+
+def notebook_page(path: Path) -> str:
+    """A notebook as a page: its text, and its code, of which lines after `!` are the shell's."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "code":
+            text = f"```bash\n{text[1:]}\n```" if text.startswith("!") else f"```python\n{text}\n```"
+        parts.append(text)
+    return "\n\n".join(
+        [*parts, f'<a href="{path.name}" download>This page as a notebook</a>, which the tests execute.']
+    )
 
 
 def methods_table() -> str:
