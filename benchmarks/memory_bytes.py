@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import Panel, draw_lines
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -33,6 +34,7 @@ from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.thinning import Entries, retrievals, thin
 
 OTHERS = "What does {} keep at home?|What does {} paint?|What did {} find in the garden?|What is {} afraid of?"
+NAMES = {"oldest": "without the oldest", "unused": "without the least used", "merge": "neighbors merged"}
 PEOPLE = "Anna Boris Clara David Elena Frank Greta Henry Irene James"  # of the pool; asked of memories without them
 
 
@@ -42,8 +44,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="what recipes/make_facts.py wrote")
     parser.add_argument("--adapter", default="model_cards/answers_facts", help="(default: %(default)s)")
     parser.add_argument("--model", default="", help="base model (default: the adapter's own)")
-    parser.add_argument("--kib", type=int, nargs="+", default=[400, 200], help="sizes (default: %(default)s)")
-    parser.add_argument("--output", type=Path, required=True, help="folder for memory_bytes.json")
+    parser.add_argument("--kib", type=int, nargs="+", default=[600, 400, 200, 100], help="sizes (default: %(default)s)")
+    parser.add_argument("--output", type=Path, required=True, help="folder for memory_bytes.json and .png")
     options = parser.parse_args()
     start = time.perf_counter()
     model, tokenizer = load_model(options.model, options.adapter, None, "float32")
@@ -69,7 +71,7 @@ def main() -> None:
     measure("all", False, None)
     measure("all", True, None)
     for kib in options.kib:
-        for rule in ("oldest", "unused", "merge"):
+        for rule in NAMES:
             measure(rule, True, kib)
     found = {"answers": rows, "tokens": [memory.tokens_read[0] for memory in memories]}
     found["guesses"] = guesses(model, memories, [tokenizer(text).input_ids for text in texts])
@@ -78,6 +80,7 @@ def main() -> None:
     write_json(
         options.output / "memory_bytes.json", {**found, "seconds": seconds, "environment": environment(model.device)}
     )
+    draw(options.output / "memory_bytes.png", rows)
 
 
 def use(model: Any, tokenizer: PreTrainedTokenizerBase, memory: MemoryCache, records: list[dict[str, Any]]) -> Tensor:
@@ -105,6 +108,19 @@ def answered(model: Any, tokenizer: PreTrainedTokenizerBase, memory: MemoryCache
     """Whether an answer holds every word of the right one."""
     answer = cacheformers.Conversation(model, tokenizer, memory).ask(record["input"], max_new_tokens=12)
     return set(record["answers"][0].lower().split()) <= set(answer.text.lower().strip(".").split())
+
+
+def draw(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Draw right answers against bytes on disk, a line for each rule, from the whole memory in 8 bits down."""
+    lines = {
+        name: [
+            (row["bytes"] / 1024, 100 * row["right"] / row["questions"])
+            for row in rows
+            if row["int8"] and row["rule"] in ("all", rule)
+        ]
+        for rule, name in NAMES.items()
+    }
+    draw_lines(path, [[Panel("Answers from a smaller memory", "KiB on disk", "right, %", lines)]], log=False)
 
 
 def guesses(model: Any, memories: list[MemoryCache], ids: list[list[int]]) -> dict[str, float]:
