@@ -2,8 +2,9 @@
 
 The real model with the real adapter fills its memory and makes a real step, on tensors that hold no numbers
 (`training/tracker.py`). What several processes divide is arithmetic. Not counted: what the process takes before it
-builds a model, pages and scratch of libraries (20 to 46 MiB on a CPU), a GPU's own context, and fragmentation.
-docs/results/estimate.md compares with measurements.
+builds a model, pages and scratch of libraries (20 to 46 MiB on a CPU), a GPU's own context, and fragmentation. On a CPU
+glibc's malloc keeps activations that were freed, while the optimizer works: `Estimate.most` counts all of them again.
+docs/results/estimate.md and docs/results/seven_b.md compare with measurements.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ PARTS = (
     *("weights", "adapter", "gathered layers", "optimizer", "memory", "gradients"),
     *("activations", "working copies"),
 )
+GIVE_BACK = "MALLOC_MMAP_THRESHOLD_=65536"
 DIVIDED = ("gradients", "optimizer", "working copies", "weights", "adapter")  # by FSDP2
 
 
@@ -45,12 +47,14 @@ class Estimate:
         parameters, trained: numbers in the base and in the adapter.
         tokens: how much of its document each lane has read before the step.
         moments: the largest total of each part of the step (`forward`, `backward`, `update`), by what it consists of.
+        on_cpu: whether tensors are in the memory of the process, as its malloc manages it.
     """
 
     parameters: int
     trained: int
     tokens: int
     moments: dict[str, dict[str, int]]
+    on_cpu: bool
 
     @property
     def totals(self) -> dict[str, int]:
@@ -61,6 +65,11 @@ class Estimate:
     def peak(self) -> int:
         """Bytes at the worst moment."""
         return max(self.totals.values())
+
+    @property
+    def most(self) -> int:
+        """Bytes of the process where malloc keeps all activations that were freed: tensors below 32 MiB, with glibc."""
+        return self.peak + max(parts.get("activations", 0) for parts in self.moments.values())
 
     def table(self) -> str:
         """Show the estimate in GiB."""
@@ -74,7 +83,10 @@ class Estimate:
             lines.append(f"{part:<24}" + "".join(f"{gib(held.get(part, 0)):>10}" for held in self.moments.values()))
         lines.append(f"{'total':<24}" + "".join(f"{gib(total):>10}" for total in self.totals.values()))
         worst = max(self.totals, key=self.totals.__getitem__)
-        return "\n".join([*lines, f"\nPeak: {gib(self.peak)} GiB ({worst})."])
+        lines.append(f"\nPeak: {gib(self.peak)} GiB ({worst}).")
+        if self.on_cpu:
+            lines.append(f"Up to {gib(self.most)} GiB where malloc keeps freed activations: {GIVE_BACK} prevents that.")
+        return "\n".join(lines)
 
 
 def gib(size: int) -> str:
@@ -148,7 +160,8 @@ def estimate(base: PretrainedConfig, adapter: LoraConfig, work: Work) -> Estimat
         for label, size in extra.items():
             parts[label] = parts.get(label, 0) + size
     trained = sum(parameter.numel() for parameter in trained_parameters(model))
-    return Estimate(sum(p.numel() for p in model.parameters() if not p.requires_grad), trained, tokens, moments)
+    frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    return Estimate(frozen, trained, tokens, moments, on_cpu=work.device_type == "cpu")
 
 
 def on_device(adapter: LoraConfig, device_type: str) -> LoraConfig:
