@@ -60,6 +60,8 @@ class LessonOptions:
         "eval_longbench.py --memory_prompt.",
     )
     prompt_tokens: int = option(896, help="Length to which that prompt is cut. Answers follow in the same segment.")
+    chunk_words: int = option(200, help="With --prompt retrieved: words (Chinese: characters) of a chunk.")
+    chunks: int = option(7, help="With --prompt retrieved: how many chunks the prompt gets.")
     chat: bool = option(False, help="Put prompts into the tokenizer's chat template, as eval_longbench.py --chat does.")
     distill: float = option(
         0.0,
@@ -88,9 +90,10 @@ def check_lessons(options: LessonOptions, memory: Any, rows: int = 1) -> None:
         raise ValueError(f"shortest_context {low} must be greater than 0, and at most longest_context {high}.")
     if options.prompt not in MEMORY_PROMPTS:
         raise ValueError(f"prompt must be one of {', '.join(MEMORY_PROMPTS)}, got {options.prompt!r}.")
-    for name, least in (("questions_per_context", 1), ("questions_per_step", 1), ("prompt_tokens", 2)):
-        if getattr(options, name) < least:
-            raise ValueError(f"{name} must be at least {least}, got {getattr(options, name)}.")
+    least = {"questions_per_context": 1, "questions_per_step": 1, "prompt_tokens": 2, "chunk_words": 1, "chunks": 1}
+    for name, number in least.items():
+        if getattr(options, name) < number:
+            raise ValueError(f"{name} must be at least {number}, got {getattr(options, name)}.")
     if options.questions_per_step > 1 and rows > 1:
         raise ValueError(
             f"questions_per_step {options.questions_per_step} asks about one context, but {rows} lanes go through the "
@@ -143,7 +146,14 @@ class Lessons(DocumentRow):
         how = options.shortest_context, options.longest_context, options.questions_per_context, options.unanswerable
         self.exercises = Exercises(load_pools(options.questions, self._count, texts), seed, *how)
         templates = load_templates(FORMS) | (load_prompts() if "babi" in self.exercises.pools else {})
-        form = LongBenchOptions(data="", methods=["memory"], chat=options.chat, memory_prompt=options.prompt)
+        form = LongBenchOptions(
+            data="",
+            methods=["memory"],
+            chat=options.chat,
+            memory_prompt=options.prompt,
+            chunk_words=options.chunk_words,
+            chunks=options.chunks,
+        )
         name = MEMORY_PROMPTS[options.prompt]
         shown = None if name is None else Method(name, name, None, options.prompt_tokens, segment_tokens - 64)
         retriever = make_retriever("bm25", torch.device("cpu")) if name == "retrieval" else None
