@@ -59,6 +59,7 @@ from cacheformers.modeling.files.index import MemoryFileError
 from cacheformers.modeling.files.load import load_memory
 from cacheformers.modeling.method import MemoryMethod
 from cacheformers.modeling.reading import read, read_text
+from cacheformers.modeling.recall import recall
 from cacheformers.modeling.segments import new_memory
 from cacheformers.training.trainer import MemoryCallback, parameter_groups
 
@@ -112,6 +113,7 @@ __all__ = [
     "push_to_hub",
     "read",
     "read_text",
+    "recall",
     "register",
     "register_architecture",
     "start_from_states",

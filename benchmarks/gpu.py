@@ -174,10 +174,7 @@ def step(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"model": shape_name(options), "kind": kind, "tokens": tokens}
     found["seconds"] = statistics.median(times)
     found |= {"weights_bytes": held, "extra_bytes": extra, "peak_bytes": peak, "estimate_bytes": told}
-    print(
-        f"{kind}: {found['seconds']:.2f} s a step, peak {peak / 2**30:.2f} GiB, "
-        f"estimate {told / 2**30:.2f} GiB"
-    )
+    print(f"{kind}: {found['seconds']:.2f} s a step, peak {peak / 2**30:.2f} GiB, estimate {told / 2**30:.2f} GiB")
     return found
 
 

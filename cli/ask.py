@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from numpy.ma import masked_where
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 import cacheformers
@@ -54,7 +54,7 @@ def ask(options: argparse.Namespace) -> None:
         chat(Conversation(model, tokenizer, memory), options)
         return
     for number, question in enumerate(options.questions):
-        shown = shown_text(memory, tokenizer, question, options)
+        shown = shown_text(model, memory, tokenizer, question, options)
         seen = memory
         if options.prompt != "question":
             seen = memory.with_window(len(opening(tokenizer, question, shown=shown)) + options.max_new_tokens)
@@ -145,10 +145,19 @@ def described(answer: Answer, tokens: list[str], explain: bool) -> dict[str, Any
     return found
 
 
+CHUNK_WORDS, CHUNK_TOKENS = 100, 130  # of what is retrieved or recalled
+
+
 def shown_text(
-    memory: MemoryCache, tokenizer: PreTrainedTokenizerBase, question: str, options: argparse.Namespace
+    model: nn.Module,
+    memory: MemoryCache,
+    tokenizer: PreTrainedTokenizerBase,
+    question: str,
+    options: argparse.Namespace,
 ) -> str:
-    """Return what self-attention sees of the text beside the question: nothing, its end, its ends, or what BM25 finds.
+    """Return the part of the text that self-attention sees beside the question.
+
+    That is nothing, its end, its ends, what BM25 finds, or what the memory itself recalls.
 
     Raises:
         ValueError: the memory does not hold its text.
@@ -157,15 +166,17 @@ def shown_text(
         return ""
     # They import datasets, which takes a second.
     from cacheformers.evaluation.longbench.prompts import Prompt, cut_beginning, cut_middle
-    from cacheformers.evaluation.longbench.retrieval import BM25, retrieved
+    from cacheformers.evaluation.longbench.retrieval import BM25, Recalling, Retriever, retrieved
 
     source = memory.origin.sources[0]
     if source is None:
         raise ValueError("The memory was saved without its text, so none of it can be shown: leave out --prompt.")
     text, length = source.text[: int(source.offsets[-1, 1])], options.prompt_tokens
-    if options.prompt == "retrieved":
-        chunk_tokens = 260  # of 200 words
-        return retrieved(text, question, BM25(), 200, max(1, length // chunk_tokens))
+    if options.prompt in ("retrieved", "recalled"):
+        retriever: Retriever = BM25()
+        if options.prompt == "recalled":
+            retriever = Recalling(model, tokenizer, memory, text, source.offsets.tolist())
+        return retrieved(text, question, retriever, CHUNK_WORDS, max(1, length // CHUNK_TOKENS))
     cut = cut_beginning if options.prompt == "tail" else cut_middle
     return cut(Prompt(text, len(text)), tokenizer, length).text
 

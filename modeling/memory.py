@@ -220,6 +220,24 @@ class MemoryState(ABC):
         """
         return {}
 
+    def nearness(self, asked: int, read: int) -> Tensor:
+        """Return how near the newest tokens of the first row are to each token that it read before them.
+
+        By default 1 for what a token retrieved and 0 for the rest.
+
+        Args:
+            asked: number of the newest tokens.
+            read: number of the tokens before them.
+
+        Returns:
+            `[asked, read]`, float32 on the CPU, between -1 and 1; -1 for tokens that the memory does not hold.
+        """
+        near = torch.zeros(asked, read + 1)
+        for numbers in self.retrieved().values():
+            found = numbers[0, -asked:].cpu()
+            near.scatter_(1, found.masked_fill((found < 0) | (found > read), read), 1.0)
+        return near[:, :read]
+
     def keep(self, columns: Tensor) -> None:  # noqa: B027  # some methods have no columns
         """Keep only the columns `[rows, kept]`, chosen for each row."""
 

@@ -99,6 +99,11 @@ def check_lessons(options: LessonOptions, memory: Any, rows: int = 1) -> None:
             f"questions_per_step {options.questions_per_step} asks about one context, but {rows} lanes go through the "
             "model together: choose lanes = processes x accumulation."
         )
+    if options.prompt == "recalled":
+        raise ValueError(
+            "A lesson's prompts are made before its context is read, so nothing is recalled yet: train with --prompt "
+            "retrieved, and evaluate with --memory_prompt recalled."
+        )
     for name in ("books_share", "unanswerable"):
         if not 0 <= getattr(options, name) < 1:
             raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(options, name)}.")

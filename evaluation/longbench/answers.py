@@ -6,6 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,16 +25,19 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from cacheformers.evaluation.loading import peak_bytes, progress
-from cacheformers.evaluation.longbench.gold import GoldHits
+from cacheformers.evaluation.longbench.gold import GoldHits, in_sight
 from cacheformers.evaluation.longbench.methods import PromptMaker
 from cacheformers.evaluation.longbench.predictions import Predictions, prediction_line
 from cacheformers.evaluation.longbench.prompts import Encoded
 from cacheformers.evaluation.longbench.records import Record
+from cacheformers.evaluation.longbench.retrieval import Recalling
 from cacheformers.evaluation.longbench.tasks import Task
 from cacheformers.modeling.architectures import is_whole, unwrap
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.reading import read
 from cacheformers.modeling.segments import new_memory
+
+Batch = list[Record]
 
 
 class ReservedLayer(DynamicLayer):
@@ -117,7 +121,7 @@ def answer(
         cache_size: number of entries, instead of the memory's configured one.
     """
     if remembers and not is_whole(unwrap(model)):
-        memory = remembered(model, prompts, task, cache_size=cache_size)
+        memory = ready(remembered(model, prompts, cache_size=cache_size), prompts, task)
         return generated(model, tokenizer, [prompt.asked for prompt in prompts], task, memory)
     rows, spare = [prompt.ids for prompt in prompts], 0
     cache: Cache | None = None
@@ -129,21 +133,38 @@ def answer(
 
 
 def remembered(
-    model: Any, prompts: Sequence[Encoded], task: Task, content: str = "own", cache_size: int | None = None
+    model: Any, prompts: Sequence[Encoded], content: str = "own", cache_size: int | None = None
 ) -> MemoryCache:
-    """Read what stands before the questions of prompts, and make the memory ready for what is asked.
+    """Read what comes before the questions of prompts.
 
     Args:
         content: 'none' reads nothing.
         cache_size: number of entries, instead of the memory's configured one.
     """
     if content == "none":
-        memory = new_memory(model, len(prompts), cache_size)
-    else:
-        texts = list({tuple(prompt.read): prompt.read for prompt in prompts}.values())  # the same one is read once
-        memory = read(model, texts, progress=False, cache_size=cache_size)
-        if len(texts) < len(prompts):
-            memory.select([texts.index(prompt.read) for prompt in prompts])
+        return new_memory(model, len(prompts), cache_size)
+    texts = list({tuple(prompt.read): prompt.read for prompt in prompts}.values())  # the same one is read once
+    memory = read(model, texts, progress=False, cache_size=cache_size)
+    if len(texts) < len(prompts):
+        memory.select([texts.index(prompt.read) for prompt in prompts])
+    return memory
+
+
+def recalled(
+    model: nn.Module, maker: PromptMaker, memory: MemoryCache, batch: Batch, prompts: Sequence[Encoded]
+) -> list[Encoded]:
+    """Make the prompts again, now that the memory can say which chunks of its text are near the questions."""
+    found = []
+    for row, (record, prompt) in enumerate(zip(batch, prompts, strict=True)):
+        text = maker.source(record)
+        places = [(start + len(text), end + len(text)) for start, end in prompt.places]
+        own = Recalling(model, maker.tokenizer, memory, text, places, row)
+        found.append(replace(maker, retriever=own)(record))
+    return found
+
+
+def ready(memory: MemoryCache, prompts: Sequence[Encoded], task: Task) -> MemoryCache:
+    """Make room for prompts that show more than their questions, and for the answers."""
     if prompts[0].shown is None:
         return memory
     return memory.with_window(max(len(prompt.asked) for prompt in prompts) + task.new_tokens)
@@ -211,7 +232,6 @@ def up_to_end(row: list[int], ends: Sequence[int]) -> list[int]:
     return row[: last + 1]
 
 
-Batch = list[Record]
 CHARACTERS_PER_TOKEN = 4  # of English
 
 
@@ -274,7 +294,10 @@ def answered(model: nn.Module, maker: PromptMaker, batch: Batch) -> tuple[list[s
     start, task, prompts = time.perf_counter(), batch[0].form, [maker(record) for record in batch]
     hits: list[dict[str, dict[str, float]]] = [{} for _ in batch]
     if maker.method.remembers and not is_whole(unwrap(model)):
-        memory = remembered(model, prompts, task, maker.method.content)
+        memory = remembered(model, prompts, maker.method.content)
+        if maker.method.recalls:
+            prompts = recalled(model, maker, memory, batch, prompts)
+        memory = ready(memory, prompts, task)
         known = memory.state.retrieves and any(prompt.gold for prompt in prompts)
         watch = GoldHits(memory, prompts) if known else None
         rows = generated(model, maker.tokenizer, [prompt.asked for prompt in prompts], task, memory, watch=watch)
@@ -289,6 +312,7 @@ def answered(model: nn.Module, maker: PromptMaker, batch: Batch) -> tuple[list[s
             **{"task": record.task, "_id": record.id, "prompt_tokens": len(prompt.ids), "new_tokens": len(row)},
             **{"cut_again_to": prompt.cut, **cost},
             **({"gold_hits": own} if own else {}),
+            **in_sight(maker.tokenizer, record, prompt),
         }
         for record, prompt, row, own in zip(batch, prompts, rows, hits, strict=True)
     ]

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from cacheformers.evaluation.longbench.prompts import Encoded
+from cacheformers.evaluation.longbench.records import Record
 from cacheformers.modeling.cache import MemoryCache
 
 
@@ -55,6 +56,14 @@ class GoldHits(LogitsProcessor):
                 "passage": float(torch.isin(gold, numbers).float().mean()),
             }
         return by_layer
+
+
+def in_sight(tokenizer: PreTrainedTokenizerBase, record: Record, prompt: Encoded) -> dict[str, bool]:
+    """Say whether self-attention sees a passage that answers, whole and word for word; empty where none is known."""
+    if not record.gold:
+        return {}
+    seen = str(tokenizer.decode(prompt.asked))
+    return {"gold_in_sight": any(record.context[start:end] in seen for start, end in record.gold)}
 
 
 def gold_summary(times: Sequence[dict[str, Any]]) -> dict[str, Any]:

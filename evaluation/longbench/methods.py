@@ -36,7 +36,13 @@ from cacheformers.modeling.architectures import WholeConfig
 
 METHODS = ("truncation", "full", "retrieval", "position-interpolation", "memory")
 # What self-attention sees once the memory has read the context -> the method whose prompt that is.
-MEMORY_PROMPTS = {"question": None, "cut": "truncation", "tail": "tail", "retrieved": "retrieval"}
+MEMORY_PROMPTS = {
+    "question": None,
+    "cut": "truncation",
+    "tail": "tail",
+    "retrieved": "retrieval",
+    "recalled": "recalled",
+}
 MEMORY_CONTENTS = ("own", "none", "other", "shuffled")
 
 
@@ -77,7 +83,8 @@ class AnsweringOptions:
         "question",
         help="Memory: what self-attention sees after the whole context was read: 'question' (the question alone), "
         "'cut' (the prompt of truncation, cut in the middle), 'tail' (the prompt's last tokens), 'retrieved' (the "
-        "prompt of retrieval). All but 'question' are cut to --max_length, and then nothing else is.",
+        "prompt of retrieval), 'recalled' (as 'retrieved', with the chunks whose entries in the memory are nearest the "
+        "question). All but 'question' are cut to --max_length, and then nothing else is.",
     )
     memory_content: str = option(
         "own",
@@ -94,6 +101,11 @@ class AnsweringOptions:
         for name, known in (("memory_prompt", MEMORY_PROMPTS), ("memory_content", MEMORY_CONTENTS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
+        if self.memory_prompt == "recalled" and self.memory_content not in ("own", "other"):
+            raise ValueError(
+                f"memory_prompt 'recalled' needs a memory that holds a text: with memory_content "
+                f"{self.memory_content!r}, use memory_prompt 'cut'."
+            )
         given = asdict(self)
         for name, least in (("max_length", 2), ("batch", 1), ("chunk_words", 1), ("chunks", 1)):
             if given[name] is not None and given[name] < least:
@@ -178,12 +190,17 @@ class Method:
         return self.name == "retrieval" or (self.shown is not None and self.shown.retrieves)
 
     @property
+    def recalls(self) -> bool:
+        """Whether the memory itself chooses the chunks that are shown."""
+        return self.shown is not None and self.shown.name == "recalled"
+
+    @property
     def remembers(self) -> bool:
         return self.name == "memory"
 
     @property
     def always_cuts(self) -> bool:
-        return self.name in ("truncation", "retrieval", "tail")
+        return self.name in ("truncation", "retrieval", "recalled", "tail")
 
     def room(self, task: Task) -> int | None:
         """Return how many tokens a prompt may have (of a memory: before the question); None for any number."""
@@ -245,6 +262,8 @@ def with_prompt(method: Method, options: AnsweringOptions, config: PretrainedCon
         check_retriever(options.retriever)
     positions = config.get_text_config().max_position_embeddings
     shown = Method(name, name, None, options.max_length or official_limit(positions), positions)
+    if name == "recalled":
+        shown = replace(shown, content=options.memory_content)
     return replace(method, max_length=None, shown=shown)
 
 
@@ -286,11 +305,11 @@ class PromptMaker:
     def whole(self, record: Record) -> Encoded:
         """Return the prompt of a record, with what the memory reads in place of its context."""
         template, context = self.templates[record.form.name], None
-        if self.method.content == "other":
-            context = self.after(record).context
-        elif self.method.name == "retrieval" and self.retriever is not None:
-            query = record.input.strip() or after_context(template, record)
-            context = retrieved(record.context, query, self.retriever, self.options.chunk_words, self.options.chunks)
+        if self.method.name in ("retrieval", "recalled") and self.retriever is not None:
+            query, how = record.input.strip() or after_context(template, record), self.options
+            context = retrieved(self.source(record), query, self.retriever, how.chunk_words, how.chunks)
+        elif self.method.content == "other":
+            context = self.source(record)
         prompt, limit, room = fill(template, record, context), self.method.max_length, self.method.room(record.form)
         found = self.encoded(prompt, record, limit)
         if limit is not None and room is not None and limit <= room:
@@ -312,6 +331,10 @@ class PromptMaker:
         start = prompt.question - len(record.context)
         gold = [(start + first, start + last) for first, last in record.gold if known]
         return encode(prompt, self.tokenizer, self.method.remembers or self.options.memory_prompt != "question", gold)
+
+    def source(self, record: Record) -> str:
+        """Return the text that is read for a record."""
+        return self.after(record).context if self.method.content == "other" else record.context
 
     def after(self, record: Record) -> Record:
         """Return the next record of a task (cyclically) that has another context; raise ValueError if none has."""
@@ -387,7 +410,9 @@ def model_settings(model: ModelOptions, config: PretrainedConfig, adapter: str |
 def method_settings(method: Method, answering: dict[str, Any], options: AnsweringOptions) -> dict[str, Any]:
     """Describe what predictions depend on, except the records, for JSON, from `model_settings` and the options."""
     more: dict[str, Any] = {}
-    if method.name == "retrieval":
+    if method.name == "recalled":
+        more = {name: getattr(options, name) for name in ("chunk_words", "chunks")}
+    elif method.name == "retrieval":
         more = {name: getattr(options, name) for name in ("retriever", "chunk_words", "chunks")}
         if options.retriever != "bm25":
             encoder = AutoConfig.from_pretrained(options.retriever)

@@ -37,6 +37,7 @@ class Encoded:
         cut: the smaller limit of a prompt that was cut again because it did not fit.
         gold: ranges of ids that hold the answer's passages, where they are known and nothing is cut.
         shown: what self-attention sees, after the ids before the question were read into a memory. Default: the rest.
+        places: start and end of each id that is read, in characters, counted from the end of the context (negative).
     """
 
     ids: list[int]
@@ -44,6 +45,7 @@ class Encoded:
     cut: int | None = None
     gold: tuple[range, ...] = ()
     shown: Encoded | None = None
+    places: tuple[tuple[int, int], ...] = ()
 
     @property
     def read(self) -> list[int]:
@@ -129,7 +131,9 @@ def encode(
         return Encoded(ids, 0)
     inside = (place for place, (start, _) in enumerate(encoded.offset_mapping) if start >= prompt.question)
     question = min(next(inside, len(ids)), len(ids) - 1)
-    return Encoded(ids, question, gold=tuple(tokens_of(encoded.offset_mapping, span) for span in gold))
+    found = tuple(tokens_of(encoded.offset_mapping, span) for span in gold)
+    places = ((start - prompt.question, end - prompt.question) for start, end in encoded.offset_mapping[:question])
+    return Encoded(ids, question, gold=found, places=tuple(places))
 
 
 def tokens_of(offsets: Sequence[tuple[int, int]], span: tuple[int, int]) -> range:

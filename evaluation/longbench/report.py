@@ -145,6 +145,9 @@ def make_result(
         "prompt_tokens_per_record": mean(line["prompt_tokens"] for line in times),
         "peak_bytes": max(line["peak_bytes"] for line in times),
         "gold_hits": gold_summary(times),
+        "gold_in_sight": mean(seen)
+        if (seen := [line["gold_in_sight"] for line in times if "gold_in_sight" in line])
+        else None,
         "abstained": mean(record["abstained"] for numbers in tasks.values() for record in numbers["records"]),
         "records_cut_again": sum(line["cut_again_to"] is not None for line in times),
         "tasks": tasks,
@@ -185,6 +188,11 @@ def joint_table(results: Sequence[dict[str, Any]]) -> str:
         layers = [result.get("gold_hits", {}).get("layers", {}).values() for result in results]
         hits = [[layer["records"] for layer in own] for own in layers]
         lines.append(cells("answer's passage retrieved", "", *(f"{max(own):.0%}" if own else "-" for own in hits)))
+    seen = [result.get("gold_in_sight") for result in results]
+    if any(share is not None for share in seen):
+        lines.append(
+            cells("answer's passage in sight", "", *("-" if share is None else f"{share:.0%}" for share in seen))
+        )
     lines.append(cells("peak memory (GiB)", "", *(f"{result['peak_bytes'] / 2**30:.2f}" for result in results)))
     origins = origin_lines(results)
     return "\n".join([*lines, *(["", *origins] if origins else []), *differences(titles, shared)]) + "\n"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerBase
+
+from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.recall import recall
 
 # What chunks are measured in: a Chinese character, or a word of any other script.
 UNIT = re.compile(r"[\u4e00-\u9fff]|[^\W\u4e00-\u9fff]+")
@@ -84,7 +88,38 @@ class Embeddings:
         return torch.nn.functional.normalize(torch.cat(found), dim=-1)
 
 
-Retriever = BM25 | Embeddings
+class Recalling:
+    """The entries of a memory that has read the text (`cacheformers.modeling.recall`).
+
+    Args:
+        memory: it holds what each of the tokens of `row` left behind.
+        text: what was read.
+        places: start and end of each token that was read, in characters of `text`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        memory: MemoryCache,
+        text: str,
+        places: Sequence[Sequence[int]],
+        row: int = 0,
+    ) -> None:
+        self.model, self.tokenizer, self.memory, self.row, self.text = model, tokenizer, memory, row, text
+        self.starts = [start for start, _ in places]
+
+    def scores(self, query: str, texts: Sequence[str]) -> Any:
+        spans, end = [], 0
+        for text in texts:  # they follow one another
+            start = self.text.index(text, end)
+            end = start + len(text)
+            spans.append((bisect_left(self.starts, start), bisect_left(self.starts, end)))
+        ids = self.tokenizer(query, add_special_tokens=False, verbose=False).input_ids
+        return recall(self.model, self.memory, ids, spans, self.row).numpy()
+
+
+Retriever = BM25 | Embeddings | Recalling
 
 
 def check_retriever(name: str) -> None:

@@ -212,6 +212,19 @@ class NeurocacheState(RingState):
     def retrieved(self) -> dict[int, Tensor]:
         return {layer: token_numbers(self.rings[self.stores[layer]], hits) for layer, hits in self.hits.items()}
 
+    def nearness(self, asked: int, read: int) -> Tensor:
+        """Return cosines of queries and entries, the largest of all layers; without `hit_scores` no query is kept."""
+        if not self.tensors["queries"]:
+            return super().nearness(asked, read)
+        near = torch.full((asked, read), -1.0)
+        for layer, queries in self.tensors["queries"].items():
+            entries = self.rings[self.stores[layer]].entries(0)
+            keys = F.normalize(torch.cat(entries.spans).float(), dim=-1)
+            here = near[:, entries.first : entries.first + len(keys)]
+            found = F.normalize(queries[0, -asked:].float(), dim=-1) @ keys[: here.shape[1]].T
+            here.copy_(torch.maximum(here, found.cpu()))
+        return near
+
     def begin(self) -> NeurocacheReading:
         past = {name: dict(self.tensors[name]) for name in ("hits", "queries")}
         return NeurocacheReading(super().begin().stores, past=past, gold=self.gold)

@@ -1,5 +1,7 @@
 """`--memory_prompt` and `--memory_content`: what self-attention sees after a memory has read, and what it has read."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from longbench_cases import arguments, predictions, prompt_maker, result, row, write_rows
@@ -10,6 +12,7 @@ import cacheformers
 from cacheformers import eval_longbench
 from cacheformers.evaluation.longbench import answers
 from cacheformers.evaluation.longbench.records import load_records
+from cacheformers.evaluation.longbench.retrieval import chunks
 
 TASKS = ("--tasks", "hotpotqa", "trec")
 
@@ -73,6 +76,30 @@ def test_questions_about_the_same_text_share_its_reading(bench, remembering, mon
         eval_longbench.main(arguments(bench, *more, method="memory"))
         found.append(predictions(bench, "remembering-memory"))
     assert counts == [1, 1, 1, 2] and found[0] == found[1]
+
+
+def test_the_memory_chooses_what_is_shown(bench, config_factory, error_of):
+    """A sentence of the text, asked for word for word, is in the chunk that is recalled; another memory differs."""
+    base = AutoModelForCausalLM.from_pretrained(bench / "base")
+    model = get_peft_model(base, config_factory(cache_size=800, segment_tokens=32, hit_scores=True))
+    model.save_pretrained(bench / "recalling")
+    how = {"memory_prompt": "recalled", "max_length": 400, "chunk_words": 10, "chunks": 1}
+    maker = prompt_maker(bench, "memory", adapter=str(bench / "recalling"), **how)
+    record = load_records(str(bench / "data"), "hotpotqa")[0]
+    chosen = chunks(record.context, 10)[3]
+    record = replace(record, input=chosen.strip())
+    memory = answers.remembered(model, [maker(record)])
+    (prompt,) = answers.recalled(model, maker, memory, [record], [maker(record)])
+    shown = maker.tokenizer.decode(prompt.asked)
+    assert prompt.read == maker(record).read and chosen.strip() in shown.partition(record.input)[0] + shown
+    assert shown.count(chosen.strip()) == 2 and chunks(record.context, 10)[0].strip() not in shown
+    found = []
+    for content in ("own", "other"):
+        run(bench, bench / "recalling", "--memory_prompt=recalled", f"--memory_content={content}", "--chunk_words=10")
+        found.append(predictions(bench, "recalling-memory-recalled" + ("" if content == "own" else "-other")))
+    assert found[0] != found[1]
+    given = arguments(bench, f"--adapter={bench / 'recalling'}", "--memory_prompt=recalled", method="memory")
+    assert "needs a memory that holds a text" in error_of([*given, "--memory_content=none", *TASKS])
 
 
 def test_the_tail_is_the_end_of_the_prompt(bench, closed):

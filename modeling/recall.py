@@ -1,0 +1,50 @@
+"""`recall`: which parts of what a memory has read are nearest a question, by the memory's own entries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.offloading import device_of
+
+
+@torch.no_grad()
+def recall(
+    model: nn.Module, memory: MemoryCache, query_ids: Sequence[int], spans: Sequence[tuple[int, int]], row: int = 0
+) -> Tensor:
+    """Score parts of a document by the nearness of its entries to a query (late interaction: ColBERT, section 3.3).
+
+        score(span) = sum over the query's tokens of max over the span's tokens of nearness(query token, token)
+
+    Nearness is what the method compares (`MemoryState.nearness`). The memory stays as it is.
+
+    Args:
+        query_ids: the query alone, at most a segment of it.
+        spans: first and last + 1 of the tokens of each part, counted from the first token that the memory has read.
+        row: the document.
+
+    Returns:
+        `[spans]`, float32, -1 for each of the query's tokens where the memory has nothing of a span.
+
+    Raises:
+        ValueError: an empty query, or a method that does not retrieve.
+    """
+    if not memory.state.retrieves:
+        raise ValueError(
+            "This memory's method retrieves nothing, so it cannot recall passages: use Neurocache or another method "
+            "that retrieves."
+        )
+    if not len(query_ids):
+        raise ValueError("There is an empty query: nothing can be recalled.")
+    asked = memory.clone()
+    asked.select([row])
+    asked = asked.with_window(len(query_ids) + 1)
+    read = asked.tokens_read[0]
+    ids = torch.tensor([list(query_ids)], device=device_of(model))
+    model(input_ids=ids, past_key_values=asked, use_cache=True, logits_to_keep=1)
+    near = asked.state.nearness(len(query_ids), read)
+    parts = [near[:, start:end] for start, end in spans]
+    return torch.stack([part.amax(1).sum() if part.shape[1] else near.new_tensor(-len(near)) for part in parts])
