@@ -13,7 +13,12 @@ from cacheformers.modeling.offloading import device_of
 
 @torch.no_grad()
 def recall(
-    model: nn.Module, memory: MemoryCache, query_ids: Sequence[int], spans: Sequence[tuple[int, int]], row: int = 0
+    model: nn.Module,
+    memory: MemoryCache,
+    query_ids: Sequence[int],
+    spans: Sequence[tuple[int, int]],
+    row: int = 0,
+    skip: int = 0,
 ) -> Tensor:
     """Score parts of a document by the nearness of its entries to a query (late interaction: ColBERT, section 3.3).
 
@@ -22,9 +27,11 @@ def recall(
     Nearness is what the method compares (`MemoryState.nearness`). The memory stays as it is.
 
     Args:
-        query_ids: the query alone, at most a segment of it.
+        query_ids: the query, and what is read before it.
         spans: first and last + 1 of the tokens of each part, counted from the first token that the memory has read.
         row: the document.
+        skip: how many of `query_ids` come before the query. Without any, the query's first tokens find little: they are
+            attention sinks, and have nothing before them as the tokens of the document have.
 
     Returns:
         `[spans]`, float32, -1 for each of the query's tokens where the memory has nothing of a span.
@@ -37,7 +44,7 @@ def recall(
             "This memory's method retrieves nothing, so it cannot recall passages: use Neurocache or another method "
             "that retrieves."
         )
-    if not len(query_ids):
+    if len(query_ids) <= skip:
         raise ValueError("There is an empty query: nothing can be recalled.")
     asked = memory.clone()
     asked.select([row])
@@ -45,6 +52,6 @@ def recall(
     read = asked.tokens_read[0]
     ids = torch.tensor([list(query_ids)], device=device_of(model))
     model(input_ids=ids, past_key_values=asked, use_cache=True, logits_to_keep=1)
-    near = asked.state.nearness(len(query_ids), read)
+    near = asked.state.nearness(len(query_ids) - skip, read)
     parts = [near[:, start:end] for start, end in spans]
     return torch.stack([part.amax(1).sum() if part.shape[1] else near.new_tensor(-len(near)) for part in parts])

@@ -20,6 +20,7 @@ from cacheformers.modeling.recall import recall
 UNIT = re.compile(r"[\u4e00-\u9fff]|[^\W\u4e00-\u9fff]+")
 SENTENCE = re.compile(r"[^。？！；\n.!?;]*[。？！；\n.!?;]*\s*")
 EMBEDDED_TOGETHER = 32
+ASKING = "Question:"  # before a query to a memory
 
 
 def retrieved(context: str, query: str, retriever: Retriever, chunk_words: int, count: int) -> str:
@@ -115,8 +116,10 @@ class Recalling:
             start = self.text.index(text, end)
             end = start + len(text)
             spans.append((bisect_left(self.starts, start), bisect_left(self.starts, end)))
-        ids = self.tokenizer(query, add_special_tokens=False, verbose=False).input_ids
-        return recall(self.model, self.memory, ids, spans, self.row).numpy()
+        before, ids = (
+            self.tokenizer(part, add_special_tokens=False, verbose=False).input_ids for part in (ASKING, f" {query}")
+        )
+        return recall(self.model, self.memory, [*before, *ids], spans, self.row, skip=len(before)).numpy()
 
 
 Retriever = BM25 | Embeddings | Recalling

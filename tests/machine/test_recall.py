@@ -32,6 +32,15 @@ def test_scores_are_late_interaction(make_model, ids):
     assert_equal(memory, before)
 
 
+def test_what_comes_before_a_query_does_not_count(make_model, ids):
+    model = make_model("llama_gqa", hit_scores=True)
+    memory = cacheformers.read(model, ids[:1, :40], progress=False)
+    query = ids[1, 40:50].tolist()
+    counted = cacheformers.recall(model, memory, query, SPANS, skip=4)
+    beginning = cacheformers.recall(model, memory, query[:4], SPANS)
+    torch.testing.assert_close(counted + beginning, cacheformers.recall(model, memory, query, SPANS))
+
+
 def test_rows_are_asked_by_number(make_model, ids):
     model = make_model("llama_gqa", hit_scores=True)
     memory = cacheformers.read(model, ids[:2, :40], progress=False)
