@@ -16,7 +16,9 @@ from recipe import make_text
 from transformers import LogitsProcessorList
 
 import cacheformers
+from cacheformers.cli.ask import shown_text
 from cacheformers.cli.main import ELSEWHERE, dashed, main, make_parser
+from cacheformers.evaluation.longbench.retrieval import chunks
 from cacheformers.modeling.conversation import opening
 from cacheformers.modeling.files.index import read_index
 from cacheformers.modeling.trace import Trace, passages
@@ -226,6 +228,23 @@ def test_read_again_and_overwrite(folder, model, monkeypatch, capsys):
     main([*arguments, "--overwrite", "--cache-size", "120"])
     output = capsys.readouterr().out
     assert "120 tokens read, and the memory keeps all of them." in output and "to keep all" not in output
+
+
+def test_what_a_prompt_shows_beside_the_question(folder, model, tokenizer, monkeypatch, capsys):
+    """Of two chunks, the memory recalls the second: it has forgotten the first."""
+    pytest.importorskip("bm25s")
+    monkeypatch.chdir(folder)
+    main(["read", "book.txt", "-o", "book.memory", "--adapter", "adapter", "--cache-size", "12"])
+    first, second = chunks(make_text(WORDS), 100)
+    expected = {"tail": make_text(WORDS)[-len(second) :], "retrieved": first, "recalled": second, "question": ""}
+    question = " ".join(first.split()[:9])
+    for prompt, text in expected.items():
+        words = ["ask", "book.memory", question, "--prompt", prompt, "--prompt-tokens", "20", "--max-new-tokens", "3"]
+        memory = cacheformers.load_memory("book.memory", model, tokenizer=tokenizer)
+        shown = shown_text(model, memory, tokenizer, question, make_parser().parse_args(words))
+        assert shown.strip() == text.strip(), prompt
+        main(words)
+    assert capsys.readouterr().out.count("What question and answer retrieved most") == len(expected)
 
 
 def test_other_encodings_and_fields(folder, model, monkeypatch, capsys):
