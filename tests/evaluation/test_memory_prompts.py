@@ -1,7 +1,5 @@
 """`--memory_prompt` and `--memory_content`: what self-attention sees after a memory has read, and what it has read."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from longbench_cases import arguments, predictions, prompt_maker, result, row, write_rows
@@ -12,7 +10,7 @@ import cacheformers
 from cacheformers import eval_longbench
 from cacheformers.evaluation.longbench import answers
 from cacheformers.evaluation.longbench.records import load_records
-from cacheformers.evaluation.longbench.retrieval import chunks
+from cacheformers.evaluation.longbench.retrieval import ASKING, chunks
 
 TASKS = ("--tasks", "hotpotqa", "trec")
 
@@ -79,20 +77,26 @@ def test_questions_about_the_same_text_share_its_reading(bench, remembering, mon
 
 
 def test_the_memory_chooses_what_is_shown(bench, config_factory, error_of):
-    """A sentence of the text, asked for word for word, is in the chunk that is recalled; another memory differs."""
+    """Of the text's chunks the one with the highest score is shown, and another text's memory shows another."""
     base = AutoModelForCausalLM.from_pretrained(bench / "base")
     model = get_peft_model(base, config_factory(cache_size=800, segment_tokens=32, hit_scores=True))
     model.save_pretrained(bench / "recalling")
     how = {"memory_prompt": "recalled", "max_length": 400, "chunk_words": 10, "chunks": 1}
     maker = prompt_maker(bench, "memory", adapter=str(bench / "recalling"), **how)
     record = load_records(str(bench / "data"), "hotpotqa")[0]
-    chosen = chunks(record.context, 10)[3]
-    record = replace(record, input=chosen.strip())
-    memory = answers.remembered(model, [maker(record)])
-    (prompt,) = answers.recalled(model, maker, memory, [record], [maker(record)])
-    shown = maker.tokenizer.decode(prompt.asked)
-    assert prompt.read == maker(record).read and chosen.strip() in shown.partition(record.input)[0] + shown
-    assert shown.count(chosen.strip()) == 2 and chunks(record.context, 10)[0].strip() not in shown
+    prompt, texts, spans = maker(record), chunks(record.context, 10), []
+    memory = answers.remembered(model, [prompt])
+    encoded = maker.tokenizer(maker.templates["hotpotqa"].format(**vars(record)), return_offsets_mapping=True)
+    for text in texts:
+        place = maker.templates["hotpotqa"].index("{context}") + record.context.index(text)
+        own = [number for number, (start, _) in enumerate(encoded.offset_mapping) if place <= start < place + len(text)]
+        spans.append((own[0], own[-1] + 1))
+    before, query = (maker.tokenizer(part, add_special_tokens=False).input_ids for part in (ASKING, f" {record.input}"))
+    scores = cacheformers.recall(model, memory, before + query, spans, skip=len(before))
+    (chosen,) = answers.recalled(model, maker, memory, [record], [prompt])
+    shown = maker.tokenizer.decode(chosen.asked)
+    assert [text.strip() in shown for text in texts] == (scores == scores.max()).tolist()
+    assert chosen.read == prompt.read
     found = []
     for content in ("own", "other"):
         run(bench, bench / "recalling", "--memory_prompt=recalled", f"--memory_content={content}", "--chunk_words=10")
