@@ -29,7 +29,7 @@ class GenerationChecks:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Check the prompt, then generate as before."""
         check_prompt(self.model, args, kwargs)
-        return self.former["generate"](*args, **kwargs)
+        return self.former["generate"](*args, **in_one_forward(kwargs))
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse continuous batching while a memory is active, else do as before."""
@@ -50,7 +50,7 @@ class ChecksPrompts:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Check the prompt, then generate as in transformers."""
         check_prompt(self, args, kwargs)  # type: ignore[arg-type]
-        return super().generate(*args, **kwargs)  # type: ignore[misc]
+        return super().generate(*args, **in_one_forward(kwargs))  # type: ignore[misc]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse continuous batching."""
@@ -75,6 +75,15 @@ def check_prompt(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         f"this prompt of {ids.shape[1]} ids does not go on from them. To ask several questions of one text, pass "
         "memory.clone() each time; to go on, pass all ids since the last read(), and new ones after them."
     )
+
+
+def in_one_forward(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Leave out `prefill_chunk_size` where the memory has tokens in its window; a forward goes by segments anyway.
+
+    transformers 5.17 reads such a prompt from its beginning in chunks, what the memory has seen as well; 5.23 does not.
+    """
+    memory = kwargs.get("past_key_values")
+    return {**kwargs, "prefill_chunk_size": None} if isinstance(memory, MemoryCache) and memory.visible else kwargs
 
 
 def masks(model: Any, ids: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:

@@ -213,7 +213,7 @@ def poisoned_empty():
     def poisoned(*args, **kwargs):
         tensor = empty(*args, **kwargs)
         if tensor.is_floating_point() and tensor.device.type != "meta" and not torch.compiler.is_compiling():
-            tensor.fill_(float("nan"))
+            tensor.detach().fill_(float("nan"))
         return tensor
 
     torch.empty = poisoned
