@@ -138,7 +138,7 @@ def share_of_data(plan: Plan) -> str:
     there = plan.documents.total_tokens()
     if there is None:
         return f"{options.steps} steps learn from at most {read:,} tokens."
-    parts = plan.options.data.label_field or plan.options.data.messages_field
+    parts = getattr(plan.documents, "places", None) is not None
     return (
         f"About {there:,} tokens in the documents; {options.steps} steps learn from at most {read:,}: "
         f"{read / max(there, 1):.3g} of an epoch{', and segments without labels are read on top' if parts else ''}."

@@ -28,7 +28,9 @@ def load_chats(
         FileNotFoundError, ValueError: a source is not there, lacks the field, or a chat cannot be written.
     """
     if tokenizer.chat_template is None:
-        raise ValueError("messages_field takes a tokenizer with a chat template, and that of this base has none.")
+        raise ValueError(
+            f"The field {field!r} holds chats: they take a tokenizer with a chat template, and this base has none."
+        )
 
     def written(row: dict[str, Any]) -> dict[str, Any]:
         text, places = write_chat(tokenizer, row[field])

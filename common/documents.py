@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cacheformers.common.chats import load_chats
 from cacheformers.common.recipe import option
-from cacheformers.common.sources import UNREADABLE, load_places, load_texts, stream_texts
+from cacheformers.common.sources import TEXT, UNREADABLE, chats_instead, load_places, load_texts, stream_texts
 
 SAMPLED = 16  # documents that a fingerprint looks at
 CHECKED = 10_000  # documents of a stream among which one must be long enough
@@ -40,7 +40,7 @@ class DataOptions:
         ".parquet hold one document a row; .txt and .md are one document each. Datasets are named owner/name, "
         "owner/name:config or owner/name:config:split."
     )
-    text_field: str = option("text", help="The field of a JSON line, or the column, that holds a document's text.")
+    text_field: str = option(TEXT, help="The field of a JSON line, or the column, that holds a document's text.")
     label_field: str | None = option(
         None,
         help="A field with [start, end] pairs of places in the text, in characters: only tokens that lie there are "
@@ -49,7 +49,8 @@ class DataOptions:
     messages_field: str | None = option(
         None,
         help="A field with chats, lists of messages with role and content, instead of texts: they are written in the "
-        "tokenizer's chat template, and only what assistants say is learned.",
+        "tokenizer's chat template, and only what assistants say is learned. Default: messages, where there is such a "
+        "field and none that is called text.",
     )
     min_tokens: int = option(2, help="Leave out documents with fewer tokens (the paper: 20000).")
     max_tokens: int | None = option(
@@ -85,10 +86,15 @@ def open_documents(
     if options.label_field is not None and (options.stream or not tokenizer.is_fast):
         raise ValueError("label_field takes a fast tokenizer, and documents that are loaded: leave out --stream.")
     read: dict[str, Any] = {"min_tokens": options.min_tokens, "sources": paths, "max_tokens": options.max_tokens}
-    if options.messages_field is not None:
+    chats = options.messages_field
+    if chats is None and options.text_field == TEXT:
+        chats = chats_instead(paths, split, options.stream)
+    if chats is not None:
         if options.stream or options.label_field is not None or not tokenizer.is_fast:
-            raise ValueError("messages_field takes a fast tokenizer, and neither --stream nor --label_field.")
-        texts, answers = load_chats(paths, options.messages_field, tokenizer, split)
+            raise ValueError(
+                f"The field {chats!r} holds chats: they take a fast tokenizer, and neither --stream nor --label_field."
+            )
+        texts, answers = load_chats(paths, chats, tokenizer, split)
         return Documents(texts, tokenizer, places=answers, special_tokens=False, **read)
     if options.stream:
         stream = stream_texts(paths, options.text_field, split)

@@ -25,6 +25,7 @@ SPLITS = {
 SPLIT = re.compile(rf"(?:^|[-._])({'|'.join(SPLITS)})(?=[-._\d]|$)")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 PLACES = List(List(Value("int64")))  # pairs of a start and an end, in characters
+TEXT, CHATS = "text", "messages"  # what data sets call their fields
 # What `datasets` raises for data that it cannot read or reach (ConnectionError: OSError; ArrowInvalid: ValueError).
 UNREADABLE = (DatasetGenerationError, StopIteration, EOFError, OSError, ValueError)
 
@@ -84,6 +85,11 @@ class Source:
             )
         return loaded.select_columns([field])
 
+    def has_chats_alone(self, streaming: bool) -> bool:
+        """Whether there is no field `text`, but one of chats, `messages`."""
+        fields = {TEXT} if self.name == "text" else self._opened(streaming)[1]
+        return TEXT not in fields and CHATS in fields
+
     def _opened(self, streaming: bool) -> tuple[Any, Any]:
         """Return what `load_dataset` loads, and its fields: their types, or the first row where none are known."""
         try:
@@ -113,7 +119,7 @@ class Source:
         return f"{self.title}: cannot be read as {self.name}: {error.__cause__ or error}"
 
 
-def load_texts(paths: Sequence[str], text_field: str = "text", split: str | None = None) -> Sequence[str | None]:
+def load_texts(paths: Sequence[str], text_field: str = TEXT, split: str | None = None) -> Sequence[str | None]:
     """Load the texts of all documents in the order of the paths; each is read when it is asked for.
 
     Args:
@@ -125,12 +131,17 @@ def load_texts(paths: Sequence[str], text_field: str = "text", split: str | None
     return joined([source.load(text_field) for source in find_sources(paths, split)], text_field)[text_field]
 
 
+def chats_instead(paths: Sequence[str], split: str | None = None, streaming: bool = False) -> str | None:
+    """Name the field of chats, `messages`, if the first source has it and no field `text`."""
+    return CHATS if find_sources(paths, split)[0].has_chats_alone(streaming) else None
+
+
 def load_places(paths: Sequence[str], field: str, split: str | None = None) -> Sequence[list[list[int]] | None]:
     """Load the places `[start, end]` that a field names in each document's text, in the form of `load_texts`."""
     return joined([source.load_places(field) for source in find_sources(paths, split)], field)[field]
 
 
-def stream_texts(paths: Sequence[str], text_field: str = "text", split: str | None = None) -> IterableDataset:
+def stream_texts(paths: Sequence[str], text_field: str = TEXT, split: str | None = None) -> IterableDataset:
     """Stream what `load_texts` loads, as rows with one column; what is broken further on shows only when it is read."""
     return joined([source.load(text_field, streaming=True) for source in find_sources(paths, split)], text_field)
 

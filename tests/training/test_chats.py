@@ -1,4 +1,4 @@
-"""`--messages_field`: chats in the tokenizer's template, of which only what assistants say is learned."""
+"""Chats, a field `messages`, in the tokenizer's template: only what assistants say is learned."""
 
 import json
 
@@ -62,6 +62,24 @@ def test_answers_are_learned_and_nothing_else(tmp_path, byte_tokenizer, template
     assert documents.total_tokens() == pytest.approx(sum(len(documents.tokens(i)) for i in range(3)), abs=3)
 
 
+def test_a_field_of_messages_need_not_be_named(tmp_path, byte_tokenizer):
+    """Unless there are texts beside it, or another field is named; a folder of texts goes on as before."""
+    byte_tokenizer.chat_template = PLAIN
+    (tmp_path / "chats").mkdir()
+    write(tmp_path / "chats" / "train.jsonl", CHATS, rating=1)
+    for place in (f"{tmp_path}/chats", f"{tmp_path}/chats/train.jsonl", f"{tmp_path}/chats::train"):
+        documents = open_documents([place], byte_tokenizer, DataOptions([place]))
+        assert byte_tokenizer.decode(documents.tokens(0)[documents.learned(0)]) == "".join(ANSWERS[0])
+        assert documents.text(0) == write_chat(byte_tokenizer, CHATS[0])[0]
+    with pytest.raises(ValueError, match="'messages' holds chats: they take .*neither --stream"):
+        open_documents([place], byte_tokenizer, DataOptions([place], stream=True))
+    with pytest.raises(ValueError, match="no field 'story', only"):
+        open_documents([place], byte_tokenizer, DataOptions([place], text_field="story"))
+    both = write(tmp_path / "both.jsonl", CHATS, text="a text")
+    documents = open_documents([both], byte_tokenizer, DataOptions([both]))
+    assert documents.text(0) == "a text" and documents.learned(0) is None
+
+
 def test_answers_that_change_take_marks(byte_tokenizer):
     byte_tokenizer.chat_template = FORGETFUL
     with pytest.raises(ValueError, match="writes an answer otherwise once more turns follow.*{% generation %}"):
@@ -76,7 +94,7 @@ def test_a_run_says_how_much_it_sees_and_shows_the_memory(byte_folder, byte_toke
     byte_tokenizer.chat_template = PLAIN
     byte_tokenizer.save_pretrained(byte_folder / "base")
     file = write(byte_folder / "chats.jsonl", CHATS)
-    given = [f"--train={file}", f"--valid={file}", "--messages_field=messages", "--device=cpu", "--lanes=1"]
+    given = [f"--train={file}", f"--valid={file}", "--device=cpu", "--lanes=1"]  # no --messages_field
     train_adapt.main(arguments(byte_folder, *given, "--steps=4", "--log_every=1", "--valid_min_tokens=2"))
     said = capsys.readouterr()
     total = sum(len(write_chat(byte_tokenizer, chat)[0].encode()) - 4 for chat in CHATS)  # <bos> is one token
