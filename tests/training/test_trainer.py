@@ -23,7 +23,7 @@ def rows(count=12, tokens=40):
     return Dataset.from_list([{"input_ids": row, "labels": row} for row in drawn])
 
 
-def make_trainer(model, folder, kind="Trainer", tokenizer=None, **more):
+def make_trainer(model, folder, kind="Trainer", tokenizer=None, callbacks=(cacheformers.MemoryCallback,), **more):
     given = {
         "max_steps": 6,
         "per_device_train_batch_size": 2,
@@ -42,7 +42,7 @@ def make_trainer(model, folder, kind="Trainer", tokenizer=None, **more):
         train_dataset=rows(),
         eval_dataset=rows(2),
         optimizers=(torch.optim.AdamW(cacheformers.parameter_groups(model, **RATES)), None),
-        callbacks=[cacheformers.MemoryCallback()],
+        callbacks=[callback() for callback in callbacks],
         processing_class=tokenizer,
     )
 
@@ -139,6 +139,21 @@ def test_packing_is_refused(make_base, tokenizer, tmp_path, strategy):
     trainer = make_trainer(adapted(make_base), tmp_path, "SFTTrainer", tokenizer, padding_free=True, max_length=None)
     with pytest.raises(ValueError, match="position_ids restart within a row"):
         trainer.train()
+
+
+def test_packing_without_the_callback(make_base, tokenizer, tmp_path):
+    """Positions tell of packed documents; rows that are wrapped have none, so nothing can notice them."""
+
+    def packed(strategy):
+        options = {"packing": True, "packing_strategy": strategy, "max_length": 120, "callbacks": ()}
+        return make_trainer(adapted(make_base), tmp_path / strategy, "SFTTrainer", tokenizer, **options)
+
+    with pytest.raises(ValueError, match="position_ids restart within a row"):
+        packed("bfd").train()
+    wrapped = packed("wrapped")
+    batch = next(iter(wrapped.get_train_dataloader()))
+    assert batch["input_ids"].shape[1] == 120 and batch.get("position_ids") is None  # three documents of 40
+    assert bool(batch["attention_mask"].all())
 
 
 def test_what_is_refused(make_base):
