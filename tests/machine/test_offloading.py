@@ -69,18 +69,27 @@ def test_an_adapter_and_its_base(make_model, ids, tmp_path, method, base, how):
     assert is_offloaded(model)
 
 
-@pytest.mark.parametrize("method", ["neurocache", "memorizing", "recurrent_memory", "infini_attention"])
-def test_an_exported_model_that_is_loaded_offloaded(make_model, make_base, ids, tmp_path, method):
-    """As one loads a base that does not fit."""
+@pytest.mark.parametrize(
+    ("method", "places"),
+    [
+        *((method, "by name") for method in ("neurocache", "memorizing", "recurrent_memory", "infini_attention")),
+        *((method, "auto") for method in ("neurocache", "memorizing")),
+    ],
+)
+def test_an_exported_model_that_is_loaded_offloaded(make_model, make_base, ids, tmp_path, method, places):
+    """As one loads a base that does not fit: by a map, or by `device_map="auto"` and what may be in memory."""
     make_base("llama_gqa", torch.float32).save_pretrained(tmp_path / "base")
     model = make_model("llama_gqa", torch.float32, method=method)
     model.save_pretrained(tmp_path / "adapter")
     export(tmp_path / "adapter", tmp_path / "model", base=tmp_path / "base")
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    names = [name.replace("model.", "model.language_model.", 1) for name in PLACES]
-    places = {name: PLACES[name.replace("language_model.", "")] for name in names}
-    spread = {"device_map": places, "offload_folder": tmp_path / "offloaded"}
-    offloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **spread)
+    if places == "auto":
+        spread = {"device_map": "auto", "max_memory": {"cpu": whole.get_memory_footprint() // 2}}
+    else:
+        names = [name.replace("model.", "model.language_model.", 1) for name in PLACES]
+        spread = {"device_map": {name: PLACES[name.replace("language_model.", "")] for name in names}}
+    offloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", offload_folder=tmp_path / "offloaded", **spread)
+    assert set(offloaded.hf_device_map.values()) == {"cpu", "disk"} and is_offloaded(offloaded)
     check_same(answers(offloaded, ids), answers(whole, ids))
     assert is_offloaded(offloaded)
 
