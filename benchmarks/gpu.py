@@ -1,19 +1,22 @@
 """What a GPU can say, in ten minutes, most needed first: correctness, search, a step of 7B, decoding, a training run.
 
-    python benchmarks/gpu.py                                # with one card; nothing is downloaded
+    python benchmarks/gpu.py                                            # with one card; nothing is downloaded
+    python benchmarks/gpu.py --parts smollm2 --minutes 25               # one part again, or with more time; others stay
     python benchmarks/gpu.py --device cpu --quick --output runs/gpu     # the same code where there is no GPU, toy sizes
 
-1. Every method on a small random model, on the device and on the CPU: logits after several segments, gradients, tokens.
-2. Exact search beside the bare matrix product of the same size, and beside a floor: the longer of the two times that
-   its bytes and operations take at the rates of a large copy and a large bfloat16 product. The CPU
-   judges what it finds.
-3. A training step of a model of Llama-2-7B's shape with random weights, LoRA alone and with a memory: time, peak
-   memory, and what `--estimate` says.
-4. Segments and new tokens of that model with 16K and 128K entries, beside its base.
-5. Ten times the steps of recipes/smollm2_books.yaml, in the time that is left (`--minutes`), if SmolLM2 and the books
-   are there.
+correct: every method on a small random model, on the device and on the CPU: logits after several segments, gradients,
+tokens.
+search: exact search beside the bare matrix product of the same size, and beside a floor: the longer of the two times
+that its bytes and operations take at the rates of a large copy and a large bfloat16 product. The CPU judges what it
+finds.
+step: a training step of a model of Llama-2-7B's shape with random weights, LoRA alone and with a memory: time, peak
+memory, and what `--estimate` says.
+decode: segments and new tokens of that model with 16K and 128K entries, beside its base.
+smollm2: ten times the steps of recipes/smollm2_books.yaml, or as many as fit into the minutes that are left, counted by
+a run of 20 steps; held-out perplexity. SmolLM2 and the books must be there.
 
-gpu.json and gpu.md are written after each part, so that what was measured stays if the rest does not finish.
+gpu.json and gpu.md are written after each part, so what was measured stays if the rest does not finish. A part that
+fails is named there, and the next one begins.
 """
 
 from __future__ import annotations
@@ -21,16 +24,19 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import json
 import statistics
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from measuring import interleaved, opening, parser, peak_extra, ratio, save, shown, table
-from models import full_memory, lora_model, memory_model, shapes
+from models import Shape, full_memory, lora_model, memory_model, shapes
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -46,47 +52,51 @@ ROOT = Path(__file__).resolve().parents[1]
 QUERIES, TOPK, TOKENS = 2048, 16, 1024
 SEGMENT = 2048  # of a training step of 7B, as in recipes/llama2_7b_longpile.yaml
 BOUNDS = {"float32": 1e-4, "bfloat16": 5e-2}  # of the largest logit; gradients may differ ten times as much
+STEPS, PROBE = 4000, 20  # of SmolLM2: ten times the recipe's, and what its speed is measured on
+Row = dict[str, Any]
 
 
 def main() -> None:
-    """Measure, print, write, part by part."""
+    """Measure and write, part by part."""
     given = parser(__doc__, "")
+    given.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all, in this order")
     given.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     given.add_argument("--quick", action="store_true", help="toy sizes, to see whether it runs")
     given.add_argument("--rounds", type=int, default=15)
     given.add_argument("--minutes", type=float, default=9.5, help="for all of it (default: %(default)s)")
     given.add_argument("--smollm2", default="data/smollm2-135m-instruct", help="folder (default: %(default)s)")
+    books = ROOT.parent / "shared/data/books"
+    given.add_argument("--books", type=Path, default=books, help="folder of train.jsonl.gz and valid.jsonl.gz")
     options = given.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("There is no CUDA device here. --device cpu --quick runs the same code on toy sizes.")
-    start, result = time.perf_counter(), dict[str, Any]()
-
-    def keep(part: str, found: Any) -> None:
-        result[part] = found
-        result["seconds"] = time.perf_counter() - start
+    options.until = time.perf_counter() + 60 * options.minutes
+    before = options.output / "gpu.json"
+    kept = json.loads(before.read_text(encoding="utf-8")) if before.exists() else {}
+    result: Row = {name: kept[name] for name in PARTS if name in kept and name not in options.parts}
+    result |= {"failed": {}, "seconds": {}}
+    for name in options.parts:
+        begun = time.perf_counter()
+        try:
+            result[name] = PARTS[name](options)
+        except Exception as error:
+            traceback.print_exc()
+            result["failed"][name] = f"{type(error).__name__}: {error}"
+        result["seconds"][name] = time.perf_counter() - begun
         save("gpu", options, result, page)
         gc.collect()
         torch.cuda.empty_cache()
-
-    keep("correct", [row for name in METHODS for row in correct(name, options)])
-    keep("rates", measured_rates(options))
-    sizes = [(4096, 64)] if options.quick else [(131072, 256), (131072, 1024), (16384, 256)]
-    keep("search", [search(count, width, result["rates"], options) for count, width in sizes])
-    keep("step", [step(kind, options) for kind in ("lora", "neurocache")])
-    caches = [2048] if options.quick else [16384, 131072]
-    keep("forward", [forward(shape_name(options), cache, options) for cache in caches])
-    keep("smollm2", train_smollm2(options, 60 * options.minutes - result["seconds"]))
+    if result["failed"]:
+        raise SystemExit(f"Failed: {', '.join(result['failed'])}")
 
 
-def shape_name(options: argparse.Namespace) -> str:
-    """Return the name of the model whose time and memory are measured."""
-    return "smollm2-135m" if options.quick else "llama-2-7b"
+def shape(options: argparse.Namespace) -> Shape:
+    """Return the model whose time and memory are measured."""
+    return Shape(small_config(), 1) if options.quick else shapes()["llama-2-7b"]
 
 
-def correct(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Compare a method on the device with the CPU, in float32 and bfloat16, on a small random model with open gates."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
+def small_config() -> LlamaConfig:
+    return LlamaConfig(
         vocab_size=512,
         hidden_size=128,
         intermediate_size=256,
@@ -96,6 +106,17 @@ def correct(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         max_position_embeddings=512,
         initializer_range=0.1,
     )
+
+
+def correct(options: argparse.Namespace) -> list[Row]:
+    """Compare all methods on the device with the CPU."""
+    return [row for name in METHODS for row in correct_method(name, options)]
+
+
+def correct_method(name: str, options: argparse.Namespace) -> list[Row]:
+    """Compare a method on the device with the CPU, in float32 and bfloat16, on a small random model with open gates."""
+    torch.manual_seed(0)
+    config = small_config()
     method = METHODS[name]
     settings: Any = {"segment_tokens": 64, **method.test_settings, "r": 4, "task_type": "CAUSAL_LM"}
     rows = []
@@ -111,7 +132,7 @@ def correct(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         (logits, gradients, tokens), (own, own_gradients, own_tokens) = (
             behavior(model, ids.to(device)) for model, device in ((here, "cpu"), (there, options.device))
         )
-        row: dict[str, Any] = {"method": name, "dtype": kind, "logits": difference(own, logits)}
+        row: Row = {"method": name, "dtype": kind, "logits": difference(own, logits)}
         row["gradients"] = difference(own_gradients, gradients)
         row["tokens"] = bool((tokens == own_tokens).all())
         row["within"] = row["logits"] <= BOUNDS[kind] and row["gradients"] <= 10 * BOUNDS[kind]
@@ -140,23 +161,25 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def step(kind: str, options: argparse.Namespace) -> dict[str, Any]:
+def step(options: argparse.Namespace) -> list[Row]:
+    """Measure training steps of LoRA alone and of a memory."""
+    return [step_of(kind, options) for kind in ("lora", "neurocache")]
+
+
+def step_of(kind: str, options: argparse.Namespace) -> Row:
     """Measure a training step with activation checkpointing, of LoRA alone or with a memory that is full."""
-    shape = shapes()[shape_name(options)]
-    tokens = 128 if options.quick else SEGMENT
-    model: Any = (
-        lora_model(shape, torch.bfloat16, options.device)
-        if kind == "lora"
-        else memory_model(
-            shape, torch.bfloat16, options.device, segment_tokens=tokens, cache_size=1024 if options.quick else 16384
-        )
-    )
+    base = shape(options)
+    tokens, entries = (128, 1024) if options.quick else (SEGMENT, 16384)
+    if kind == "lora":
+        model: Any = lora_model(base, torch.bfloat16, options.device)
+    else:
+        model = memory_model(base, torch.bfloat16, options.device, segment_tokens=tokens, cache_size=entries)
     memory = None if kind == "lora" else full_memory(model.train())
     model.train()
     model.base_model.model.activation_checkpointing_enable({"use_reentrant": False})
     model.base_model.model.disable_input_require_grads()
     optimizer = make_optimizer(model, Rates(1e-4, 1e-4, 1e-4), "adamw")
-    ids, targets = torch.randint(0, shape.config.vocab_size, (2, 1, tokens), device=options.device)
+    ids, targets = torch.randint(0, base.config.vocab_size, (2, 1, tokens), device=options.device)
 
     def run() -> None:
         output = model(input_ids=ids, past_key_values=memory, use_cache=memory is not None)
@@ -169,42 +192,12 @@ def step(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     extra = peak_extra(run, options.device)
     times = interleaved({"step": run}, 2 if options.quick else 5, options.device)["step"]
     work = Work(1, tokens, activation_checkpointing=True, device_type=options.device)
-    told = estimate(shape.config, model.active_peft_config, work).peak
-    peak = torch.cuda.max_memory_allocated() if options.device == "cuda" else 0
-    found: dict[str, Any] = {"model": shape_name(options), "kind": kind, "tokens": tokens}
-    found["seconds"] = statistics.median(times)
+    told = estimate(base.config, model.active_peft_config, work).peak
+    peak = torch.cuda.max_memory_allocated() if options.device == "cuda" else held + extra
+    found: Row = {"kind": kind, "tokens": tokens, "seconds": statistics.median(times)}
     found |= {"weights_bytes": held, "extra_bytes": extra, "peak_bytes": peak, "estimate_bytes": told}
     print(f"{kind}: {found['seconds']:.2f} s a step, peak {peak / 2**30:.2f} GiB, estimate {told / 2**30:.2f} GiB")
     return found
-
-
-def train_smollm2(options: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """Run the recipe of books with ten times its steps, for as many seconds as are left; what its result says."""
-    books = ROOT.parent / "shared/data/books/train.jsonl.gz"
-    steps, least = (2, 0) if options.quick else (4000, 60)
-    if not Path(options.smollm2).is_dir() or not books.exists() or seconds < least:
-        return {"left_out": f"{options.smollm2} or {books} is missing, or no minute was left"}
-    output = Path("runs/gpu_smollm2")
-    recipe = [
-        str(ROOT / "recipes/smollm2_books.yaml"),
-        "--base",
-        options.smollm2,
-        "--output",
-        str(output),
-        "--overwrite",
-    ]
-    more = ["--steps", str(steps), "--stop_after", f"{max(seconds - 45, 1) / 60:.2f}", "--train", str(books)]
-    if options.quick:
-        more += ["--segment_tokens", "64", "--device", "cpu", "--start_segments", "40", "--valid_tokens", "256"]
-    begun = time.perf_counter()
-    command = [sys.executable, str(ROOT / "train_adapt.py"), *recipe, *more]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    return {
-        "command": " ".join(["python", "train_adapt.py", *command[2:]]),
-        "status": done.returncode,
-        "seconds": time.perf_counter() - begun,
-        "last_lines": done.stdout.splitlines()[-12:],
-    }
 
 
 def measured_rates(options: argparse.Namespace) -> dict[str, float]:
@@ -218,8 +211,15 @@ def measured_rates(options: argparse.Namespace) -> dict[str, float]:
     return {"copy": 2 * large.nbytes / times["copy"], "product": 2 * size**3 / times["product"]}
 
 
+def search(options: argparse.Namespace) -> list[Row]:
+    """Measure exact search of stores of several sizes."""
+    rates = measured_rates(options)
+    sizes = [(4096, 64)] if options.quick else [(131072, 256), (131072, 1024), (16384, 256)]
+    return [search_of(count, width, rates, options) for count, width in sizes]
+
+
 @torch.no_grad()
-def search(count: int, width: int, rates: dict[str, float], options: argparse.Namespace) -> dict[str, Any]:
+def search_of(count: int, width: int, rates: dict[str, float], options: argparse.Namespace) -> Row:
     """Measure exact search of a bfloat16 store beside the bare product (bfloat16 in and out) of the same size."""
     stored = torch.nn.functional.normalize(torch.randn(count, width, device=options.device), dim=1).bfloat16()
     queries = torch.nn.functional.normalize(torch.randn(QUERIES, width, device=options.device), dim=1)
@@ -234,8 +234,9 @@ def search(count: int, width: int, rates: dict[str, float], options: argparse.Na
     least = max((stored.nbytes + queries.nbytes) / rates["copy"], 2 * QUERIES * count * width / rates["product"])
     _, hits = exact(queries[:64], entries, TOPK, "l2")
     found = recall(hits.cpu(), queries[:64].cpu(), Entries((stored.cpu(),)), TOPK, "l2")
-    row: dict[str, Any] = {"entries": count, "width": width, **ratio(times, "search", "product"), "times": times}
-    row |= {"over": "torch.mm, bfloat16 output", "floor_seconds": least, "extra_bytes": extra, "recall": found}
+    row: Row = {"entries": count, "width": width, **ratio(times, "search", "product"), "times": times}
+    row |= {"over": "torch.mm, bfloat16 output", "floor_seconds": least, "rates": rates}
+    row |= {"extra_bytes": extra, "recall": found}
     print(
         f"search {QUERIES:,} x {count:,} x {width}: {shown(row)} of the product, {row['seconds'] / least:.1f} of the "
         f"floor, {extra / 2**20:.0f} MiB, recall {found:.4f}"
@@ -243,13 +244,20 @@ def search(count: int, width: int, rates: dict[str, float], options: argparse.Na
     return row
 
 
+def decode(options: argparse.Namespace) -> list[Row]:
+    """Measure reading and new tokens with memories of several sizes."""
+    return [decode_with(entries, options) for entries in ([2048] if options.quick else [16384, 131072])]
+
+
 @torch.no_grad()
-def forward(name: str, cache_size: int, options: argparse.Namespace) -> dict[str, Any]:
+def decode_with(cache_size: int, options: argparse.Namespace) -> Row:
     """Measure a segment through a random base with a memory and with its adapter off; and a new token."""
-    shape = shapes()[name]
-    model: Any = memory_model(shape, torch.bfloat16, options.device, lora=False, cache_size=cache_size)
+    base_shape, tokens = shape(options), 256 if options.quick else TOKENS
+    model: Any = memory_model(
+        base_shape, torch.bfloat16, options.device, lora=False, segment_tokens=tokens, cache_size=cache_size
+    )
     memory = full_memory(model)
-    ids = torch.randint(0, shape.config.vocab_size, (1, TOKENS), device=options.device)
+    ids = torch.randint(0, base_shape.config.vocab_size, (1, tokens), device=options.device)
 
     def base() -> None:
         with model.disable_adapter():
@@ -267,69 +275,127 @@ def forward(name: str, cache_size: int, options: argparse.Namespace) -> dict[str
     }
     extra = peak_extra(runs["memory"], options.device)
     times = interleaved(runs, options.rounds, options.device)
-    row: dict[str, Any] = {"model": name, "cache_size": cache_size, **ratio(times, "memory", "base")}
-    row |= {"extra_bytes": extra, "times": times}
-    row |= {
-        f"{name}_seconds": statistics.median(times[run])
-        for name, run in (("token", "token"), ("base_token", "base token"))
-    }
-    print(f"{name}, {cache_size:,} entries: {shown(row)} of the base, {1000 * row['token_seconds']:.1f} ms a token")
+    row: Row = {"cache_size": cache_size, **ratio(times, "memory", "base"), "extra_bytes": extra, "times": times}
+    row |= {"token_seconds": statistics.median(times["token"])}
+    row |= {"base_token_seconds": statistics.median(times["base token"])}
+    print(f"{cache_size:,} entries: {shown(row)} of the base, {1000 * row['token_seconds']:.1f} ms a token")
     return row
 
 
-def page(result: dict[str, Any]) -> str:
+def smollm2(options: argparse.Namespace) -> list[Row]:
+    """Train SmolLM2 on the books as long as there is time, and return its held-out perplexities."""
+    train, valid = (options.books / f"{name}.jsonl.gz" for name in ("train", "valid"))
+    if not (Path(options.smollm2).is_dir() and train.exists() and valid.exists()):
+        raise FileNotFoundError(f"{options.smollm2} or {train} or {valid}: name them with --smollm2 and --books")
+    given = [str(ROOT / "recipes/smollm2_books.yaml"), "--base", options.smollm2, "--overwrite", "--skip_base"]
+    given += ["--train", str(train), "--valid", str(valid), "--cache_sizes", "0", "16384", "--device", options.device]
+    given += ["--controls", "other_document", "--checkpoint_every", "0"]
+    if options.quick:
+        given += ["--segment_tokens", "64", "--start_segments", "40", "--retrieval_map", "2", "--dtype", "float32"]
+        given += ["--valid_documents", "2", "--valid_tokens", "256"]
+    probe, around = trained([*given, "--steps", "2" if options.quick else str(PROBE)], "runs/gpu_probe")
+    left = options.until - time.perf_counter() - 1.2 * around
+    fit = int(left / (probe["seconds"] / probe["steps"]))
+    steps = 4 if options.quick else min(STEPS, fit)
+    if steps < probe["steps"]:
+        raise TimeoutError(f"{max(left, 0):.0f} s are left for training, which is {fit} steps: give more --minutes")
+    result, around = trained([*given, "--steps", str(steps)], "runs/gpu_smollm2")
+    same = {"steps": steps, "train_seconds": result["seconds"], "around_seconds": around, "tokens": result["tokens"]}
+    return [{"memory": name, **same, **score} for name, score in result["scores"].items()]
+
+
+def trained(given: list[str], output: str) -> tuple[Row, float]:
+    """Run the recipe; return its result, and the seconds that it took beside the training."""
+    begun = time.perf_counter()
+    subprocess.run([sys.executable, str(ROOT / "train_adapt.py"), *given, "--output", output], check=True)
+    result: Row = json.loads(Path(output, "train_result.json").read_text(encoding="utf-8"))
+    result["steps"] = len(result["losses"])
+    return result, time.perf_counter() - begun - result["seconds"]
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
+    "correct": correct,
+    "search": search,
+    "step": step,
+    "decode": decode,
+    "smollm2": smollm2,
+}
+
+
+def gibibytes(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[name] / 2**30:.2f}"
+
+
+def milliseconds(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{1000 * row[name]:.1f}"
+
+
+# Title of a part, and the columns of its table.
+TABLES: dict[str, tuple[str, dict[str, Callable[[Row], str]]]] = {
+    "correct": (
+        f"Against the CPU, within {BOUNDS}",
+        {
+            "method": lambda row: f"{row['method']}, {row['dtype']}",
+            "logits": lambda row: f"{row['logits']:.1e}",
+            "gradients": lambda row: f"{row['gradients']:.1e}",
+            "within": lambda row: "yes" if row["within"] else "**no**",
+            "same tokens": lambda row: "yes" if row["tokens"] else "no",
+        },
+    ),
+    "search": (
+        f"Exact search, {QUERIES:,} queries",
+        {
+            "entries": lambda row: f"{row['entries']:,} x {row['width']}",
+            "ms": milliseconds("seconds"),
+            "over torch.mm": shown,
+            "over the floor": lambda row: f"{row['seconds'] / row['floor_seconds']:.1f}",
+            "extra MiB": lambda row: f"{row['extra_bytes'] / 2**20:.0f}",
+            "recall": lambda row: f"{row['recall']:.4f}",
+        },
+    ),
+    "step": (
+        "A training step",
+        {
+            "trained": lambda row: f"{row['kind']}, {row['tokens']:,} tokens",
+            "seconds": lambda row: f"{row['seconds']:.2f}",
+            "weights GiB": gibibytes("weights_bytes"),
+            "peak GiB": gibibytes("peak_bytes"),
+            "estimate GiB": gibibytes("estimate_bytes"),
+        },
+    ),
+    "decode": (
+        "Reading and decoding",
+        {
+            "entries": lambda row: f"{row['cache_size']:,}",
+            "segment over the base": shown,
+            "ms a token": milliseconds("token_seconds"),
+            "base's ms a token": milliseconds("base_token_seconds"),
+        },
+    ),
+    "smollm2": (
+        "SmolLM2 on books",
+        {
+            "memory": lambda row: f"{row['memory']}, after {row['steps']:,} steps",
+            "perplexity": lambda row: f"{row['perplexity']:.3f}",
+            "95 %": lambda row: "{:.3f} - {:.3f}".format(*row["interval"]),
+            "training s": lambda row: f"{row['train_seconds']:.0f}",
+        },
+    ),
+}
+
+
+def page(result: Row) -> str:
     """Return the Markdown page of the parts that are done."""
-    lines = opening(
-        "What a GPU says", result, f"Device: {result['about']['device']}. {result['seconds']:.0f} s so far."
-    )
-    if "correct" in result:
-        rows = [
-            [f"{row['method']}, {row['dtype']}", f"{row['logits']:.1e}", f"{row['gradients']:.1e}", str(row["tokens"])]
-            for row in result["correct"]
-        ]
-        wrong = [f"{row['method']} {row['dtype']}" for row in result["correct"] if not row["within"]]
-        lines += ["## Against the CPU", "", f"Not within {BOUNDS}: {', '.join(wrong) or 'none'}.", ""]
-        lines += table(["method", "logits", "gradients", "same tokens"], rows)
-    if "search" in result:
-        lines += ["## Search", ""]
-        rows = [
-            [
-                f"{row['entries']:,} x {row['width']}",
-                shown(row),
-                f"{row['seconds'] / row['floor_seconds']:.1f}",
-                f"{row['recall']:.4f}",
-            ]
-            for row in result["search"]
-        ]
-        lines += table(["entries", "over torch.mm", "over the floor", "recall"], rows)
-    if "step" in result:
-        lines += ["## A training step", ""]
-        rows = [
-            [
-                f"{row['model']}, {row['kind']}, {row['tokens']} tokens",
-                f"{row['seconds']:.2f}",
-                *(f"{row[name] / 2**30:.2f}" for name in ("weights_bytes", "peak_bytes", "estimate_bytes")),
-            ]
-            for row in result["step"]
-        ]
-        lines += table(["model", "seconds", "weights GiB", "peak GiB", "estimate GiB"], rows)
-    if "forward" in result:
-        lines += ["## Reading and decoding", ""]
-        rows = [
-            [
-                f"{row['model']}, {row['cache_size']:,} entries",
-                shown(row),
-                f"{1000 * row['token_seconds']:.1f}",
-                f"{1000 * row['base_token_seconds']:.1f}",
-            ]
-            for row in result["forward"]
-        ]
-        lines += table(["model", "segment over the base", "ms a token", "base's"], rows)
-    if "smollm2" in result:
-        lines += ["## SmolLM2, ten times the steps", ""]
-        found = result["smollm2"]
-        told = found.get("last_lines") or [found["left_out"]]
-        lines += ["```", *told, "```", ""]
+    model = "a small random model" if result["settings"]["quick"] == "True" else "random weights of Llama-2-7B's shape"
+    taken = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in result["seconds"].items())
+    text = f"Device: {result['about']['device']}. Steps and decoding: {model}, bfloat16. Took: {taken}."
+    lines = opening("What a GPU says", result, text)
+    for name, (title, columns) in TABLES.items():
+        if name in result["failed"]:
+            lines += [f"## {title}", "", f"Failed: {result['failed'][name]}", ""]
+        elif name in result:
+            rows = [[show(row) for show in columns.values()] for row in result[name]]
+            lines += [f"## {title}", "", *table(list(columns), rows)]
     return "\n".join(lines)
 
 
