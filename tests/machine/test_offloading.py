@@ -88,7 +88,8 @@ def test_an_exported_model_that_is_loaded_offloaded(make_model, make_base, ids, 
     else:
         names = [name.replace("model.", "model.language_model.", 1) for name in PLACES]
         spread = {"device_map": {name: PLACES[name.replace("language_model.", "")] for name in names}}
-    offloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", offload_folder=tmp_path / "offloaded", **spread)
+    spread["offload_folder"] = tmp_path / "offloaded"
+    offloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **spread)
     assert set(offloaded.hf_device_map.values()) == {"cpu", "disk"} and is_offloaded(offloaded)
     check_same(answers(offloaded, ids), answers(whole, ids))
     assert is_offloaded(offloaded)
