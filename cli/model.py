@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ def load_model(base: str, adapter: str, device: str | None, dtype: str) -> tuple
     check_base_folder(named, "" if base else adapter, option="--model")
     model: Any = AutoModelForCausalLM.from_pretrained(base or adapter, dtype=dtype)
     if base and adapter:
-        model = PeftModel.from_pretrained(model, adapter)
+        with warnings.catch_warnings():  # PEFT 0.21 asks for a name that transformers 5.23 has renamed
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            model = PeftModel.from_pretrained(model, adapter)
     model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return model.eval(), AutoTokenizer.from_pretrained(base) if base else own_tokenizer(adapter)
 
