@@ -11,13 +11,15 @@ function showRetrieved(token) {
     const here = document.getElementById(`stretch-${stretch}`);
     here.classList.add("hit");
     here.style.setProperty("--weight", times / most);
-    here.title = `retrieved ${times} times`;
+    here.title = times === 1 ? "retrieved once" : `retrieved ${times} times`;
     const tick = document.createElement("i");
     tick.style.left = `${(100 * stretch) / map.dataset.stretches}%`;
     tick.style.opacity = 0.35 + (0.65 * times) / most;
     tick.addEventListener("click", () => bringIntoView(here));
     map.append(tick);
   }
+  const what = token.closest(".everything") ? token.textContent : `what “${token.textContent}” retrieved`;
+  document.querySelector("#document .legend").textContent = `Marked: ${what} (darker: more often)`;
   bringIntoView(document.getElementById(`stretch-${found[0][0]}`));
 }
 
@@ -33,3 +35,14 @@ document.addEventListener("click", (event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && event.target.matches("[data-retrieved]")) showRetrieved(event.target);
 });
+
+// What the latest question and answer retrieved most is marked once it is on the page, without a click.
+new MutationObserver(() => {
+  const latest = document.querySelector("#conversation .latest [data-retrieved]:not([data-shown])");
+  if (!latest) return;
+  latest.dataset.shown = "";
+  showRetrieved(latest);
+}).observe(document, { childList: true, subtree: true });
+
+// A browser opens files that are dropped beside a dropzone in the page's place.
+for (const kind of ["dragover", "drop"]) document.addEventListener(kind, (event) => event.preventDefault());

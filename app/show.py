@@ -15,12 +15,21 @@ STRETCH, SHOWN = 8, 5  # tokens of the document that are marked together, and ho
 
 
 def notice(text: str, kind: str = "hint") -> str:
-    """Return a line for people; `kind` is `hint` or `error`."""
+    """Return a line for people; `kind` is `hint`, `error` or `legend` (of what is marked in the text)."""
     role = ' role="alert"' if kind == "error" else ""
     return f'<p class="{kind}"{role}>{escape(text)}</p>'
 
 
+EMPTY = "Drop a text, or all files of a saved memory, to begin."
+NOTHING_YET = notice(f"There is nothing to ask about yet. {EMPTY}", "error")
 GREETING = notice("Ask about the text. None of it is in the prompt: answers come out of the memory.")
+BLANK = f'<div class="blank">{notice("The text stands here once it has been read.")}</div>'
+COMING = "…"  # the rest of an answer
+
+
+def title(described: str) -> str:
+    """Return the head of the page, with the model that it uses."""
+    return f"<h1>cacheformers</h1>{notice(described)}"
 
 
 def figures(values: dict[str, str]) -> str:
@@ -39,8 +48,9 @@ def progress(reading: Reading) -> str:
     values = {"tokens read": f"{read:,}" if done else f"{read:,} of {reading.tokens:,}"}
     if reading.seconds:
         values["tokens per second"] = f"{read / reading.seconds:,.0f}"
-    values["size of the memory"] = size(reading.memory.nbytes)
-    values["tokens it keeps"] = "all" if kept == read else f"the newest {kept:,}"
+    if read:
+        values["size of the memory"] = size(reading.memory.nbytes)
+        values["tokens it keeps"] = "all" if kept == read else f"the newest {kept:,}"
     return f'<h3 class="name">{escape(reading.name)}</h3>{bar}{figures(values)}'
 
 
@@ -69,17 +79,21 @@ def document(reading: Reading) -> str:
     for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
         kind = ' class="forgotten"' if (number + 1) * STRETCH <= gone else ""
         parts.append(f'<span id="stretch-{number}"{kind}>{escape(source.text[start:end])}</span>')
-    return f'<div id="map" data-stretches="{len(parts)}"></div><div id="text" tabindex="0">{"".join(parts)}</div>'
+    return (
+        f'<div id="map" data-stretches="{len(parts)}"></div>{notice("", "legend")}'
+        f'<div id="text" tabindex="0">{"".join(parts)}</div>'
+    )
 
 
 def conversation(talk: Conversation, tokenizer: PreTrainedTokenizerBase, asked: str = "", said: str = "") -> str:
     """Return all questions and answers, and the question that is being answered with its answer so far."""
     turns, place = [], 0
     for answer in talk.turns:
-        turns.append(answered(answer, talk.ids[place : place + answer.prompt_tokens], talk, tokenizer))
+        latest = answer is talk.turns[-1] and not asked
+        turns.append(answered(answer, talk.ids[place : place + answer.prompt_tokens], talk, tokenizer, latest))
         place += answer.prompt_tokens + len(answer.tokens) - answer.finished
     if asked:
-        turns.append(f'<p class="question">{escape(asked)}</p><p class="answer">{escape(said)}…</p>')
+        turns.append(f'<p class="question">{escape(asked)}</p><p class="answer">{escape(said)}{COMING}</p>')
     if not turns:
         return GREETING
     hint = "Click a word to see what was retrieved for it."
@@ -88,11 +102,14 @@ def conversation(talk: Conversation, tokenizer: PreTrainedTokenizerBase, asked: 
     return "".join(turns) + notice(hint)
 
 
-def answered(answer: Answer, prompt: list[int], talk: Conversation, tokenizer: PreTrainedTokenizerBase) -> str:
+def answered(
+    answer: Answer, prompt: list[int], talk: Conversation, tokenizer: PreTrainedTokenizerBase, latest: bool
+) -> str:
     """Return a question and its answer, whose words show what they retrieved, and what all of them did together.
 
     Args:
         prompt: ids of the question, with what the chat template puts around it.
+        latest: the page marks what question and answer retrieved most, before anybody clicks.
     """
     read = talk.memory.tokens_read[0] if talk.memory is not None else 0
     # The last token of the prompt retrieved what the answer's first token was chosen with.
@@ -103,7 +120,7 @@ def answered(answer: Answer, prompt: list[int], talk: Conversation, tokenizer: P
     ends = list(accumulate(map(len, words)))
     first = next((place for place, end in enumerate(ends) if end > start), 0)
     chosen = [found.tolist() for found in answer.retrieved] or [[] for _ in answer.tokens]
-    whole = Counter(number // STRETCH for numbers in asked[first:] + chosen for number in numbers)
+    whole = Counter(number // STRETCH for numbers in asked[first:] + chosen for number in numbers if number < read)
     question = ""
     for word, end, numbers in zip(words, ends, asked, strict=False):
         begin = end - len(word)
@@ -117,7 +134,7 @@ def answered(answer: Answer, prompt: list[int], talk: Conversation, tokenizer: P
     everything = retrieving("what question and answer retrieved most", most, whole, read)
     return (
         f'<p class="question">{question or escape(answer.question)}</p><p class="answer">{said}</p>'
-        f'<p class="everything">{everything if most else ""}</p>'
+        f'<p class="everything{" latest" if latest else ""}">{everything if most else ""}</p>'
     )
 
 
@@ -149,7 +166,9 @@ def retrieving(text: str, numbers: list[int], whole: Counter[int], read: int) ->
         return escape(text)
     ordered = sorted(times, key=lambda stretch: (-times[stretch], -whole[stretch], stretch))
     places = " ".join(f"{stretch}:{times[stretch]}" for stretch in ordered)
-    return f'<span class="token" role="button" tabindex="0" data-retrieved="{places}">{escape(text)}</span>'
+    word = text.lstrip()
+    shown = f'<span class="token" role="button" tabindex="0" data-retrieved="{places}">{escape(word)}</span>'
+    return text[: len(text) - len(word)] + shown
 
 
 def comparison(columns: dict[str, tuple[str, str]]) -> str:
