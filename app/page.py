@@ -53,12 +53,12 @@ def make_page(desk: Desk, described: str) -> gr.Blocks:
 
 
 class Document(NamedTuple):
-    """A document: where it is dropped, what was read of it, its figures, and for the one that is asked its text."""
+    """The document that is asked: where it is dropped, what was read of it, its figures and its text."""
 
     dropped: gr.File
     reading: gr.State
     figures: gr.HTML
-    text: gr.HTML | None = None
+    text: gr.HTML
 
 
 class Talk(NamedTuple):
@@ -69,6 +69,14 @@ class Talk(NamedTuple):
     question: gr.Textbox
     ask: gr.Button
     again: gr.Button
+
+
+class Other(NamedTuple):
+    """The document to compare with."""
+
+    dropped: gr.File
+    reading: gr.State
+    figures: gr.HTML
 
 
 class Comparison(NamedTuple):
@@ -99,9 +107,9 @@ def talk_column() -> Talk:
     return Talk(said, gr.State(), question, ask, again)
 
 
-def other_column() -> Document:
+def other_column() -> Other:
     with gr.Column(scale=3):
-        return Document(dropzone("Another document", "drop-other"), gr.State(), gr.HTML(elem_id="reading-other"))
+        return Other(dropzone("Another document", "drop-other"), gr.State(), gr.HTML(elem_id="reading-other"))
 
 
 def comparison_column() -> Comparison:
@@ -126,7 +134,7 @@ def textbox(hint: str, name: str) -> gr.Textbox:
     )
 
 
-def connect(events: Events, document: Document, talk: Talk, other: Document, comparison: Comparison) -> None:
+def connect(events: Events, document: Document, talk: Talk, other: Other, comparison: Comparison) -> None:
     """Say what happens when; one event at a time, because all of them use the model."""
     model: dict[str, Any] = {"concurrency_id": "model", "api_visibility": "private", "show_progress": "hidden"}
     dropped, reading, figures, text = document
