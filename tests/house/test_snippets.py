@@ -50,12 +50,12 @@ NOT_RUN = {
     "compare_runs.py": "wants two runs; the demo runs it",
     "eval_longbench.py": "wants LongBench; tests/evaluation/test_longbench.py runs it on small sets",
     "cacheformers app": "waits for people; tests/app has a browser",
-    "APP_PICTURE": "makes the picture while tests/app/test_browser.py runs",
+    "pytest": "makes the picture while tests/app/test_browser.py runs",
     "cacheformers serve": "waits for clients; tests/cli/test_serve.py has one",
     "OpenAI(": "wants that server; tests/cli/test_serve.py asks it",
     "push_to_hub": "wants an account; the tutorial of sharing runs on a Hub on loopback",
 }
-PROGRAMS = ("cacheformers", "python", "torchrun", "accelerate", "pip", "scontrol", "cp")
+PROGRAMS = ("cacheformers", "python", "pytest", "torchrun", "accelerate", "pip", "scontrol", "cp")
 NOTE = """#!/bin/sh
 { printf '%s\\0' "$(basename "$0")" "$@"; printf '\\n\\0'; } >> "$NOTED"
 """
