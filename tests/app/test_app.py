@@ -1,5 +1,8 @@
 """`cacheformers app` behind the page: what it opens, refuses and escapes. test_browser.py uses the page itself."""
 
+import json
+import os
+import pickle
 import re
 import sys
 from pathlib import Path
@@ -16,6 +19,7 @@ import cacheformers
 from cacheformers.app import show
 from cacheformers.app.desk import LARGEST_TEXT, Desk, Reading
 from cacheformers.app.main import main
+from cacheformers.modeling.files.index import checksum
 
 
 @pytest.fixture
@@ -89,6 +93,27 @@ def test_saved_memories_are_opened_with_their_checksums(desk, tmp_path):
     assert "/tmp" not in str(error.value)
     with pytest.raises(ValueError, match="missing"):
         last(desk.open([file for file in files if Path(file) != tensors]))
+
+
+def test_a_memory_names_no_files_but_its_own(desk, tmp_path):
+    """An index that was altered and signed again opens neither a pickle nor what lies elsewhere."""
+    cacheformers.read_text(desk.model, desk.tokenizer, FACT, progress=False).save(tmp_path / "book.memory")
+    index = tmp_path / "book.memory" / "index.json"
+    saved = json.loads(index.read_text())
+    for name in ("weights.pkl", "../elsewhere.safetensors", "/etc/passwd"):
+        (tmp_path / "weights.pkl").write_bytes(pickle.dumps(Boom()))
+        contents = {**saved, "files": {**saved["files"], name: saved["files"][saved["tail"]]}, "tail": name}
+        del contents["sha256"]
+        index.write_text(json.dumps({**contents, "sha256": checksum(contents)}))
+        with pytest.raises(ValueError, match="damaged: its files are"):
+            last(desk.open([str(index), str(tmp_path / "weights.pkl")]))
+
+
+class Boom:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self):
+        return os.abort, ()
 
 
 def test_what_is_refused(desk, tmp_path):
