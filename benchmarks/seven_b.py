@@ -42,7 +42,8 @@ STAGES = {
     "exported": "load the export, read {again:,} tokens",
     "base_nf4": "write random weights in 4 bits",
     "estimate_nf4": "`--estimate` in 4 bits",
-    "nf4": "load weights that are in 4 bits, one step, save",
+    "from_nf4": "load weights that are in 4 bits, one step, save",
+    "nf4": "load in 4 bits, one step, save",
 }
 ESTIMATES = ("estimate", "estimate_nf4")
 AGAIN, CONTEXT, NEW = 512, 1500, 8
@@ -90,7 +91,7 @@ def run(stage: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]
     """Run one stage in a process of its own, after what it needs has been put there."""
     if not (folder / "book.txt").exists():
         write_texts(folder, options)
-    written = {name: name for name in ("malloc", "nf4")}
+    written = {name: name for name in ("malloc", "nf4", "from_nf4")}
     written |= {"train": "adapter", "read": "memory", "export": "exported", "exported": "memory_exported"}
     if stage in written:
         shutil.rmtree(folder / written[stage], ignore_errors=True)
@@ -114,7 +115,7 @@ def command(stage: str, folder: Path, options: argparse.Namespace) -> list[str]:
     train = ["train", "--train", str(folder / "train.jsonl"), *kind]
     train += ["--method", "neurocache", "--segment_tokens", str(options.segment), "--log_every", "1"]
     steps = ["--steps", str(options.steps), "--base", base]
-    four_bits = ["--steps", "1", "--base", f"{base}_nf4", "--quantize", "nf4"]
+    four_bits = ["--steps", "1", "--quantize", "nf4", "--output", str(folder / stage)]
     given = {
         "estimate": [*train, *steps, "--output", adapter, "--estimate"],
         "train": [*train, *steps, "--output", adapter, "--stop_after", "0.001"],
@@ -125,8 +126,9 @@ def command(stage: str, folder: Path, options: argparse.Namespace) -> list[str]:
         "longbench": ["longbench", "--base", base, "--adapter", adapter, "--data", str(folder / "longbench"), *kind],
         "export": ["export", adapter, exported, "--max-shard-size", "5GB", "--dtype", options.dtype],
         "exported": ["read", str(folder / "page.txt"), "-o", f"{memory}_exported", "--model", exported, *kind],
-        "estimate_nf4": [*train, *four_bits, "--output", str(folder / "nf4"), "--estimate"],
-        "nf4": [*train, *four_bits, "--output", str(folder / "nf4")],
+        "estimate_nf4": [*train, *four_bits, "--base", base, "--estimate"],
+        "from_nf4": [*train, *four_bits, "--base", f"{base}_nf4"],
+        "nf4": [*train, *four_bits, "--base", base],
     }
     if stage == "import":
         return [sys.executable, "-c", "import cacheformers.train_adapt"]
