@@ -2,56 +2,12 @@
 
 from importlib.metadata import entry_points
 
+from cacheformers import methods
 from cacheformers.adapters.registration import register
 from cacheformers.common.library import Library
 from cacheformers.hub import push_to_hub
-from cacheformers.methods.cacheformer import (
-    CacheFormerAdapterConfig,
-    CacheFormerConfig,
-    CacheFormerForCausalLM,
-    CacheFormerModel,
-    CacheFormerOnBaseConfig,
-    CacheFormerOnBaseForCausalLM,
-    CacheFormerOnBaseModel,
-)
-from cacheformers.methods.gated_attention import (
-    GatedAttentionAdapterConfig,
-    GatedAttentionConfig,
-    GatedAttentionForCausalLM,
-    GatedAttentionModel,
-)
-from cacheformers.methods.gated_deltanet import (
-    GatedDeltaNetAdapterConfig,
-    GatedDeltaNetConfig,
-    GatedDeltaNetForCausalLM,
-    GatedDeltaNetModel,
-)
-from cacheformers.methods.infini_attention import (
-    InfiniAttentionAdapterConfig,
-    InfiniAttentionConfig,
-    InfiniAttentionForCausalLM,
-    InfiniAttentionModel,
-)
-from cacheformers.methods.memorizing import (
-    MemorizingAdapterConfig,
-    MemorizingConfig,
-    MemorizingForCausalLM,
-    MemorizingModel,
-)
-from cacheformers.methods.neurocache import (
-    NeurocacheAdapterConfig,
-    NeurocacheConfig,
-    NeurocacheForCausalLM,
-    NeurocacheModel,
-)
+from cacheformers.methods import *  # noqa: F403  # their adapter configurations and model classes
 from cacheformers.methods.neurocache.start import start_from_states
-from cacheformers.methods.recurrent_memory import (
-    RecurrentMemoryAdapterConfig,
-    RecurrentMemoryConfig,
-    RecurrentMemoryForCausalLM,
-    RecurrentMemoryModel,
-)
-from cacheformers.methods.windowed import WindowedAdapterConfig, WindowedConfig, WindowedForCausalLM, WindowedModel
 from cacheformers.modeling.architectures import register_architecture
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.conversation import Answer, Conversation
@@ -66,47 +22,12 @@ from cacheformers.training.trainer import MemoryCallback, parameter_groups
 __version__ = "0.1.0"
 __all__ = [
     "Answer",
-    "CacheFormerAdapterConfig",
-    "CacheFormerConfig",
-    "CacheFormerForCausalLM",
-    "CacheFormerModel",
-    "CacheFormerOnBaseConfig",
-    "CacheFormerOnBaseForCausalLM",
-    "CacheFormerOnBaseModel",
     "Conversation",
-    "GatedAttentionAdapterConfig",
-    "GatedAttentionConfig",
-    "GatedAttentionForCausalLM",
-    "GatedAttentionModel",
-    "GatedDeltaNetAdapterConfig",
-    "GatedDeltaNetConfig",
-    "GatedDeltaNetForCausalLM",
-    "GatedDeltaNetModel",
-    "InfiniAttentionAdapterConfig",
-    "InfiniAttentionConfig",
-    "InfiniAttentionForCausalLM",
-    "InfiniAttentionModel",
     "Library",
-    "MemorizingAdapterConfig",
-    "MemorizingConfig",
-    "MemorizingForCausalLM",
-    "MemorizingModel",
     "MemoryCache",
     "MemoryCallback",
     "MemoryFileError",
     "MemoryMethod",
-    "NeurocacheAdapterConfig",
-    "NeurocacheConfig",
-    "NeurocacheForCausalLM",
-    "NeurocacheModel",
-    "RecurrentMemoryAdapterConfig",
-    "RecurrentMemoryConfig",
-    "RecurrentMemoryForCausalLM",
-    "RecurrentMemoryModel",
-    "WindowedAdapterConfig",
-    "WindowedConfig",
-    "WindowedForCausalLM",
-    "WindowedModel",
     "load_memory",
     "new_memory",
     "parameter_groups",
@@ -118,6 +39,7 @@ __all__ = [
     "register_architecture",
     "start_from_states",
 ]
+__all__ += methods.__all__
 
 # Methods of other packages register themselves when they are imported.
 for _entry in entry_points(group="cacheformers.methods"):

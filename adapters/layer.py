@@ -87,7 +87,7 @@ class MemoryLayer(MethodOnLayer, nn.Module, BaseTunerLayer):
 
     def parts(self, name: str) -> Any:
         """Return an adapter's trained parts on this layer."""
-        held = {part: getattr(self, PREFIX + part) for part in self.method.parts._fields}
+        held: dict[str, Any] = {part: self._modules[PREFIX + part] for part in self.method.parts._fields}
         return self.method.parts(**{part: modules[name] for part, modules in held.items() if name in modules})
 
     @property

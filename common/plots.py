@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colors, told apart with any kind of color blindness; markers and hatches say the same again. There
 # are eight of one and seven of the others, so that no pair comes twice among 56 runs.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#999999", "#000000")
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#999999", "#000000")
 MARKERS = ("o", "s", "D", "^", "v", "P", "X")
 HATCHES = ("", "//", "..", "xx", "\\\\", "++", "--")
-GREY = "#555555"
+GRAY = "#555555"
 
 
 def save_figures(figures: Mapping[Path, Callable[[], Figure]]) -> list[Path]:
@@ -87,7 +87,7 @@ def heat_map(
 def bars(axes: Axes, number: int, count: int, heights: Any, **style: Any) -> None:
     """Draw the `number`-th of `count` bars that are beside each other in every group."""
     width = 0.8 / count
-    look: dict[str, Any] = {"color": COLOURS[number % 8], "hatch": HATCHES[number % 7], "edgecolor": "white"}
+    look: dict[str, Any] = {"color": COLORS[number % 8], "hatch": HATCHES[number % 7], "edgecolor": "white"}
     axes.bar(np.arange(len(heights)) + beside(number, count, 0.8 - width), heights, width * 0.92, **look, **style)
 
 

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from cacheformers.adapters.folders import new_folder, own_tokenizer
 from cacheformers.common.files import write_json
-from cacheformers.common.plots import COLOURS, GREY, beside, heat_map, new_figure, save_figures
+from cacheformers.common.plots import COLORS, GRAY, beside, heat_map, new_figure, save_figures
 from cacheformers.evaluation.text_perplexity import raw_text
 from cacheformers.methods.gated_attention.gated_attention import fix_heads
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions
@@ -255,8 +255,8 @@ def share_history(log: Sequence[Mapping[str, Any]]) -> Figure:
     figure, (above, below) = new_figure("Share of the memory in training", ["sigmoid(beta)", "heads"], sharex=False)
     steps = [entry["step"] for entry in log]
     lowest, highest = ([entry[f"share_{name}"] for entry in log] for name in ("min", "max"))
-    above.fill_between(steps, lowest, highest, color=COLOURS[5], alpha=0.5, label="all heads")
-    above.plot(steps, [entry["share_mean"] for entry in log], color=COLOURS[0], label="mean")
+    above.fill_between(steps, lowest, highest, color=COLORS[5], alpha=0.5, label="all heads")
+    above.plot(steps, [entry["share_mean"] for entry in log], color=COLORS[0], label="mean")
     above.set(xlabel="step", ylim=(0, 1))
     above.legend(frameon=False)
     histograms_beside(below, {f"step {entry['step']}": entry["share_histogram"] for entry in (log[0], log[-1])})
@@ -268,7 +268,7 @@ def histograms_beside(axes: Axes, counts: Mapping[str, Sequence[int]]) -> None:
     width = 0.8 / len(counts)  # of a bar, in tenths
     for number, (name, bars) in enumerate(counts.items()):
         places = [(tenth + 0.5 + beside(number, len(counts), 0.8 - width)) / len(bars) for tenth in range(len(bars))]
-        axes.bar(places, bars, width=width / len(bars), color=COLOURS[number % 8], label=name)
+        axes.bar(places, bars, width=width / len(bars), color=COLORS[number % 8], label=name)
     axes.set(xlabel="0: window or local attention, 1: everything or memory", xlim=(0, 1))
     axes.legend(frameon=False)
 
@@ -277,11 +277,11 @@ def by_layer(means: Mapping[int, Tensor], gate_per: str, histogram: Sequence[int
     """Draw each layer's mean gate `[channels]` as a bar, each head's as a dot, and a histogram in tenths."""
     figure, (axes, below) = new_figure("Gates", ["mean by layer", "gates of tokens"], sharex=False)
     for place, mean in enumerate(means.values()):
-        axes.bar(place, float(mean.mean()), color=COLOURS[5])
+        axes.bar(place, float(mean.mean()), color=COLORS[5])
         if len(mean) > 1:
             places = [place + beside(number, len(mean), 0.6) for number in range(len(mean))]
-            axes.plot(places, mean.tolist(), linestyle="", marker="o", markersize=4, color=COLOURS[0])
-    axes.axhline(0.5, color=GREY, linewidth=0.8)
+            axes.plot(places, mean.tolist(), linestyle="", marker="o", markersize=4, color=COLORS[0])
+    axes.axhline(0.5, color=GRAY, linewidth=0.8)
     axes.set_ylim(0, 1)
     axes.set_xticks(range(len(means)), [str(layer) for layer in means])
     axes.set_xlabel("layer" if gate_per == "layer" else f"layer (dots: one a {gate_per.replace('_', ' ')})")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cacheformers.common.plots import COLOURS, GREY, MARKERS, bars, beside, new_figure, save_figures
+from cacheformers.common.plots import COLORS, GRAY, MARKERS, bars, beside, new_figure, save_figures
 from cacheformers.evaluation.run import Measure, Run, compare, reference
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def by_position(runs: dict[str, Run]) -> Figure:
     for number, (name, run) in enumerate(runs.items()):
         measures = list(run.by_position.values())
         places = np.arange(len(buckets)) + beside(number, len(runs), 0.4)
-        style: dict[str, Any] = {"color": COLOURS[number % 8], "marker": MARKERS[number % 7]}
+        style: dict[str, Any] = {"color": COLORS[number % 8], "marker": MARKERS[number % 7]}
         line = "--" if run.control else "-"
         panels[0].plot([measure.perplexity for measure in measures], linestyle=line, label=name, **style)
         for axes in panels[1:]:
@@ -63,7 +63,7 @@ def by_class(runs: dict[str, Run]) -> Figure:
 
     figure, panels = panels_for(runs, "Perplexity by the token's last occurrence")
     classes = list(runs[reference(runs)].by_class.values())
-    style: dict[str, Any] = {"error_kw": {"elinewidth": 1, "capsize": 2, "ecolor": GREY}}
+    style: dict[str, Any] = {"error_kw": {"elinewidth": 1, "capsize": 2, "ecolor": GRAY}}
     for number, (name, run) in enumerate(runs.items()):
         values, margins = perplexities(run.by_class.values())
         bars(panels[0], number, len(runs), values, yerr=margins, label=name, **style)
@@ -86,8 +86,8 @@ def by_cache_size(runs: dict[str, Run]) -> Figure:
     figure, panels = panels_for(runs, "Perplexity by cache size")
     chosen = runs[reference(runs)].total
     for start, shown, color, line in (
-        (0, [run.total for run in sized], COLOURS[0], "-"),
-        (len(sized), [run.total for run in others.values()], GREY, ""),
+        (0, [run.total for run in sized], COLORS[0], "-"),
+        (len(sized), [run.total for run in others.values()], GRAY, ""),
     ):
         places = np.arange(start, start + len(shown))
         style: dict[str, Any] = {"color": color, "marker": "o", "linestyle": line, "capsize": 3, "elinewidth": 1}
@@ -110,7 +110,7 @@ def training_loss(losses: Sequence[float]) -> Figure:
     means = np.convolve(values, np.full(window, 1 / window), "valid")
     axes.plot(steps, values, color="#9ecae1", linewidth=0.8, marker="." if len(values) < 50 else "", label="each step")
     axes.plot(
-        steps[window - 1 :], means, color=COLOURS[0], linewidth=2, marker="o", markevery=[-1], label=f"mean of {window}"
+        steps[window - 1 :], means, color=COLORS[0], linewidth=2, marker="o", markevery=[-1], label=f"mean of {window}"
     )
     axes.set_xlabel("optimizer step")
     axes.legend(loc="upper right", frameon=False)

@@ -67,8 +67,11 @@ def token_classes(ids: NDArray[np.int64], segment_tokens: int, window_tokens: in
 
 
 def short(tokens: int) -> str:
-    """Format a number of tokens, such as 2K for 2,048."""
-    return f"{tokens // 1024:,}K" if tokens and tokens % 1024 == 0 else str(tokens)
+    """Format a number of tokens, such as 2K for 2,048 and 1M for 1,048,576."""
+    for unit, size in (("M", 1024**2), ("K", 1024)):
+        if tokens and tokens % size == 0:
+            return f"{tokens // size}{unit}"
+    return str(tokens)
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,7 +46,7 @@ class AttentionInputs:
         compute: the former attention function over these tensors.
         scaling: of the scores of `query` and `key`.
         hidden: x, from which the module computes all of these, `[rows, time, h]`.
-        rotation: of the new tokens, None where there is none.
+        inverse: turns states of the new tokens back, in float32 or better; None where they are not turned.
     """
 
     module: nn.Module
@@ -57,7 +57,7 @@ class AttentionInputs:
     compute: Callable[[], tuple[Tensor, Tensor | None]]
     scaling: float
     hidden: Tensor
-    rotation: Rotation | None
+    inverse: Rotation | None
 
     @cached_property
     def local(self) -> Tensor:
@@ -88,7 +88,7 @@ class AttentionInputs:
 
     def _unrotated(self, states: Tensor) -> Tensor:
         exact = states.to(torch.promote_types(states.dtype, torch.float32))
-        return exact if self.rotation is None else self.rotation.exact(exact.dtype).undo(exact)
+        return exact if self.inverse is None else self.inverse.turn(exact)
 
 
 def by_kv_head(queries: Tensor, kv_heads: int) -> Tensor:
@@ -124,8 +124,8 @@ def attention(
         return compute()
     if memory.method.attend is None:  # beside attention; another model with the same configuration object routed this
         return compute()
-    hidden, rotation = call.scratch.pop(f"inputs {module.layer_idx}")
-    inputs = AttentionInputs(module, query, key, value, call, compute, kwargs["scaling"], hidden, rotation)
+    hidden, inverse = call.scratch.pop(f"inputs {module.layer_idx}")
+    inputs = AttentionInputs(module, query, key, value, call, compute, kwargs["scaling"], hidden, inverse)
     return memory.method.attend(memory.options, memory.layer, memory.active_parts, inputs), None
 
 
@@ -157,7 +157,7 @@ def restore_attention(model: PreTrainedModel) -> None:
 
 
 def keep_inputs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Pre-hook of self-attention: keep its input and rotation in the call's scratch, for `attention`."""
+    """Pre-hook of self-attention: keep its input and inverse rotation in the call's scratch, for `attention`."""
     call = kwargs.get("memory_state")
     if isinstance(call, SegmentCall):
         implementation: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]
@@ -167,5 +167,11 @@ def keep_inputs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
                 f"{PREFIX + FORMER[0]!r} or {PREFIX + FORMER[1]!r}, or choose before the memory is put in."
             )
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        rotation = layer_rotation(module, kwargs.get("position_embeddings"))
-        call.scratch[f"inputs {module.layer_idx}"] = hidden, rotation
+        angles = kwargs.get("position_embeddings")
+        rotation, inverse = layer_rotation(module, angles), None
+        if rotation is not None:
+            known, inverse = call.scratch.get("inverse rotation", (None, None))
+            if known is not angles:  # most layers share them
+                inverse = rotation.exact(torch.promote_types(rotation.cos.dtype, torch.float32)).inverse
+                call.scratch["inverse rotation"] = angles, inverse
+        call.scratch[f"inputs {module.layer_idx}"] = hidden, inverse

@@ -68,8 +68,9 @@ def keep_in_memory(memory: nn.Module) -> None:
     Raises:
         ValueError: they are elsewhere.
     """
-    if not any(parameter.is_meta for parameter in memory.parameters()):
-        return  # as at every forward but the first
+    first = next(memory.parameters(), None)
+    if first is None or not first.is_meta:
+        return  # as at every forward but the first: all of a memory is offloaded, or nothing
     for module in memory.modules():
         hook = offload_hook(module)
         if hook is not None:

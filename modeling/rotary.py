@@ -30,7 +30,8 @@ class Rotation(NamedTuple):
         """Turn `[rows, heads, time, d_head]`."""
         cos, sin = self.cos[:, None], self.sin[:, None]
         size = 2 * cos.shape[-1]
-        turning, rest = states[..., :size], states[..., size:]
+        whole = size == states.shape[-1]
+        turning = states if whole else states[..., :size]
         if self.neighbors:
             first, second = turning[..., ::2], turning[..., 1::2]
         else:
@@ -38,12 +39,13 @@ class Rotation(NamedTuple):
         pair = first * cos - second * sin, second * cos + first * sin
         turned = torch.stack(pair, -1).flatten(-2) if self.neighbors else torch.cat(pair, -1)
         turned = turned.to(states.dtype)
-        return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+        return turned if whole else torch.cat([turned, states[..., size:]], -1)
 
-    def undo(self, states: Tensor) -> Tensor:
-        """Return what `turn` made `[rows, heads, time, d_head]` of, whatever cos and sin are scaled by."""
+    @property
+    def inverse(self) -> Rotation:
+        """The rotation that undoes this one, whatever cos and sin are scaled by."""
         square = self.cos.square() + self.sin.square()
-        return Rotation(self.cos / square, -self.sin / square, self.neighbors).turn(states)
+        return Rotation(self.cos / square, -self.sin / square, self.neighbors)
 
     @property
     def unscaled(self) -> Rotation:
@@ -53,6 +55,8 @@ class Rotation(NamedTuple):
 
     def exact(self, dtype: torch.dtype) -> Rotation:
         """The rotation in a given precision."""
+        if self.cos.dtype == dtype:
+            return self
         return Rotation(self.cos.to(dtype), self.sin.to(dtype), self.neighbors)
 
 

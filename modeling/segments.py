@@ -38,17 +38,23 @@ from cacheformers.modeling.rotary import rotation
 
 def active_memories(decoder: nn.Module) -> list[MethodOnLayer]:
     """Return the memories of the active adapter, lowest layer first."""
-    memories = [getattr(attention, "memory", None) for attention in attention_modules(decoder)]
+    memories: list[Any] = [attention._modules.get("memory") for attention in attention_modules(decoder)]
     return [memory for memory in memories if memory is not None and memory.options is not None]
 
 
-def active_options(decoder: nn.Module) -> Any:
-    """Return the options of the active memory adapter, if any; raise ValueError if its weights are not all there."""
+def lowest_memory(decoder: nn.Module) -> MethodOnLayer | None:
+    """Return the lowest layer's active memory, if any; raise ValueError if weights of a memory are not all there."""
     memories = active_memories(decoder)
     for memory in memories:
         memory.check_loaded()
         keep_in_memory(memory)  # type: ignore[arg-type]  # a module, too
-    return memories[0].options if memories else None
+    return memories[0] if memories else None
+
+
+def active_options(decoder: nn.Module) -> Any:
+    """Return the options of the active memory adapter, if any; raise ValueError if its weights are not all there."""
+    lowest = lowest_memory(decoder)
+    return None if lowest is None else lowest.options
 
 
 def required_options(decoder: nn.Module) -> Any:
@@ -110,8 +116,10 @@ def add_hooks(model: nn.Module) -> list[Any]:
     ]
     if model is not decoder:
         handles.append(model.register_forward_pre_hook(before_model, with_kwargs=True))
+    cache_argument = architecture(decoder.config).cache_argument  # type: ignore[arg-type]
     for attention in attention_modules(decoder):
-        handles.append(attention.register_forward_pre_hook(before_attention, with_kwargs=True))
+        hook = partial(before_attention, cache_argument)
+        handles.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
     return handles
 
 
@@ -133,7 +141,7 @@ def reader(decoder: nn.Module, memory: MemoryCache) -> nn.Module:
 def before_model(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """Pre-hook of the whole model: tell the decoder how many of the last hidden states to keep."""
     keep = kwargs.get("logits_to_keep")
-    if isinstance(keep, int) and keep > 0 and active_options(find_decoder(model)) is not None:
+    if isinstance(keep, int) and keep > 0 and active_memories(find_decoder(model)):
         return args, {**kwargs, "memory_keep": keep}
     return None
 
@@ -147,11 +155,12 @@ def before_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
         kwargs = {**dict(zip(inspect.signature(decoder.forward).parameters, args, strict=False)), **kwargs}
     keep = kwargs.pop("memory_keep", None)
     cache = kwargs.get("past_key_values")
-    options = active_options(decoder)
-    if options is None:
+    lowest = lowest_memory(decoder)
+    if lowest is None:
         if given is not None or isinstance(cache, MemoryCache):
             raise ValueError("A memory was passed, but no memory adapter is active on this model.")
         return None
+    options = lowest.options
     check_arguments(decoder, options, kwargs, keep)
     ids = kwargs["input_ids"]
     passed = given if given is not None else cache
@@ -173,7 +182,7 @@ def before_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
             )
 
     if decoder.training and torch.is_grad_enabled():
-        watch_training(active_memories(decoder)[0], options, real, carried=memory is passed)
+        watch_training(lowest, options, real, carried=memory is passed)
     pieces = memory.timeline.pieces(real)
     if len(pieces) > 1 and any(wanted(decoder, kwargs, name) for name in ("output_hidden_states", "output_attentions")):
         raise ValueError(
@@ -197,7 +206,9 @@ def begin_piece(
     decoder: nn.Module, memory: MemoryCache, kwargs: dict[str, Any], real: Tensor, start: int, end: int
 ) -> dict[str, Any]:
     """Close full segments, and return the decoder's arguments for the columns `start` to `end`."""
-    close_segments(decoder, memory, memory.timeline.full_rows())
+    full = memory.timeline.full_rows()
+    if full:
+        close_segments(decoder, memory, full)
     begin_segments(decoder, memory, real[:, start:end])
     ids = kwargs["input_ids"][:, start:end]
     call = memory.begin(real[:, start:end], ids)
@@ -313,14 +324,15 @@ def local_mask(decoder: nn.Module, call: SegmentCall, device: torch.device) -> T
     return finish(full & near | itself)
 
 
-def before_attention(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+def before_attention(
+    cache_argument: str, attention: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
     """Pre-hook of self-attention: pass it the local cache, which activation checkpointing hides from the layers."""
     call = kwargs.get("memory_state")
     if not isinstance(call, SegmentCall):
         return None
     call.reached = True
-    name = architecture(attention.config).cache_argument  # type: ignore[arg-type]
-    return args, {**kwargs, name: call.local}
+    return args, {**kwargs, cache_argument: call.local}
 
 
 def add_branch(attention: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -366,7 +378,8 @@ def after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output:
     output.past_key_values = memory
     if call.earlier is None:
         return output
-    memory.detach()
+    if torch.is_grad_enabled():
+        memory.detach()
     if call.forgets:
         memory.forget_columns()
     if not call.returned:

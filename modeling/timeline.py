@@ -98,6 +98,8 @@ class Timeline:
         Args:
             real: which of the new columns are tokens, `[rows, time]`.
         """
+        if int(self.open.sum(1).max()) + real.shape[1] <= self.window.segment_tokens:
+            return [(0, real.shape[1])]
         token = self.open.sum(1, keepdim=True) + real.cumsum(1)  # its number in the row's open segment
         segment = (token - 1).clamp(min=0) // self.window.segment_tokens
         begins = torch.cat([torch.zeros_like(segment[:, :1]), segment], 1).diff(dim=1) > 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cacheformers.common.plots import COLOURS, MARKERS, new_figure
+from cacheformers.common.plots import COLORS, MARKERS, new_figure
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 LINES = {
@@ -28,7 +28,7 @@ def main() -> None:
     )
     for number, (label, row) in enumerate(LINES.items()):
         found = rows[row]["by_position"]
-        style = {"color": COLOURS[number], "marker": MARKERS[number]}
+        style = {"color": COLORS[number], "marker": MARKERS[number]}
         axes.plot([place["perplexity"] for place in found.values()], label=label, **style)
     axes.set_xticks(range(len(found)), list(found))
     axes.set_xlabel("tokens of the book read before")

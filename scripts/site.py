@@ -69,7 +69,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         markdown = relinked(markdown, f"docs/{name}", name)
     if name in OWN:
         return method_page(OWN[name], markdown)
-    return markdown.replace("<!-- table of methods -->", methods_table())
+    return completed(markdown)
+
+
+def completed(markdown: str) -> str:
+    """Put in what all methods say of themselves: their table, and their entries in the reference."""
+    made = {"table of methods": methods_table, "adapters": adapters, "model classes": model_classes}
+    for name, make in made.items():
+        markdown = markdown.replace(f"<!-- {name} -->", make())
+    return markdown
 
 
 def targets(place: str, text: str) -> list[str]:
@@ -117,6 +125,23 @@ def methods_table() -> str:
         for page, method in OWN.items()
     ]
     return "| method | choose it when | grows with what was read | starts as |\n|---|---|---|---|\n" + "".join(rows)
+
+
+def adapters() -> str:
+    """The adapter configurations of all methods, for the reference."""
+    return "\n\n".join(reference(method.adapter_config) for method in OWN.values())
+
+
+def model_classes() -> str:
+    """The configurations and model classes of all methods, for the reference."""
+    return "\n\n".join(
+        reference(known) for method in OWN.values() for known in (method.config, method.causal_lm, method.model)
+    )
+
+
+def reference(known: type[Any]) -> str:
+    """An entry of the reference with a class's docstring alone."""
+    return f"::: cacheformers.{known.__name__}\n    options:\n      members: false\n      show_signature: false"
 
 
 def method_page(method: MemoryMethod, written: str) -> str:

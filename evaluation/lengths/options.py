@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from cacheformers.common.recipe import option
 from cacheformers.evaluation.longbench.methods import AnsweringOptions
 from cacheformers.evaluation.longbench.records import Record
+from cacheformers.evaluation.run import short
 
 UNITS = {"": 1, "K": 1024, "M": 1024 * 1024}
 Cell = tuple[list[Record], str]  # the records of a task and a length, and a hash of all that more of them depend on
@@ -25,10 +26,7 @@ def parse_length(text: str) -> int:
 
 def label(tokens: int) -> str:
     """Format a length as in the papers: 0K, 4K, 1M."""
-    for unit, size in (("M", 1024**2), ("K", 1024)):
-        if tokens and tokens % size == 0:
-            return f"{tokens // size}{unit}"
-    return str(tokens) if tokens else "0K"
+    return short(tokens) if tokens else "0K"
 
 
 def cell_name(task: str, tokens: int) -> str:

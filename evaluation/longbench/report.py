@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cacheformers.common.environment import origin_lines
-from cacheformers.common.plots import COLOURS, MARKERS, bars, beside, new_figure
+from cacheformers.common.plots import COLORS, MARKERS, bars, beside, new_figure
 from cacheformers.evaluation.longbench.gold import gold_summary
 from cacheformers.evaluation.longbench.metrics import score
 from cacheformers.evaluation.longbench.records import Record
@@ -239,7 +239,7 @@ def by_length(results: Sequence[dict[str, Any]]) -> Figure:
         means = np.array([bucket_average(tasks, name) for name in shown])
         ends = [mean_interval([record_scores(task, name) for task in tasks.values()]) for name in shown]
         places = np.arange(len(shown)) + beside(number, len(results), 0.2)
-        style: dict[str, Any] = {"color": COLOURS[number % 8], "marker": MARKERS[number % 7], "label": result["name"]}
+        style: dict[str, Any] = {"color": COLORS[number % 8], "marker": MARKERS[number % 7], "label": result["name"]}
         axes.errorbar(places, means, reach(means, ends), capsize=2, elinewidth=1, **style)
     axes.set_xticks(range(len(shown)), [f"{name}\n({counts[name]})" for name in shown])
     axes.set_xlabel("length in words, Chinese in characters (records); tasks differ between lengths")

@@ -168,18 +168,18 @@ def attend_inputs(
         inputs.new_key,
         inputs.new_value,
         inputs.plain_query if parts.gate is not None or options.representatives == "mean" else None,
-        turned_back(inputs.new_key, inputs.rotation),
+        turned_back(inputs.new_key, inputs.inverse),
         inputs.scaling,
     )
     return attend(options, layer, parts, projected, inputs.call)
 
 
-def turned_back(keys: Tensor, rotation: Rotation | None) -> Tensor:
+def turned_back(keys: Tensor, inverse: Rotation | None) -> Tensor:
     """Rotate keys back to position 0, and keep the factor by which the model scales its rotation."""
-    if rotation is None:
+    if inverse is None:
         return keys
     exact = keys.to(torch.promote_types(keys.dtype, torch.float32))
-    return rotation.exact(exact.dtype).unscaled.undo(exact).to(keys.dtype)
+    return inverse.unscaled.turn(exact).to(keys.dtype)
 
 
 @dataclass

@@ -245,6 +245,8 @@ def _oldest_of_equal(queries: Tensor, entries: Entries, topk: int, similarity: s
 def gathered(entries: Entries, numbers: Tensor) -> Tensor:
     """Return entries `[count, width]` by their numbers, counted from the oldest."""
     first, *rest = [span for span in entries.spans if len(span)]
+    if not rest:
+        return first[numbers]
     later = numbers >= len(first)
     found = first[numbers.masked_fill(later, 0)]
     for second in rest:

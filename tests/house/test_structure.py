@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cacheformers.modeling.method import METHODS
+
 ROOT = Path(__file__).resolve().parents[2]
 # From the ground up; a module imports its own floor and those below. Longer prefixes are the more exact ones.
 FLOORS = (
@@ -19,9 +21,8 @@ FLOORS = (
     ("training", "evaluation", "hub"),
     ("", "train_adapt", "eval_longbench", "cli", "app", "__main__", "benchmarks"),
 )
-METHOD_NAMES = re.compile(
-    r'"(neurocache|memorizing|infini_attention|gated_attention|gated_deltanet|recurrent_memory|windowed)"'
-)
+OWN = [name for name, method in METHODS.items() if method.options.__module__.startswith("cacheformers.")]
+METHOD_NAMES = re.compile(rf'"({"|".join(OWN)})"')
 
 
 @cache

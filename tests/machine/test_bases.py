@@ -142,9 +142,9 @@ def test_llama_4_reads_within_a_chunk(make_base):
 
 
 def test_every_family_is_in_the_table_and_in_the_tests():
-    """`python scripts/bases_table.py --write` leaves docs/bases.md as it is."""
+    """`python scripts/tables.py --write` leaves docs/bases.md as it is."""
     page = (ROOT / "docs" / "bases.md").read_text(encoding="utf-8")
-    assert runpy.run_path(str(ROOT / "scripts" / "bases_table.py"))["table"]() in page
+    assert runpy.run_path(str(ROOT / "scripts" / "tables.py"))["bases_table"]() in page
     assert {config["model_type"] for config in CONFIGS.values()} == {
         model_type for model_type, known in ARCHITECTURES.items() if known.title
     }
