@@ -5,9 +5,9 @@
     taskset -c 1 python benchmarks/two_commits.py ../before . --methods neurocache --rounds 5 --starts 2
 
 Each checkout computes in a process with its own `.venv`. The two take turns, a run each, so that other load meets both
-alike, and processes start anew several times, because memory layout differs from start to start. Times are the
-process's own CPU time; a ratio is of two runs of the same round. The base is a Llama with random weights (`--base`: a
-folder with another). Result: two_commits.json and two_commits.md.
+alike, and processes may start anew, because memory layout differs from start to start. Times are the process's own
+CPU time; a ratio is of two runs of the same round. The base is a Llama with random weights (`--base`: a folder with
+another). Result: two_commits.json, and the table that is printed.
 
 forward: 2,048 tokens; train: forward and backward of 1,024; decode: `generate()` of 64 tokens after a text of 1,024;
 operations: calls of torch operations for one of these 64 tokens.
@@ -47,7 +47,6 @@ def main() -> None:
     from measuring import parser
 
     given = parser(__doc__)
-    given.set_defaults(output=Path("docs/results"))
     given.add_argument("before", type=Path, help="checkout of the old commit, with its .venv")
     given.add_argument("after", type=Path, help="checkout of the new commit, with its .venv")
     given.add_argument("--methods", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), metavar="METHOD")
@@ -61,7 +60,7 @@ def main() -> None:
 
 def compare(options: argparse.Namespace) -> None:
     """Measure everything in turn; print and write it."""
-    from measuring import save
+    from measuring import save, shown, table
 
     checkouts = {"before": options.before, "after": options.after}
     rows = []
@@ -83,7 +82,12 @@ def compare(options: argparse.Namespace) -> None:
     rows.append(row("", "import", imports))
     commits = {side: commit(path) for side, path in checkouts.items()}
     options.before, options.after = "../before", "."
-    save("two_commits", options, {"commits": commits, "rows": rows}, page)
+    save("two_commits", options, {"commits": commits, "rows": rows})
+    cells = [
+        [line["method"] or "all", line["task"], number(line["before"]), number(line["after"]), shown(line, 3)]
+        for line in rows
+    ]
+    print("\n".join(table(["method", "task", "before", "after", "after over before"], cells)))
 
 
 def row(method: str, task: str, times: dict[str, list[float]]) -> dict[str, Any]:
@@ -97,23 +101,6 @@ def row(method: str, task: str, times: dict[str, list[float]]) -> dict[str, Any]
     line = {"method": method, "task": task, "before": before, "after": found.pop("seconds"), **found}
     print(f"{method} {task}: {shown(line, 3)} of {before:.3f}", flush=True)
     return line
-
-
-def page(result: dict[str, Any]) -> str:
-    """Write the result as a table."""
-    from measuring import opening, shown, table
-
-    old, new = result["commits"]["before"], result["commits"]["after"]
-    text = (
-        f"Commit {new} over commit {old}: CPU time of one core, the median of the ratios of runs that took turns, in "
-        "brackets the middle half of the rounds. `operations` are calls of torch operations for a new token."
-    )
-    lines = opening("The speed of two commits", result, text)
-    cells = [
-        [line["method"] or "all", line["task"], number(line["before"]), number(line["after"]), shown(line, 3)]
-        for line in result["rows"]
-    ]
-    return "\n".join([*lines, *table(["method", "task", "before", "after", "ratio"], cells)])
 
 
 def number(value: float) -> str:
