@@ -63,18 +63,18 @@ def compare(options: argparse.Namespace) -> None:
     from measuring import save, shown, table
 
     checkouts = {"before": options.before, "after": options.after}
-    rows = []
-    for method in options.methods:
-        times: dict[str, dict[str, list[float]]] = {task: {side: [] for side in checkouts} for task in options.tasks}
-        for _ in range(options.starts):
-            sides = {side: Side(path, method, options.base) for side, path in checkouts.items()}
-            for task in options.tasks:
-                for _ in range(1 if task == "operations" else options.rounds):
-                    for side, process in sides.items():
-                        times[task][side].append(process.run(task))
-            for process in sides.values():
-                process.end()
-        rows += [row(method, task, times[task]) for task in options.tasks]
+    cases = [(method, task) for method in options.methods for task in options.tasks]
+    times: dict[tuple[str, str], dict[str, list[float]]] = {case: {side: [] for side in checkouts} for case in cases}
+    for _ in range(options.starts):
+        sides = {side: Side(path, options.base) for side, path in checkouts.items()}
+        for method, task in cases:
+            for _ in range(1 if task == "operations" else options.rounds):
+                for side, process in sides.items():
+                    times[method, task][side].append(process.run(method, task))
+            row(method, task, times[method, task])
+        for process in sides.values():
+            process.end()
+    rows = [row(*case, times[case]) for case in cases]
     imports: dict[str, list[float]] = {side: [] for side in checkouts}
     for _ in range(options.starts * options.rounds):
         for side, path in checkouts.items():
@@ -129,14 +129,14 @@ def environment() -> dict[str, str]:
 class Side:
     """A process of one checkout, which runs a task whenever it is asked to."""
 
-    def __init__(self, checkout: Path, method: str, base: str) -> None:
-        command = [str(checkout / ".venv/bin/python"), str(Path(__file__).resolve()), "--serve", method, base]
+    def __init__(self, checkout: Path, base: str) -> None:
+        command = [str(checkout / ".venv/bin/python"), str(Path(__file__).resolve()), "--serve", base]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.process: Any = subprocess.Popen(command, **pipes, text=True, env=environment())  # type: ignore[call-overload]
 
-    def run(self, task: str) -> float:
+    def run(self, method: str, task: str) -> float:
         """Return a task's CPU seconds, or number of operations."""
-        self.process.stdin.write(f"{task}\n")
+        self.process.stdin.write(f"{method} {task}\n")
         self.process.stdin.flush()
         return float(self.process.stdout.readline())
 
@@ -146,13 +146,16 @@ class Side:
         self.process.wait()
 
 
-def serve(method: str, base: str = "") -> None:
-    """Run each task that is named on the standard input, and print what it took; the first run of each is not timed."""
-    runs = tasks(method, base)
+def serve(base: str = "") -> None:
+    """Run each method's task that is named on the standard input, and print what it took; a first run is not timed."""
+    made = ""
+    runs: dict[str, Callable[[], float | None]] = {}
     warm: set[str] = set()
     for line in sys.stdin:
-        task = line.strip()
-        if task not in warm and task != "operations":
+        method, task = line.split()
+        if method != made:
+            made, runs, warm = method, tasks(method, base), {"operations"}
+        if task not in warm:
             runs[task]()
             warm.add(task)
         start = time.process_time()

@@ -43,10 +43,8 @@ MEMORY_TOKENS = [
 ]
 FIXED_HEADS = pytest.param("llama_gqa", FIXED, id="llama_gqa fixed heads")
 EXACT = 1e-9
-ROUNDED = {
-    "gemma2": 1e-5,
-    "llama4": 1e-5,
-}  # their own float32, in a softmax and in norms, rounds by the shape of a batch
+# Their own float32, in a softmax and in norms, rounds by the shape of a batch.
+ROUNDED = {"gemma2": 1e-5, "llama4": 1e-5}
 PART = [
     *[pytest.param(base, WINDOWS["sliding sinks"], id=f"{base} sliding sinks") for base in SPECIAL],
     *[pytest.param(base, {"method": "memorizing"}, id=f"{base} memorizing") for base in SPECIAL],
