@@ -114,6 +114,6 @@ def test_unrotating_undoes_the_rotation(scaling):
     rotated = apply_rotary_pos_emb(states, states, cos, sin)[0]
     rotation = Rotation(cos[..., :4], sin[..., :4])
     assert float((rotation.turn(states) - rotated).abs().max()) == 0
-    assert float((rotation.undo(rotated) - states).abs().max()) < 1e-6 * scaling
+    assert float((rotation.inverse.turn(rotated) - states).abs().max()) < 1e-6 * scaling
     partly = torch.cat([rotated, states], -1)
-    assert torch.equal(rotation.undo(partly)[..., 8:], states)
+    assert torch.equal(rotation.inverse.turn(partly)[..., 8:], states)
