@@ -173,10 +173,8 @@ def tasks(method: str, base: str) -> dict[str, Callable[[], float | None]]:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if base:
-        plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    else:
-        plain = transformers.LlamaForCausalLM(small_llama())
+    plain: Any = transformers.LlamaForCausalLM(small_llama()) if not base else None
+    plain = plain or transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     config = getattr(cacheformers, f"{method}AdapterConfig")(**SETTINGS[method], task_type="CAUSAL_LM")
     model: Any = get_peft_model(plain, config)
     ids = torch.randint(3, plain.config.vocab_size, (1, 2048))
@@ -212,15 +210,20 @@ def small_llama() -> Any:
     """Return the configuration of a Llama in which the package's own work is a visible part."""
     from transformers import LlamaConfig
 
-    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 8, "num_attention_heads": 8}
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+    }
     return LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=4096, max_position_embeddings=4096)
 
 
-class Operations(TorchDispatchMode):  # type: ignore[misc]  # torch leaves it without types
+class Operations(TorchDispatchMode):
     """Counts calls of torch operations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.calls = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -196,7 +196,8 @@ class DeltaState(ColumnState):
 
     def detach(self) -> None:
         """Cut the autograd graph, so that no gradient of the next step reaches what this one stored."""
-        self.change(Tensor.detach)
+        if torch.is_grad_enabled():  # otherwise there is none
+            self.change(Tensor.detach)
 
     def kept(self, row: int, closed: int) -> int:
         return 0 if self.stays_empty else closed

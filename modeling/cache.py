@@ -440,7 +440,8 @@ class MemoryCache(DocumentsCache):
     def detach(self) -> None:
         """Cut the autograd graph of all tensors (at the end of every top-level forward)."""
         self.state.detach()
-        self.local = {layer: (keys.detach(), values.detach()) for layer, (keys, values) in self.local.items()}
+        if torch.is_grad_enabled():  # otherwise there is none
+            self.local = {layer: (keys.detach(), values.detach()) for layer, (keys, values) in self.local.items()}
 
 
 def with_row(tensor: Tensor, row: int, replacement: Tensor) -> Tensor:

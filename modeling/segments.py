@@ -378,8 +378,7 @@ def after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output:
     output.past_key_values = memory
     if call.earlier is None:
         return output
-    if torch.is_grad_enabled():
-        memory.detach()
+    memory.detach()
     if call.forgets:
         memory.forget_columns()
     if not call.returned:
