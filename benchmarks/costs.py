@@ -31,6 +31,7 @@ from measuring import Panel, draw_bars, draw_lines, interleaved, parser, peak_ex
 from models import base_model, full_memory, lora_model, memory_model, shapes
 from transformers import DynamicCache
 
+from cacheformers.common.base_model import checkpoint_activations
 from cacheformers.common.loss import token_losses
 
 TOKENS, OPEN = 1024, 256
@@ -122,7 +123,7 @@ def training_step(kind: str, options: argparse.Namespace) -> Callable[[], None]:
     model.train()
     if options.checkpointing:
         base: Any = model.base_model.model  # type: ignore[union-attr]  # PEFT types the tuner as a module
-        base.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(base)
         base.disable_input_require_grads()
     ids, targets = torch.randint(0, shape.config.vocab_size, (2, 1, TOKENS), device=device)
 

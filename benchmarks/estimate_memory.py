@@ -28,6 +28,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 import cacheformers
+from cacheformers.common.base_model import checkpoint_activations
 from cacheformers.modeling.architectures import architecture, base_shape
 from cacheformers.modeling.method import method_named
 from cacheformers.train_adapt import read_segment
@@ -161,7 +162,7 @@ def train(setting: Setting, device: str) -> int:
     adapter = setting.adapter()
     model = get_peft_model(base, adapter).train()
     if setting.activation_checkpointing:
-        base.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(base)
         base.disable_input_require_grads()  # or every frozen layer below the adapter would be run backwards
     kind = {"adamw": torch.optim.AdamW, "adafactor": torch.optim.Adafactor}[setting.optimizer]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -41,6 +41,7 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import cacheformers
+from cacheformers.common.base_model import checkpoint_activations
 from cacheformers.common.loss import token_losses
 from cacheformers.modeling.method import METHODS
 from cacheformers.modeling.search import get_search, recall
@@ -176,7 +177,7 @@ def step_of(kind: str, options: argparse.Namespace) -> Row:
         model = memory_model(base, torch.bfloat16, options.device, segment_tokens=tokens, cache_size=entries)
     memory = None if kind == "lora" else full_memory(model.train())
     model.train()
-    model.base_model.model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model.base_model.model)
     model.base_model.model.disable_input_require_grads()
     optimizer = make_optimizer(model, Rates(1e-4, 1e-4, 1e-4), "adamw")
     ids, targets = torch.randint(0, base.config.vocab_size, (2, 1, tokens), device=options.device)

@@ -222,3 +222,10 @@ def quantization(options: ModelOptions, config: PretrainedConfig) -> BitsAndByte
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=computed,
     )
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Keep no activations of a model's layers: the backward computes them again."""
+    # As transformers 5.17 calls it; later releases have both names.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})

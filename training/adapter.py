@@ -18,6 +18,7 @@ from cacheformers.common.base_model import (
     base_identity,
     check_attention,
     check_quantization,
+    checkpoint_activations,
     load_base,
     load_tokenizer,
 )
@@ -97,7 +98,7 @@ class Adaptation:
             else PeftModel.from_pretrained(base, start, config=self.adapter, is_trainable=True)
         )
         if train.activation_checkpointing:
-            base.activation_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(base)
             base.disable_input_require_grads()  # transformers asks for them; frozen layers below need no gradients
         if self.remembers and train.memory_start != "copies" and start is None and not resumed:
             accelerator.print(f"Reading {train.start_segments} segments to start the memory from.")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from cacheformers.adapters.config import MemoryAdapterConfig
+from cacheformers.common.base_model import checkpoint_activations
 from cacheformers.common.loss import token_losses
 from cacheformers.modeling.architectures import base_shape, find_decoder
 from cacheformers.modeling.segments import new_memory
@@ -205,7 +206,7 @@ def rehearse(
     if work.quantize is not None:
         quantized(tracker, base, work.quantize)
     if work.activation_checkpointing:
-        base.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(base)
         base.disable_input_require_grads()
     optimizer = make_optimizer(model, Rates(1e-4, 1e-4, 1e-4), work.optimizer)
     for group in optimizer.param_groups:

@@ -22,7 +22,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from cacheformers.common.base_model import StartOptions, base_identity, check_attention, check_vocabulary
+from cacheformers.common.base_model import (
+    StartOptions,
+    base_identity,
+    check_attention,
+    check_vocabulary,
+    checkpoint_activations,
+)
 from cacheformers.common.documents import DocumentRow
 from cacheformers.common.recipe import option
 from cacheformers.modeling.architectures import WholeConfig, architecture, base_shape
@@ -138,7 +144,7 @@ class Scratch:
             else AutoModelForCausalLM.from_pretrained(start, config=self.config, **arguments)
         )
         if self.train.activation_checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(model)
         return model.to(accelerator.device)
 
 
