@@ -19,7 +19,7 @@ function showRetrieved(token) {
     map.append(tick);
   }
   const what = token.closest(".everything") ? token.textContent : `what “${token.textContent}” retrieved`;
-  document.querySelector("#document .legend").textContent = `Marked: ${what} (darker: more often)`;
+  document.querySelector("#document .legend").textContent = `Marked: ${what} (stronger: more often)`;
   bringIntoView(document.getElementById(`stretch-${found[0][0]}`));
 }
 
