@@ -126,16 +126,17 @@ def test_bfloat16_store(data, similarity, seed, back_end):
 
 
 @pytest.mark.parametrize(
-    ("asked", "dtype", "installed", "expected"),
+    ("asked", "width", "dtype", "installed", "expected"),
     [
-        (1, torch.float32, True, True),
-        (2, torch.float32, True, False),
-        (1024, torch.float32, True, True),
-        (1, torch.bfloat16, True, False),
-        (1, torch.float32, False, False),
+        (1, 16, torch.float32, True, True),
+        (2, 16, torch.float32, True, False),
+        (1024, 16, torch.float32, True, False),
+        (1024, 128, torch.float32, True, True),
+        (1, 16, torch.bfloat16, True, False),
+        (1, 16, torch.float32, False, False),
     ],
 )
-def test_auto_uses_faiss_for_one_query_and_for_many(asked, dtype, installed, expected, monkeypatch):
+def test_auto_uses_faiss_for_one_query_and_for_many(asked, width, dtype, installed, expected, monkeypatch):
     calls = []
 
     def find(self, queries, *rest):
@@ -145,7 +146,7 @@ def test_auto_uses_faiss_for_one_query_and_for_many(asked, dtype, installed, exp
     monkeypatch.setattr(FaissExact, "find", find)
     if not installed:
         monkeypatch.setitem(sys.modules, "faiss", None)
-    queries, stored = made(gaussian, 0, asked, 300, width=16, noise=0.0)
+    queries, stored = made(gaussian, 0, asked, 300, width=width, noise=0.0)
     get_search("auto")(queries, Entries((stored.to(dtype),)), 4, "l2")
     assert calls == [asked] * expected
 
