@@ -51,7 +51,7 @@ question and the answer retrieved most are printed below the answer.
   cacheformers ask book.memory "Who tells this story?" --explain                # every token of the answer
   cacheformers ask book.memory "Who?" --adapter ADAPTER                         # if the adapter's folder has moved
 
-  cacheformers ask book.memory "Who tells this story?" --prompt cut             # the memory adds to a cut text
+  cacheformers ask book.memory "Who tells this story?" --prompt recalled        # with the passages that it recalls
 
 --explain lists every token of the answer with the passages that were retrieved when it was chosen (by CacheFormer, the
 segments that were taken uncompressed), and draws a heat map: tokens from top to bottom, the book from left to right,
