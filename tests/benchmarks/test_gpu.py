@@ -41,6 +41,7 @@ def test_every_part_and_one_that_fails(folder, monkeypatch):
         gpu.main()
     page = (folder / "out" / "gpu.md").read_text()
     assert "Failed: FileNotFoundError: nowhere or " in page
-    assert page.partition("## Against")[2].partition("## SmolLM2")[0] == (
-        whole.partition("## Against")[2].partition("## SmolLM2")[0]
+    assert (
+        page.partition("## Against")[2].partition("## SmolLM2")[0]
+        == (whole.partition("## Against")[2].partition("## SmolLM2")[0])
     )
