@@ -396,7 +396,11 @@ def trained_by_trainer(model, rows, folder, steps):
     Trainer(model, given, train_dataset=rows).train()
     changed = [name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])]
     assert any("lora_B" in name for name in changed)
-    return {name.partition("lora_mem_")[2].partition(".")[0] for name in changed if "lora_mem_" in name}
+    return memory_parts(changed)
+
+
+def memory_parts(names):
+    return {name.partition("lora_mem_")[2].partition(".")[0] for name in names if "lora_mem_" in name}
 
 
 @pytest.mark.parametrize("method", ["neurocache", "memorizing", "gated_attention"])
@@ -414,19 +418,8 @@ def test_trainer_with_rows_that_never_reach_the_memory(make_base, config_factory
 @pytest.mark.parametrize("method", list(METHODS))
 def test_trainer_with_rows_of_two_segments_trains_the_memory(make_base, config_factory, tmp_path, method):
     model = get_peft_model(make_base("llama_gqa", torch.float32), config_factory(method))
-    changed = trained_by_trainer(model, rows_of(32), tmp_path, steps=10)
-    expected = {
-        "neurocache": {"down", "norm", "q", "k", "v", "o", "gate"},
-        "windowed": set(),
-        "memorizing": {"gate", "scale"},
-        "infini_attention": {"beta"},
-        "gated_deltanet": {"alpha", "beta", "gate"},
-        "recurrent_memory": {"initial"},
-        "gated_attention": {"token_gate"},
-        "cacheformer_on_base": {"pool"},
-        "toy": {"gate"},
-    }
-    assert changed == expected[method]
+    parts = memory_parts(name for name, _ in model.named_parameters())
+    assert trained_by_trainer(model, rows_of(32), tmp_path, steps=10) == parts
 
 
 def test_training_that_reaches_the_memory_gives_no_warning(make_model, ids, documents, recwarn):
