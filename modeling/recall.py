@@ -37,7 +37,8 @@ def recall(
         `[spans]`, float32, -1 for each of the query's tokens where the memory has nothing of a span.
 
     Raises:
-        ValueError: an empty query, or a method that does not retrieve.
+        ValueError: an empty query, a method that does not retrieve or whose self-attention sees more than the open
+            segment, or an open segment in the memory.
     """
     if not memory.state.retrieves:
         raise ValueError(

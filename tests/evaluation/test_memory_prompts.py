@@ -1,5 +1,7 @@
 """`--memory_prompt` and `--memory_content`: what self-attention sees after a memory has read, and what it has read."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from longbench_cases import arguments, predictions, prompt_maker, result, row, write_rows
@@ -9,6 +11,7 @@ from transformers import AutoModelForCausalLM
 import cacheformers
 from cacheformers import eval_longbench
 from cacheformers.evaluation.longbench import answers
+from cacheformers.evaluation.longbench.gold import in_sight
 from cacheformers.evaluation.longbench.records import load_records
 from cacheformers.evaluation.longbench.retrieval import ASKING, chunks
 
@@ -113,6 +116,16 @@ def test_the_tail_is_the_end_of_the_prompt(bench, closed):
     assert prompt.shown is not None and prompt.asked == prompt.ids[-400:]
     assert prompt.read == prompt.ids[: prompt.question] and record.context in maker.tokenizer.decode(prompt.read)
     assert prompt.asking == len(prompt.ids) - prompt.question
+
+
+def test_a_passage_is_in_sight_where_all_of_it_is_shown(bench, closed):
+    maker = prompt_maker(bench, "memory", memory_prompt="tail", max_length=400, adapter=str(closed))
+    record = load_records(str(bench / "data"), "hotpotqa")[0]
+    prompt, length = maker(record), len(record.context)
+    first, last, whole = (0, 40), (length - 60, length - 20), (0, length)
+    for gold, seen in (((first,), False), ((last,), True), ((first, last), True), ((whole,), False)):
+        assert in_sight(maker.tokenizer, replace(record, gold=gold), prompt) == {"gold_in_sight": seen}
+    assert in_sight(maker.tokenizer, record, prompt) == {}
 
 
 def test_prompts_need_a_window_of_their_own(bench, config_factory, error_of):

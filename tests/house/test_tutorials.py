@@ -44,8 +44,8 @@ def with_base(alone):
 
 
 def follow(page, environment=None):
-    """Do what a page says, and compare what it prints with the page's blocks of text."""
-    names, printed = {}, ""
+    """Do what a page says, compare what it prints with the page's blocks of text, and count these."""
+    names, printed, compared = {}, "", 0
     for kind, text in BLOCK.findall(page.read_text(encoding="utf-8")):
         if kind == "bash":
             command = ["bash", "-euo", "pipefail", "-c", text]
@@ -60,6 +60,8 @@ def follow(page, environment=None):
             words = (re.escape(word).replace(r"\.\.\.", ".*?") for word in text.split())
             shown = r"\s+".join(words).replace(r"\s+.*?\s+", r"\s.*?")  # a line of dots may stand for nothing
             assert re.search(shown, printed, re.DOTALL), f"{text}\n---\n{printed}"
+            compared += 1
+    return compared
 
 
 def test_every_tutorial_is_followed():
@@ -68,7 +70,7 @@ def test_every_tutorial_is_followed():
 
 @pytest.mark.parametrize("name", ["answer", "adapt", "evaluate"])
 def test_tutorials_with_the_real_base(name, with_base):
-    follow(ROOT / "docs" / "tutorials" / f"{name}.md")
+    assert follow(ROOT / "docs" / "tutorials" / f"{name}.md") > 0
 
 
 def test_the_tutorial_from_scratch(alone):
