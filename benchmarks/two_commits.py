@@ -132,7 +132,7 @@ class Side:
     def __init__(self, checkout: Path, base: str) -> None:
         command = [str(checkout / ".venv/bin/python"), str(Path(__file__).resolve()), "--serve", base]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self.process: Any = subprocess.Popen(command, **pipes, text=True, env=environment())  # type: ignore[call-overload]
+        self.process: Any = subprocess.Popen(command, **pipes, text=True, env=environment())  # type: ignore[call-overload]  # of pipes by name
 
     def run(self, method: str, task: str) -> float:
         """Return a task's CPU seconds, or number of operations."""

@@ -230,7 +230,7 @@ class MemoryState(ABC):
             read: number of the tokens before them.
 
         Returns:
-            `[asked, read]`, float32 on the CPU, between -1 and 1; -1 for tokens that the memory does not hold.
+            `[asked, read]`, float32 on the CPU, from -1 to 1; the least for tokens that the memory does not hold.
         """
         near = torch.zeros(asked, read + 1)
         for numbers in self.retrieved().values():

@@ -34,7 +34,7 @@ def recall(
             attention sinks, and have nothing before them as the tokens of the document have.
 
     Returns:
-        `[spans]`, float32, -1 for each of the query's tokens where the memory has nothing of a span.
+        `[spans]`, float32; an empty span has -1 for each of the query's tokens.
 
     Raises:
         ValueError: an empty query, a method that does not retrieve or whose self-attention sees more than the open

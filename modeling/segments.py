@@ -116,7 +116,8 @@ def add_hooks(model: nn.Module) -> list[Any]:
     ]
     if model is not decoder:
         handles.append(model.register_forward_pre_hook(before_model, with_kwargs=True))
-    cache_argument = architecture(decoder.config).cache_argument  # type: ignore[arg-type]
+    config: Any = decoder.config
+    cache_argument = architecture(config).cache_argument
     for attention in attention_modules(decoder):
         hook = partial(before_attention, cache_argument)
         handles.append(attention.register_forward_pre_hook(hook, with_kwargs=True))

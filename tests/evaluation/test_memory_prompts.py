@@ -13,7 +13,7 @@ from cacheformers import eval_longbench
 from cacheformers.evaluation.longbench import answers
 from cacheformers.evaluation.longbench.gold import in_sight
 from cacheformers.evaluation.longbench.records import load_records
-from cacheformers.evaluation.longbench.retrieval import ASKING, chunks
+from cacheformers.evaluation.longbench.retrieval import ASKING, Recalling, chunks
 
 TASKS = ("--tasks", "hotpotqa", "trec")
 
@@ -79,27 +79,37 @@ def test_questions_about_the_same_text_share_its_reading(bench, remembering, mon
     assert counts == [1, 1, 1, 2] and found[0] == found[1]
 
 
-def test_the_memory_chooses_what_is_shown(bench, config_factory, error_of):
-    """Of the text's chunks the one with the highest score is shown, and another text's memory shows another."""
+def scores_of(model, maker, memory, record, texts, row):
+    """The scores of a text's chunks; each token belongs to the chunk in which it begins."""
+    template, spans = maker.templates["hotpotqa"], []
+    encoded = maker.tokenizer(template.format(**vars(record)), return_offsets_mapping=True)
+    for text in texts:
+        place = template.index("{context}") + record.context.index(text)
+        own = [number for number, (start, _) in enumerate(encoded.offset_mapping) if place <= start < place + len(text)]
+        spans.append((own[0], own[-1] + 1))
+    before, query = (maker.tokenizer(part, add_special_tokens=False).input_ids for part in (ASKING, f" {record.input}"))
+    return cacheformers.recall(model, memory, before + query, spans, row, skip=len(before))
+
+
+def test_the_memory_chooses_what_is_shown(bench, config_factory, error_of, monkeypatch):
+    """Of a text's chunks the one with the highest score is shown, and another text's memory shows another."""
     base = AutoModelForCausalLM.from_pretrained(bench / "base")
     model = get_peft_model(base, config_factory(cache_size=800, segment_tokens=32, hit_scores=True))
     model.save_pretrained(bench / "recalling")
     how = {"memory_prompt": "recalled", "max_length": 400, "chunk_words": 10, "chunks": 1}
     maker = prompt_maker(bench, "memory", adapter=str(bench / "recalling"), **how)
-    record = load_records(str(bench / "data"), "hotpotqa")[0]
-    prompt, texts, spans = maker(record), chunks(record.context, 10), []
-    memory = answers.remembered(model, [prompt])
-    encoded = maker.tokenizer(maker.templates["hotpotqa"].format(**vars(record)), return_offsets_mapping=True)
-    for text in texts:
-        place = maker.templates["hotpotqa"].index("{context}") + record.context.index(text)
-        own = [number for number, (start, _) in enumerate(encoded.offset_mapping) if place <= start < place + len(text)]
-        spans.append((own[0], own[-1] + 1))
-    before, query = (maker.tokenizer(part, add_special_tokens=False).input_ids for part in (ASKING, f" {record.input}"))
-    scores = cacheformers.recall(model, memory, before + query, spans, skip=len(before))
-    (chosen,) = answers.recalled(model, maker, memory, [record], [prompt])
-    shown = maker.tokenizer.decode(chosen.asked)
-    assert [text.strip() in shown for text in texts] == (scores == scores.max()).tolist()
-    assert chosen.read == prompt.read
+    records = load_records(str(bench / "data"), "hotpotqa")[:2]
+    prompts = [maker(record) for record in records]
+    memory, retrievers = answers.remembered(model, prompts), []
+    monkeypatch.setattr(answers, "Recalling", lambda *given: retrievers.append(Recalling(*given)) or retrievers[-1])
+    shown = answers.recalled(model, maker, memory, records, prompts)
+    for number, record in enumerate(records):
+        texts = chunks(record.context, 10)
+        scores = scores_of(model, maker, memory, record, texts, number)
+        torch.testing.assert_close(torch.from_numpy(retrievers[number].scores(record.input, texts)), scores)
+        seen = maker.tokenizer.decode(shown[number].asked)
+        assert [text.strip() in seen for text in texts] == (scores == scores.max()).tolist()
+        assert shown[number].read == prompts[number].read
     found = []
     for content in ("own", "other"):
         run(bench, bench / "recalling", "--memory_prompt=recalled", f"--memory_content={content}", "--chunk_words=10")

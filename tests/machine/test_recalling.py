@@ -67,6 +67,12 @@ def test_methods_that_keep_no_queries_count_what_was_retrieved(make_model, ids, 
     assert scores.tolist() == [*expected, -8]
 
 
+def test_documents_of_fewer_tokens_than_are_looked_up(make_model, ids):
+    model = make_model("llama_gqa", topk=4)
+    memory = cacheformers.read(model, ids[:1, :3], progress=False)
+    assert cacheformers.recall(model, memory, ids[0, 20:25].tolist(), [(0, 1), (1, 3)]).tolist() == [5, 5]
+
+
 def test_forgotten_tokens_are_not_recalled(make_model, ids):
     model = make_model("llama_gqa", hit_scores=True, cache_size=16)
     memory = cacheformers.read(model, ids[:1, :40], progress=False)
