@@ -68,9 +68,14 @@ def test_every_tutorial_is_followed():
     assert {page.stem for page in TUTORIALS} == {"answer", "adapt", "evaluate", "scratch", "share"}
 
 
-@pytest.mark.parametrize("name", ["answer", "adapt", "evaluate"])
+@pytest.mark.parametrize("name", ["answer", "evaluate"])
 def test_tutorials_with_the_real_base(name, with_base):
     assert follow(ROOT / "docs" / "tutorials" / f"{name}.md") > 0
+
+
+def test_the_tutorial_of_adapting(with_base):
+    follow(ROOT / "docs" / "tutorials" / "adapt.md")
+    assert all((with_base / "runs" / run / "train_result.json").exists() for run in ("manual", "manual_lora"))
 
 
 def test_the_tutorial_from_scratch(alone):
