@@ -305,8 +305,10 @@ class PromptMaker:
     def whole(self, record: Record) -> Encoded:
         """Return the prompt of a record, with what the memory reads in place of its context."""
         template, context = self.templates[record.form.name], None
-        if self.method.name in ("retrieval", "recalled") and self.retriever is not None:
-            query, how = record.input.strip() or after_context(template, record), self.options
+        asked, name = record.input.strip(), self.method.name
+        # Without a question there is nothing to recall by, so the prompt is cut.
+        if self.retriever is not None and (name == "retrieval" or (name == "recalled" and asked)):
+            query, how = asked or after_context(template, record), self.options
             context = retrieved(self.source(record), query, self.retriever, how.chunk_words, how.chunks)
         elif self.method.content == "other":
             context = self.source(record)

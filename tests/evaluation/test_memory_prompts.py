@@ -115,6 +115,11 @@ def test_the_memory_chooses_what_is_shown(bench, config_factory, error_of, monke
         run(bench, bench / "recalling", "--memory_prompt=recalled", f"--memory_content={content}", "--chunk_words=10")
         found.append(predictions(bench, "recalling-memory-recalled" + ("" if content == "own" else "-other")))
     assert found[0] != found[1]
+    unasked = [replace(record, input=" ") for record in records]  # there is nothing to recall by
+    cut = prompt_maker(bench, "memory", adapter=str(bench / "recalling"), memory_prompt="cut", max_length=400)
+    prompts = [maker(record) for record in unasked]
+    shown = answers.recalled(model, maker, memory, unasked, prompts)
+    assert [prompt.asked for prompt in shown] == [cut(record).asked for record in unasked]
     given = arguments(bench, f"--adapter={bench / 'recalling'}", "--memory_prompt=recalled", method="memory")
     assert "needs a memory that holds a text" in error_of([*given, "--memory_content=none", *TASKS])
 
