@@ -20,7 +20,7 @@ BENCHMARKS := $(basename $(notdir $(wildcard benchmarks/*.py)))
 SHARED_TESTS := $(addprefix tests/,machine/test_rules.py machine/test_generate.py adapters/test_peft.py \
 	files/test_memory_files.py)
 
-.PHONY: help install lint docs quick test smoke wheel demo clean FORCE
+.PHONY: help install lint docs quick test slow smoke wheel demo clean FORCE
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -36,16 +36,19 @@ lint: install ## Check style (ruff) and types (mypy)
 docs: install ## Build the documentation site into site/; a warning or a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-quick test smoke: export HF_HUB_OFFLINE := 1
-quick test smoke: export TOKENIZERS_PARALLELISM := false
+quick test slow smoke: export HF_HUB_OFFLINE := 1
+quick test slow smoke: export TOKENIZERS_PARALLELISM := false
 quick: install ## Run what every method must pass, on two base models, in under two minutes
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m 'not slow' --bases llama_gqa,opt $(SHARED_TESTS)
 
-test: lint docs ## Lint, build the site, run all tests, then build the wheel and try it in an environment of its own
+test: lint docs ## Lint, build the site, run the tests, then build the wheel and try it in an environment of its own
 	-$(PY) -m cacheformers fetch  # without it, tests with real weights are skipped
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m 'not slow' --durations=15
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m slow --durations=15
 	$(MAKE) --no-print-directory smoke
+
+slow: install ## Run the tests that `make test` leaves out: real weights, several processes, whole recipes
+	-$(PY) -m cacheformers fetch
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m slow --durations=15
 
 wheel: install ## Build the source archive and, from it, the wheel
 	rm -rf dist
