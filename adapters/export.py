@@ -22,8 +22,7 @@ from transformers.utils.hub import cached_file
 from cacheformers.adapters.folders import check_base_folder, load_adapter_config, new_folder
 from cacheformers.modeling.architectures import find_decoder, unwrap
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM
-from cacheformers.modeling.method import is_method, method_named
-from cacheformers.modeling.segments import active_memories
+from cacheformers.modeling.method import active_memories, is_method, method_named
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

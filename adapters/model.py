@@ -24,7 +24,7 @@ from cacheformers.modeling.architectures import (
     split_projections,
 )
 from cacheformers.modeling.attention import restore_attention, route_attention
-from cacheformers.modeling.generation import GenerationChecks
+from cacheformers.modeling.inputs import GenerationChecks
 from cacheformers.modeling.method import method_named
 from cacheformers.modeling.offloading import check_offloading
 from cacheformers.modeling.origin import place

@@ -32,7 +32,8 @@ from cacheformers.methods.gated_attention.gated_attention import fix_heads
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions
 from cacheformers.methods.infini_attention import InfiniAttentionOptions
 from cacheformers.modeling.architectures import find_decoder, unwrap
-from cacheformers.modeling.segments import active_memories, active_options, new_memory
+from cacheformers.modeling.method import active_memories, active_options
+from cacheformers.modeling.segments import new_memory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,7 +20,8 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from cacheformers.common.loss import IGNORED, token_losses
 from cacheformers.evaluation.readers import unfinished
 from cacheformers.modeling.architectures import find_decoder, is_whole, unwrap
-from cacheformers.modeling.segments import active_options, new_memory
+from cacheformers.modeling.method import active_options
+from cacheformers.modeling.segments import new_memory
 
 try:
     from lm_eval.__main__ import cli_evaluate

@@ -20,7 +20,8 @@ from cacheformers.common.loss import IGNORED, token_losses
 from cacheformers.modeling.architectures import find_decoder, is_whole, unwrap
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.memory import LocalWindow
-from cacheformers.modeling.segments import active_options, close_segments, new_memory
+from cacheformers.modeling.method import active_options
+from cacheformers.modeling.segments import close_segments, new_memory
 
 
 class Reader(Protocol):

@@ -36,7 +36,7 @@ from cacheformers.evaluation.plots import by_position
 from cacheformers.evaluation.readers import Remembering
 from cacheformers.evaluation.run import Measure, Run, between, by_place, table
 from cacheformers.modeling.architectures import WholeConfig, find_decoder, unwrap
-from cacheformers.modeling.segments import active_options
+from cacheformers.modeling.method import active_options
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,7 @@ from cacheformers.modeling.attention import AttentionInputs, by_head, by_kv_head
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
 from cacheformers.modeling.memory import ColumnState, Reading, joined, part
-from cacheformers.modeling.method import MemoryMethod
-from cacheformers.modeling.settings import LocalWindowOptions, LocalWindowSettings, chosen_layers, setting
+from cacheformers.modeling.method import LocalWindowOptions, LocalWindowSettings, MemoryMethod, chosen_layers, setting
 
 CHUNK = 64  # tokens that `fold` solves at once
 FIRST_ALPHA = 0.9999  # what decays alone is halved in 7,000 tokens

@@ -25,13 +25,15 @@ from cacheformers.adapters.registration import register
 from cacheformers.modeling.attention import AttentionInputs, by_head, by_kv_head
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
 from cacheformers.modeling.memory import BaseShape, ColumnState, Reading, joined, part
-from cacheformers.modeling.method import MemoryMethod, Share, share_statistics
-from cacheformers.modeling.settings import (
+from cacheformers.modeling.method import (
     LocalWindowOptions,
     LocalWindowSettings,
+    MemoryMethod,
+    Share,
     check_choices,
     chosen_layers,
     setting,
+    share_statistics,
 )
 
 

@@ -29,20 +29,23 @@ from cacheformers.adapters.registration import register
 from cacheformers.modeling.attention import AttentionInputs
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
 from cacheformers.modeling.memory import Reading, RingState, SegmentCall, token_numbers
-from cacheformers.modeling.method import MemoryMethod, PerHead, Share, share_statistics
-from cacheformers.modeling.search import get_search
-from cacheformers.modeling.search.store import Entries, Ring, vectors
-from cacheformers.modeling.settings import (
+from cacheformers.modeling.method import (
     STORE_DTYPES,
     LocalWindowOptions,
     LocalWindowSettings,
+    MemoryMethod,
+    PerHead,
     SearchSettings,
+    Share,
     StoreOptions,
     check_at_least,
     check_choices,
     check_layers,
     setting,
+    share_statistics,
 )
+from cacheformers.modeling.search import get_search
+from cacheformers.modeling.search.store import Entries, Ring, vectors
 
 
 @dataclass(repr=False)  # transformers prints a configuration

@@ -42,10 +42,10 @@ from cacheformers.adapters.registration import register
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
 from cacheformers.modeling.memory import LocalWindow, MemoryState, Reading, SegmentCall
-from cacheformers.modeling.method import MemoryMethod
-from cacheformers.modeling.settings import (
+from cacheformers.modeling.method import (
     LocalWindowOptions,
     LocalWindowSettings,
+    MemoryMethod,
     check_at_least,
     check_choices,
     setting,

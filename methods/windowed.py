@@ -17,8 +17,7 @@ from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
 from cacheformers.modeling.memory import RingState
-from cacheformers.modeling.method import MemoryMethod
-from cacheformers.modeling.settings import LocalWindowOptions, LocalWindowSettings
+from cacheformers.modeling.method import LocalWindowOptions, LocalWindowSettings, MemoryMethod
 
 
 @dataclass(repr=False)  # transformers prints a configuration

@@ -33,7 +33,7 @@ from cacheformers.modeling.architectures import (
     split_projections,
 )
 from cacheformers.modeling.attention import route_attention
-from cacheformers.modeling.generation import ChecksPrompts
+from cacheformers.modeling.inputs import ChecksPrompts
 from cacheformers.modeling.method import METHODS, MemoryMethod, MethodOnLayer
 from cacheformers.modeling.pretrained import ForwardWithHead, MemoryPreTrainedModel, SavedConfig
 from cacheformers.modeling.rotary import check_rotation

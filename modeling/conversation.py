@@ -22,10 +22,10 @@ from transformers import (
 
 from cacheformers.modeling.architectures import find_decoder, unwrap
 from cacheformers.modeling.cache import MemoryCache
-from cacheformers.modeling.method import retrieving_methods
+from cacheformers.modeling.method import active_options, required_options, retrieving_methods
 from cacheformers.modeling.offloading import device_of
 from cacheformers.modeling.origin import Source, tokenizer_hash
-from cacheformers.modeling.segments import active_options, new_memory, required_options
+from cacheformers.modeling.segments import new_memory
 from cacheformers.modeling.trace import Passage, Trace, passages
 
 ANSWER = "<<the answer>>"  # stands for an answer in a chat template

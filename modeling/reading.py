@@ -14,9 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from cacheformers.modeling.architectures import find_decoder, unwrap
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.inputs import refuse_looking_ahead
+from cacheformers.modeling.method import required_options
 from cacheformers.modeling.offloading import device_of
 from cacheformers.modeling.origin import tokenized, tokenizer_hash
-from cacheformers.modeling.segments import close_segments, identity, match_rows, new_memory, reader, required_options
+from cacheformers.modeling.segments import close_segments, identity, match_rows, new_memory, reader
 
 
 @torch.no_grad()

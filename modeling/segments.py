@@ -30,39 +30,10 @@ from cacheformers.modeling.attention import former_attention, keep_inputs
 from cacheformers.modeling.cache import MemoryCache, check_blank
 from cacheformers.modeling.inputs import check_arguments, check_positions, real_tokens, watch_training
 from cacheformers.modeling.memory import SegmentCall
-from cacheformers.modeling.method import MethodOnLayer
-from cacheformers.modeling.offloading import device_of, keep_in_memory, layer_devices
+from cacheformers.modeling.method import MethodOnLayer, active_memories, lowest_memory, required_options
+from cacheformers.modeling.offloading import device_of, layer_devices
 from cacheformers.modeling.origin import identify
 from cacheformers.modeling.rotary import rotation
-
-
-def active_memories(decoder: nn.Module) -> list[MethodOnLayer]:
-    """Return the memories of the active adapter, lowest layer first."""
-    memories: list[Any] = [attention._modules.get("memory") for attention in attention_modules(decoder)]
-    return [memory for memory in memories if memory is not None and memory.options is not None]
-
-
-def lowest_memory(decoder: nn.Module) -> MethodOnLayer | None:
-    """Return the lowest layer's active memory, if any; raise ValueError if weights of a memory are not all there."""
-    memories = active_memories(decoder)
-    for memory in memories:
-        memory.check_loaded()
-        keep_in_memory(memory)  # type: ignore[arg-type]  # a module, too
-    return memories[0] if memories else None
-
-
-def active_options(decoder: nn.Module) -> Any:
-    """Return the options of the active memory adapter, if any; raise ValueError if its weights are not all there."""
-    lowest = lowest_memory(decoder)
-    return None if lowest is None else lowest.options
-
-
-def required_options(decoder: nn.Module) -> Any:
-    """Return the options of the active memory adapter; raise ValueError if there is none."""
-    options = active_options(decoder)
-    if options is None:
-        raise ValueError("No memory adapter is active on this model: enable it, or set it with set_adapter().")
-    return options
 
 
 def new_memory(model: nn.Module, batch_size: int, cache_size: int | None = None) -> MemoryCache:

@@ -12,8 +12,14 @@ from cacheformers import MemoryMethod, register
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
 from cacheformers.modeling.memory import RingState
-from cacheformers.modeling.method import PerHead
-from cacheformers.modeling.settings import LocalWindowOptions, LocalWindowSettings, StoreOptions, StoreSettings, setting
+from cacheformers.modeling.method import (
+    LocalWindowOptions,
+    LocalWindowSettings,
+    PerHead,
+    StoreOptions,
+    StoreSettings,
+    setting,
+)
 
 
 class ToyParts(NamedTuple):

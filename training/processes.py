@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from cacheformers.modeling.architectures import find_decoder, unwrap
-from cacheformers.modeling.segments import active_memories
+from cacheformers.modeling.method import active_memories
 from cacheformers.training.settings import RunOptions, TrainOptions
 
 

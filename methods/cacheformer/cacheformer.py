@@ -23,8 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cacheformers.modeling.method import normalize
-from cacheformers.modeling.settings import check_at_least, check_choices, setting
+from cacheformers.modeling.method import check_at_least, check_choices, normalize, setting
 
 NORM_EPS = 1e-5
 

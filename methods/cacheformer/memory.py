@@ -33,8 +33,7 @@ from cacheformers.modeling.architectures import check_scores
 from cacheformers.modeling.attention import AttentionInputs
 from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.modeling.memory import EVERYTHING, BaseShape, LocalWindow, MemoryState, SegmentCall, joined, part
-from cacheformers.modeling.rotary import Rotation
-from cacheformers.modeling.settings import (
+from cacheformers.modeling.method import (
     MethodOptions,
     MethodSettings,
     check_at_least,
@@ -42,6 +41,7 @@ from cacheformers.modeling.settings import (
     chosen_layers,
     setting,
 )
+from cacheformers.modeling.rotary import Rotation
 
 
 @dataclass(repr=False)  # transformers prints a configuration

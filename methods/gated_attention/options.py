@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cacheformers.modeling.architectures import check_scores
 from cacheformers.modeling.memory import EVERYTHING, LocalWindow
-from cacheformers.modeling.settings import (
+from cacheformers.modeling.method import (
     MethodOptions,
     MethodSettings,
     check_at_least,

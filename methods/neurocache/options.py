@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cacheformers.modeling.memory import LocalWindow
-from cacheformers.modeling.search import get_search
-from cacheformers.modeling.settings import (
+from cacheformers.modeling.method import (
     STORE_DTYPES,
     LocalWindowOptions,
     LocalWindowSettings,
@@ -20,6 +19,7 @@ from cacheformers.modeling.settings import (
     check_layers,
     setting,
 )
+from cacheformers.modeling.search import get_search
 
 
 @dataclass(repr=False)  # transformers prints a configuration

@@ -24,7 +24,7 @@ from torch import Tensor
 from cacheformers.adapters.model import projection_weights
 from cacheformers.methods.neurocache.options import NeurocacheOptions
 from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
-from cacheformers.modeling.segments import active_memories, required_options
+from cacheformers.modeling.method import active_memories, required_options
 
 RIDGE = 1e-3  # of the mean square of an entry's numbers
 

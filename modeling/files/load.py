@@ -14,10 +14,10 @@ from cacheformers.modeling.architectures import find_decoder, unwrap
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import DTYPES, Index, MemoryFileError, Piece, Row, Shards, Store, read_index
 from cacheformers.modeling.memory import BaseShape
-from cacheformers.modeling.method import method_named
+from cacheformers.modeling.method import method_named, required_options
 from cacheformers.modeling.offloading import device_of, layer_devices
 from cacheformers.modeling.origin import Origin, Source, tokenizer_hash
-from cacheformers.modeling.segments import match_rows, required_options
+from cacheformers.modeling.segments import match_rows
 
 
 def load_memory(

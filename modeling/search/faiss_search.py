@@ -1,4 +1,4 @@
-"""Search with faiss: exact on each span, or with any of its indexes for very large stores."""
+"""Search with faiss: exact on each span where that is faster, or with any of its indexes for very large stores."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -26,6 +27,26 @@ MIN_LISTS = 8
 GRAPH_CANDIDATES = 128
 # Widths for which a factory string is tried: each usual number of sub-quantizers divides one of them.
 TRIAL_WIDTHS = (3840, 7168, 9216)
+# From this number of queries on, `faiss.knn` uses matrix products at every width; below it may take 7 times as long.
+MANY_QUERIES = 1024
+# Narrower vectors than this need more queries: of 32 or 64 numbers 1,024 take faiss longer than us, 4,096 do not.
+WIDE = 128
+
+
+class AutoSearch(Search):
+    """Searches exactly, with faiss where it is faster; the choice changes scores only by rounding.
+
+    On CPUs faiss is faster for one query and for many, over a float32 store, which it reads in place. `ExactSearch`
+    does the rest: a few queries, other dtypes, CUDA, and all searches without faiss (docs/results/costs.md).
+    """
+
+    def find(self, queries: Tensor, entries: Entries, topk: int, similarity: str) -> tuple[Tensor, Tensor]:
+        stored = entries.spans[0]
+        many = len(queries) >= MANY_QUERIES and queries.numel() >= MANY_QUERIES * WIDE
+        suited = len(queries) == 1 or many
+        if suited and stored.dtype == torch.float32 and stored.device.type == "cpu" and find_spec("faiss"):
+            return FaissExact().find(queries, entries, topk, similarity)
+        return ExactSearch().find(queries, entries, topk, similarity)
 
 
 class FaissExact(Search):

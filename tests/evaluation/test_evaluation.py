@@ -40,7 +40,7 @@ from cacheformers.evaluation.run import (
     token_classes,
 )
 from cacheformers.modeling.architectures import find_decoder, unwrap
-from cacheformers.modeling.segments import active_options
+from cacheformers.modeling.method import active_options
 
 N = 16  # tokens a segment, as in conftest
 

@@ -6,8 +6,7 @@ from peft import get_peft_model
 
 import cacheformers
 from cacheformers.modeling.architectures import base_shape
-from cacheformers.modeling.method import METHODS
-from cacheformers.modeling.settings import LocalWindowSettings
+from cacheformers.modeling.method import METHODS, LocalWindowSettings
 
 INFINI, GATED, FORMER = ({"method": name} for name in ("infini_attention", "gated_attention", "cacheformer_on_base"))
 MEMORIZING = {"method": "memorizing"}
