@@ -157,7 +157,7 @@ def shown_text(
 ) -> str:
     """Return the part of the text that self-attention sees beside the question.
 
-    That is nothing, its end, its ends, what BM25 finds, or what the memory itself recalls.
+    That is nothing, its end, its ends, what BM25 finds, what the memory itself recalls, or both.
 
     Raises:
         ValueError: the memory does not hold its text.
@@ -166,15 +166,17 @@ def shown_text(
         return ""
     # They import datasets, which takes a second.
     from cacheformers.evaluation.longbench.prompts import Prompt, cut_beginning, cut_middle
-    from cacheformers.evaluation.longbench.retrieval import BM25, Recalling, Retriever, retrieved
+    from cacheformers.evaluation.longbench.retrieval import BM25, Hybrid, Recalling, Retriever, retrieved
 
     source = memory.origin.sources[0]
     if source is None:
         raise ValueError("The memory was saved without its text, so none of it can be shown: leave out --prompt.")
     text, length = source.text[: int(source.offsets[-1, 1])], options.prompt_tokens
-    if options.prompt in ("retrieved", "recalled"):
-        recalling = Recalling(model, tokenizer, memory, text, source.offsets.tolist())
-        retriever: Retriever = recalling if options.prompt == "recalled" else BM25()
+    if options.prompt in ("retrieved", "recalled", "hybrid"):
+        retriever: Retriever = BM25()
+        if options.prompt != "retrieved":
+            recalling = Recalling(model, tokenizer, memory, text, source.offsets.tolist())
+            retriever = recalling if options.prompt == "recalled" else Hybrid(recalling, retriever)
         return retrieved(text, question, retriever, CHUNK_WORDS, max(1, length // CHUNK_TOKENS))
     cut = cut_beginning if options.prompt == "tail" else cut_middle
     return cut(Prompt(text, len(text)), tokenizer, length).text

@@ -209,10 +209,11 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--max-new-tokens", type=int, default=60, metavar="N", help="longest answer (default: 60)")
     command.add_argument(
         "--prompt",
-        choices=("question", "tail", "cut", "retrieved", "recalled"),
+        choices=("question", "tail", "cut", "retrieved", "recalled", "hybrid"),
         default="question",
         help="what self-attention sees: the question alone, or before it the text's end, its beginning and end, "
-        "what BM25 finds, or the passages that the memory itself finds nearest the question (default: question)",
+        "what BM25 finds, the passages that the memory itself finds nearest the question, or what both find "
+        "(default: question)",
     )
     command.add_argument(
         "--prompt-tokens", type=int, default=896, metavar="N", help="text that --prompt shows, in tokens (default: 896)"

@@ -17,7 +17,7 @@ from cacheformers.common.documents import DocumentRow, Piece, fingerprint
 from cacheformers.common.recipe import option
 from cacheformers.evaluation.babilong.records import Story
 from cacheformers.evaluation.babilong.tasks import ANSWERS, load_prompts
-from cacheformers.evaluation.longbench.methods import MEMORY_PROMPTS, LongBenchOptions, Method, PromptMaker
+from cacheformers.evaluation.longbench.methods import MEMORY_PROMPTS, RECALLING, LongBenchOptions, Method, PromptMaker
 from cacheformers.evaluation.longbench.prompts import Encoded
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.retrieval import make_retriever
@@ -99,10 +99,10 @@ def check_lessons(options: LessonOptions, memory: Any, rows: int = 1) -> None:
             f"questions_per_step {options.questions_per_step} asks about one context, but {rows} lanes go through the "
             "model together: choose lanes = processes x accumulation."
         )
-    if options.prompt == "recalled":
+    if options.prompt in RECALLING:
         raise ValueError(
             "A lesson's prompts are made before its context is read, so nothing is recalled yet: train with --prompt "
-            "retrieved, and evaluate with --memory_prompt recalled."
+            f"retrieved, and evaluate with --memory_prompt {options.prompt}."
         )
     for name in ("books_share", "unanswerable"):
         if not 0 <= getattr(options, name) < 1:

@@ -30,7 +30,7 @@ from cacheformers.evaluation.longbench.methods import PromptMaker
 from cacheformers.evaluation.longbench.predictions import Predictions, prediction_line
 from cacheformers.evaluation.longbench.prompts import Encoded
 from cacheformers.evaluation.longbench.records import Record
-from cacheformers.evaluation.longbench.retrieval import Recalling
+from cacheformers.evaluation.longbench.retrieval import Hybrid, Recalling, Retriever
 from cacheformers.evaluation.longbench.tasks import Task
 from cacheformers.modeling.architectures import is_whole, unwrap
 from cacheformers.modeling.cache import MemoryCache
@@ -158,7 +158,9 @@ def recalled(
     for row, (record, prompt) in enumerate(zip(batch, prompts, strict=True)):
         text = maker.source(record)
         places = [(start + len(text), end + len(text)) for start, end in prompt.places]
-        own = Recalling(model, maker.tokenizer, memory, text, places, row)
+        own: Retriever = Recalling(model, maker.tokenizer, memory, text, places, row)
+        if maker.retriever is not None:
+            own = Hybrid(own, maker.retriever)
         found.append(replace(maker, retriever=own)(record))
     return found
 

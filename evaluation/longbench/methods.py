@@ -42,7 +42,9 @@ MEMORY_PROMPTS = {
     "tail": "tail",
     "retrieved": "retrieval",
     "recalled": "recalled",
+    "hybrid": "hybrid",
 }
+RECALLING = ("recalled", "hybrid")  # in these the memory has a say
 MEMORY_CONTENTS = ("own", "none", "other", "shuffled")
 
 
@@ -84,7 +86,7 @@ class AnsweringOptions:
         help="Memory: what self-attention sees after the whole context was read: 'question' (the question alone), "
         "'cut' (the prompt of truncation, cut in the middle), 'tail' (the prompt's last tokens), 'retrieved' (the "
         "prompt of retrieval), 'recalled' (as 'retrieved', with the chunks whose entries in the memory are nearest the "
-        "question). All but 'question' are cut to --max_length, and then nothing else is.",
+        "question), 'hybrid' (by both ranks). All but 'question' are cut to --max_length, and then nothing else is.",
     )
     memory_content: str = option(
         "own",
@@ -101,9 +103,9 @@ class AnsweringOptions:
         for name, known in (("memory_prompt", MEMORY_PROMPTS), ("memory_content", MEMORY_CONTENTS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
-        if self.memory_prompt == "recalled" and self.memory_content not in ("own", "other"):
+        if self.memory_prompt in RECALLING and self.memory_content not in ("own", "other"):
             raise ValueError(
-                f"memory_prompt 'recalled' needs a memory that holds a text: with memory_content "
+                f"memory_prompt {self.memory_prompt!r} needs a memory that holds a text: with memory_content "
                 f"{self.memory_content!r}, use memory_prompt 'cut'."
             )
         given = asdict(self)
@@ -187,12 +189,12 @@ class Method:
 
     @property
     def retrieves(self) -> bool:
-        return self.name == "retrieval" or (self.shown is not None and self.shown.retrieves)
+        return self.name in ("retrieval", "hybrid") or (self.shown is not None and self.shown.retrieves)
 
     @property
     def recalls(self) -> bool:
-        """Whether the memory itself chooses the chunks that are shown."""
-        return self.shown is not None and self.shown.name == "recalled"
+        """Whether the memory has a say in which chunks are shown."""
+        return self.shown is not None and self.shown.name in RECALLING
 
     @property
     def remembers(self) -> bool:
@@ -200,7 +202,7 @@ class Method:
 
     @property
     def always_cuts(self) -> bool:
-        return self.name in ("truncation", "retrieval", "recalled", "tail")
+        return self.name in ("truncation", "retrieval", "tail", *RECALLING)
 
     def room(self, task: Task) -> int | None:
         """Return how many tokens a prompt may have (of a memory: before the question); None for any number."""
@@ -258,11 +260,11 @@ def with_prompt(method: Method, options: AnsweringOptions, config: PretrainedCon
         )
     name = MEMORY_PROMPTS[options.memory_prompt]
     assert name is not None
-    if name == "retrieval":
+    if name in ("retrieval", "hybrid"):
         check_retriever(options.retriever)
     positions = config.get_text_config().max_position_embeddings
     shown = Method(name, name, None, options.max_length or official_limit(positions), positions)
-    if name == "recalled":
+    if name in RECALLING:
         shown = replace(shown, content=options.memory_content)
     return replace(method, max_length=None, shown=shown)
 
@@ -307,7 +309,7 @@ class PromptMaker:
         template, context = self.templates[record.form.name], None
         asked, name = record.input.strip(), self.method.name
         # Without a question there is nothing to recall by, so the prompt is cut.
-        if self.retriever is not None and (name == "retrieval" or (name == "recalled" and asked)):
+        if self.retriever is not None and (name == "retrieval" or (name in RECALLING and asked)):
             query, how = asked or after_context(template, record), self.options
             context = retrieved(self.source(record), query, self.retriever, how.chunk_words, how.chunks)
         elif self.method.content == "other":
@@ -414,7 +416,7 @@ def method_settings(method: Method, answering: dict[str, Any], options: Answerin
     more: dict[str, Any] = {}
     if method.name == "recalled":
         more = {name: getattr(options, name) for name in ("chunk_words", "chunks")}
-    elif method.name == "retrieval":
+    elif method.retrieves and not method.remembers:
         more = {name: getattr(options, name) for name in ("retriever", "chunk_words", "chunks")}
         if options.retriever != "bm25":
             encoder = AutoConfig.from_pretrained(options.retriever)

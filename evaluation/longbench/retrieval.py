@@ -122,7 +122,21 @@ class Recalling:
         return recall(self.model, self.memory, [*before, *ids], spans, self.row, skip=len(before)).numpy()
 
 
-Retriever = BM25 | Embeddings | Recalling
+class Hybrid:
+    """Reciprocal rank fusion (Cormack et al. 2009): a text scores the sum over retrievers of 1 / (60 + its rank)."""
+
+    def __init__(self, *retrievers: Retriever) -> None:
+        self.retrievers = retrievers
+
+    def scores(self, query: str, texts: Sequence[str]) -> Any:
+        fused = np.zeros(len(texts))
+        for retriever in self.retrievers:
+            order = np.argsort(-np.asarray(retriever.scores(query, texts)), kind="stable")
+            fused[order] += 1 / (60 + np.arange(1, len(texts) + 1))
+        return fused
+
+
+Retriever = BM25 | Embeddings | Recalling | Hybrid
 
 
 def check_retriever(name: str) -> None:

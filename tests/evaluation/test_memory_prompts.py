@@ -13,7 +13,7 @@ from cacheformers import eval_longbench
 from cacheformers.evaluation.longbench import answers
 from cacheformers.evaluation.longbench.gold import in_sight
 from cacheformers.evaluation.longbench.records import load_records
-from cacheformers.evaluation.longbench.retrieval import ASKING, Recalling, chunks
+from cacheformers.evaluation.longbench.retrieval import ASKING, BM25, Hybrid, Recalling, chunks
 
 TASKS = ("--tasks", "hotpotqa", "trec")
 
@@ -110,6 +110,12 @@ def test_the_memory_chooses_what_is_shown(bench, config_factory, error_of, monke
         seen = maker.tokenizer.decode(shown[number].asked)
         assert [text.strip() in seen for text in texts] == (scores == scores.max()).tolist()
         assert shown[number].read == prompts[number].read
+        both = [retrievers[number], BM25()]
+        fused = torch.zeros(len(texts), dtype=torch.float64)
+        for retriever in both:
+            order = torch.tensor(retriever.scores(record.input, texts)).argsort(descending=True, stable=True).tolist()
+            fused += torch.tensor([1 / (61 + order.index(place)) for place in range(len(texts))], dtype=torch.float64)
+        torch.testing.assert_close(torch.from_numpy(Hybrid(*both).scores(record.input, texts)), fused)
     found = []
     for content in ("own", "other"):
         run(bench, bench / "recalling", "--memory_prompt=recalled", f"--memory_content={content}", "--chunk_words=10")
@@ -122,6 +128,27 @@ def test_the_memory_chooses_what_is_shown(bench, config_factory, error_of, monke
     assert [prompt.asked for prompt in shown] == [cut(record).asked for record in unasked]
     given = arguments(bench, f"--adapter={bench / 'recalling'}", "--memory_prompt=recalled", method="memory")
     assert "needs a memory that holds a text" in error_of([*given, "--memory_content=none", *TASKS])
+
+
+def test_memory_and_bm25_together(bench, config_factory):
+    """With all chunks shown, their order is the one of the fused ranks; the run says what it depends on."""
+    base = AutoModelForCausalLM.from_pretrained(bench / "base")
+    model = get_peft_model(base, config_factory(cache_size=800, segment_tokens=32, hit_scores=True))
+    model.save_pretrained(bench / "together")
+    how = {"adapter": str(bench / "together"), "memory_prompt": "hybrid", "max_length": 2000, "chunk_words": 10}
+    maker = replace(prompt_maker(bench, "memory", **how), retriever=BM25())
+    record = load_records(str(bench / "data"), "hotpotqa")[0]
+    prompts = [maker(record)]
+    memory = answers.remembered(model, prompts)
+    (shown,) = answers.recalled(model, maker, memory, [record], prompts)
+    places = [(start + len(record.context), end + len(record.context)) for start, end in prompts[0].places]
+    recalling = Recalling(model, maker.tokenizer, memory, record.context, places)
+    texts = chunks(record.context, 10)
+    order = (-Hybrid(recalling, BM25()).scores(record.input, texts)).argsort(kind="stable")[:7]
+    assert "\n\n".join(texts[place].strip() for place in order) in maker.tokenizer.decode(shown.asked)
+    run(bench, bench / "together", "--memory_prompt=hybrid", "--chunk_words=10")
+    settings = result(bench, "together-memory-hybrid")["settings"]["memory_prompt"]
+    assert settings["retriever"] == "bm25" and settings["chunk_words"] == 10
 
 
 def test_the_tail_is_the_end_of_the_prompt(bench, closed):
