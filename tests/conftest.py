@@ -162,6 +162,12 @@ OTHERS = [method for method in METHODS if method != "neurocache"]
 ENLARGED = {"recurrent_memory": 100}
 # They attend to everything in a way of their own.
 OWN_WINDOW = [name for name, method in method_registry.METHODS.items() if method.stores == "everything"]
+# CacheFormer's cache with nothing to train, read within a base's positions: with partial rotary (phi), too.
+RETRIEVAL = {"method": "cacheformer_on_base", "long": False, "overlap": False, "selection": "prefix", "far_distance": 8}
+UNTRAINED = [
+    pytest.param(base, {**RETRIEVAL, "representatives": kind}, id=f"{base} {kind} not far")
+    for base, kind in (("llama_gqa", "mean"), ("phi", "tokens"), ("qwen3", "bounds"))
+]
 
 
 def every_method(bases, others=("llama_gqa", "opt")):

@@ -75,6 +75,8 @@ def make_stores(
     source = projected.pooled_keys(options)
     size, half, time = options.pool_tokens, options.pool_tokens // 2, keys.shape[2]
 
+    strengths = projected.strengths(options)
+
     def compress(shift: int) -> tuple[Tensor, Tensor | None]:
         count = (time + shift) // size
 
@@ -85,7 +87,8 @@ def make_stores(
 
         numbers = torch.arange(count, device=keys.device)[None]
         pooled_values = None if values is None else cut(values)
-        return pool(options, parts, cut(source), pooled_values, numbers, shift > 0, rotate)
+        queries = None if strengths is None else cut(strengths)
+        return pool(options, parts, cut(source), pooled_values, numbers, shift > 0, rotate, queries)
 
     nothing = (keys[:, :, :0], None if values is None else keys[:, :, :0])
     long = compress(0) if options.long or options.cache else nothing

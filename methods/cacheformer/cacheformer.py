@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cacheformers.methods.cacheformer.representatives import ONE_VECTOR, asking, represent
 from cacheformers.modeling.method import check_at_least, check_choices, normalize, setting
 
 NORM_EPS = 1e-5
@@ -102,7 +103,7 @@ class CacheFormerOptions(CacheFormerSettings):
                 raise ValueError(f"{entry.name} must be {entry.type}, got {value!r}.")
         check_at_least(1, self, "heads", "kv_heads", "head_dim", "window_tokens", "pool_tokens", "pool_vectors", "topk")
         check_at_least(1, self, "neighbors")
-        if self.representatives == "mean":
+        if self.representatives in ONE_VECTOR:
             self.pool_vectors = 1
         if self.select_rows is not None:
             check_at_least(1, self, "select_rows")
@@ -271,7 +272,15 @@ class Projected(NamedTuple):
 
     def asking(self, options: CacheFormerOptions) -> Tensor | None:
         """Return the queries that score segments, where they are not `q`."""
-        return None if options.representatives != "mean" or self.plain_q is None else self.plain_q.detach()
+        if options.representatives == "compressed" or self.plain_q is None:
+            return None
+        return asking(options.representatives, self.plain_q.detach())
+
+    def strengths(self, options: CacheFormerOptions) -> Tensor | None:
+        """Return the queries that say which tokens of a segment represent it, summed over heads that share keys."""
+        if options.representatives != "tokens" or self.plain_q is None:
+            return None
+        return self.plain_q.detach().unflatten(1, (options.kv_heads, -1)).sum(2)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Projected:
         """Apply a function to every tensor."""
@@ -292,22 +301,24 @@ def pool(
     numbers: Tensor,
     overlap: bool,
     rotate: Rotate | None,
+    queries: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compress each segment to r_s sums of its tokens, G_c, weighted by W_P of the keys.
 
-    With `representatives="mean"` the mean of the keys, without positions and without values, because it is only scored.
+    Representatives of another kind have neither positions nor values, because they are only scored.
 
     Args:
         keys, values: tokens of segments, `[rows, kv_heads, segments, s, head_dim]`.
         numbers: of the segments, `[rows or 1, segments]`.
         overlap: segments are shifted to the left by s/2; the first half of segment 0 is then not text.
         rotate: turns keys to positions, where keys were given unrotated.
+        queries: `Projected.strengths` of the same tokens.
 
     Returns:
         Keys and values `[rows, kv_heads, segments*r_s, head_dim]`, a segment's vectors side by side.
     """
-    if options.representatives == "mean":
-        return keys.mean(3), None
+    if options.representatives != "compressed":
+        return represent(options.representatives, options.pool_vectors, keys, queries), None
     assert parts.pool is not None
     size, half = options.pool_tokens, options.pool_tokens // 2
     projection = parts.overlap_pool if overlap and parts.overlap_pool is not None else parts.pool

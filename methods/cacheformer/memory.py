@@ -3,9 +3,8 @@
     near    the token's window and the whole previous window, w tokens each, attended to as the base does
     far     compressed segments, shifted ones, and retrieved tokens (`cacheformer.py`), wholly before those windows
 
-With `representatives="mean"` nothing is compressed and nothing has to be trained: segments are scored by the mean of
-their keys, as in InfLLM (Xiao et al. 2024, arXiv 2402.04617), and `far_distance` keeps retrieved tokens inside the
-positions that the base has learned.
+With other `representatives` than compressed vectors nothing is compressed and nothing has to be trained
+(`representatives.py`), and `far_distance` keeps retrieved tokens inside the positions that the base has learned.
 
 A text of up to two windows therefore gets the base's own attention. Keys are compressed before their rotation, then
 rotated to the middle of their segment; values carry no rotation. Compressed vectors share a softmax with the base's
@@ -28,6 +27,7 @@ from cacheformers.methods.cacheformer.cacheformer import (
     CacheFormerSettings,
     Projected,
 )
+from cacheformers.methods.cacheformer.representatives import REPRESENTATIVES
 from cacheformers.methods.cacheformer.state import CacheFormerState
 from cacheformers.modeling.architectures import check_scores
 from cacheformers.modeling.attention import AttentionInputs
@@ -54,8 +54,10 @@ class CacheFormerOnBaseSettings(CacheFormerSettings, MethodSettings):
     )
     representatives: str = setting(
         "compressed",
-        "What segments are scored by. 'compressed': their compressed vectors. 'mean': the mean of their keys before "
-        "rotation, asked by queries before rotation, which trains nothing; needs long=False and overlap=False.",
+        "What segments are scored by. 'compressed': their compressed vectors. The others train nothing, take queries "
+        "and keys before rotation, and need long=False and overlap=False. 'mean': the mean of a segment's keys; "
+        "'tokens': its pool_vectors strongest keys, as in InfLLM; 'bounds': the largest and smallest number of each "
+        "channel, as in Quest.",
     )
     far_distance: int = setting(
         0,
@@ -87,11 +89,16 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
         self.layers = chosen_layers(self.layers, self.base)
         check_at_least(1, self, "segment_tokens")
         check_at_least(0, self, "far_distance")
-        check_choices(self, representatives=("compressed", "mean"))
-        if self.representatives == "mean" and (self.long or self.overlap):
+        check_choices(self, representatives=("compressed", *REPRESENTATIVES))
+        if self.representatives != "compressed" and (self.long or self.overlap):
             raise ValueError(
-                "representatives='mean' shows no compressed segments, only retrieved tokens: set long=False and "
-                "overlap=False."
+                f"representatives={self.representatives!r} shows no compressed segments, only retrieved tokens: set "
+                "long=False and overlap=False."
+            )
+        if self.representatives == "tokens" and self.pool_vectors > self.pool_tokens:
+            raise ValueError(
+                f"A segment of pool_tokens {self.pool_tokens} cannot be represented by {self.pool_vectors} of its "
+                "tokens: choose pool_vectors <= pool_tokens."
             )
         if self.far_distance:
             self.check_far_distance()
@@ -167,7 +174,7 @@ def attend_inputs(
         inputs.query,
         inputs.new_key,
         inputs.new_value,
-        inputs.plain_query if parts.gate is not None or options.representatives == "mean" else None,
+        inputs.plain_query if parts.gate is not None or options.representatives != "compressed" else None,
         turned_back(inputs.new_key, inputs.inverse),
         inputs.scaling,
     )

@@ -29,12 +29,14 @@ def naive(
         source = projected.pooled_keys(options)[0, kv_head]
         near = list(zip(normed(parts.local_norm, keys), normed(parts.local_norm, values), strict=True))
         segments, half = time // options.pool_tokens, options.pool_tokens // 2
-        long = [compress(options, parts, source, values, c, 0, rotate) for c in range(segments)]
-        shifted = [compress(options, parts, source, values, c, half, rotate) for c in range(segments + 1)]
         heads = range(kv_head * group, (kv_head + 1) * group)
-        asking = queries
-        if options.representatives == "mean" and projected.plain_q is not None:
+        if options.representatives == "compressed":
+            asking, long = queries, [compress(options, parts, source, values, c, 0, rotate) for c in range(segments)]
+        else:
+            assert projected.plain_q is not None
             asking = projected.plain_q[0] * projected.scale
+            long = [represent(options, source, projected.plain_q[0, heads], c) for c in range(segments)]
+        shifted = [compress(options, parts, source, values, c, half, rotate) for c in range(segments + 1)]
         probabilities = [[segment_probabilities(options, asking[h, t], long, t) for t in range(time)] for h in heads]
 
         chosen = [choose(options, probabilities, t, time) for t in range(time)]
@@ -71,6 +73,20 @@ def moved(key: Tensor, shift: int, rotate: Rotate | None) -> Tensor:
     return rotate(key[None, None, None], torch.tensor([[shift]], dtype=torch.float64))[0, 0, 0]
 
 
+def represent(options: CacheFormerOptions, keys: Tensor, queries: Tensor, number: int) -> Vectors:
+    """Return the vectors by which a segment is found, from keys and queries before their rotation."""
+    s = options.pool_tokens
+    segment = slice(number * s, (number + 1) * s)
+    own, queries = keys[segment].detach(), queries[:, segment].detach()
+    if options.representatives == "mean":
+        return [(own.mean(0), own.mean(0))]
+    if options.representatives == "bounds":
+        return [(own.amax(0), own.amin(0))]
+    asked = queries.sum(0).mean(0)
+    strongest = sorted(range(s), key=lambda place: (-float(own[place] @ asked), place))
+    return [(own[place], own[place]) for place in strongest[: options.pool_vectors]]
+
+
 def compress(
     options: CacheFormerOptions,
     parts: CacheFormerParts,
@@ -81,9 +97,6 @@ def compress(
     rotate: Rotate | None,
 ) -> Vectors:
     """Compress a segment to its vectors (G_c), without positions before and after the text."""
-    if options.representatives == "mean" and options.cache and not shift:
-        segment = slice(number * options.pool_tokens, (number + 1) * options.pool_tokens)
-        return [(keys[segment].mean(0), values[segment].mean(0))]
     if parts.pool is None or (shift and not options.overlap):
         return []
     own = shift > 0 and parts.overlap_pool is not None
@@ -112,10 +125,16 @@ def segment_probabilities(options: CacheFormerOptions, query: Tensor, long: list
     visible = [c for c in range(len(long)) if (c + 1) * options.pool_tokens <= horizon]
     found = [query.new_zeros(options.pool_vectors) for _ in long]
     if visible and options.cache:
-        scores = torch.stack([query @ key for c in visible for key, _ in long[c]]).detach()
+        scores = torch.stack([score(options, query, vector) for c in visible for vector in long[c]]).detach()
         for c, share in zip(visible, torch.softmax(scores, 0).split(options.pool_vectors), strict=True):
             found[c] = share
     return found
+
+
+def score(options: CacheFormerOptions, query: Tensor, vector: tuple[Tensor, Tensor]) -> Tensor:
+    """Score a vector of a segment; the two of "bounds" are the largest and the smallest number of each channel."""
+    key, other = vector
+    return torch.maximum(query * key, query * other).sum() if options.representatives == "bounds" else query @ key
 
 
 def choose(options: CacheFormerOptions, probabilities: list[list[list[Tensor]]], t: int, time: int) -> list[int]:

@@ -18,6 +18,7 @@ from cacheformers.methods.cacheformer.cacheformer import (
     normed,
     pool,
 )
+from cacheformers.methods.cacheformer.representatives import width
 from cacheformers.methods.cacheformer.selection import Chooser
 from cacheformers.methods.cacheformer.tiles import Run, Stores, TiledAttention
 from cacheformers.modeling.cache import DocumentsCache
@@ -72,8 +73,8 @@ class CacheFormerState:
     Attributes:
         tokens_read: by each row.
         shelves: by the names of `Stores`, without values where keys are also values.
-        tail: the last s tokens of each row, from which segments are compressed: keys, and values, `[rows, kv_heads, s,
-            head_dim]`.
+        tail: the last s tokens of each row, from which segments are compressed: keys, values, and `strengths`,
+            `[rows, kv_heads, s, head_dim]` each.
         chooser: None without a cache.
         taken: segments that the last tokens retrieved, `[rows, time, kv_heads * k*u]`, -1 for none; None if unknown.
 
@@ -90,8 +91,11 @@ class CacheFormerState:
         blank = torch.zeros(rows, options.kv_heads, 0, options.head_dim, dtype=dtype, device=device)
         names = [name for name in Stores._fields if not (options.tied and name.endswith("values"))]
         self.shelves = dict.fromkeys(names, Shelf(blank))
+        found_by = width(options.representatives, options.head_dim)
+        self.shelves["long_keys"] = Shelf(blank.new_zeros(rows, options.kv_heads, 0, found_by))
         shape = (rows, options.kv_heads, options.pool_tokens, options.head_dim)
-        self.tail = [blank.new_zeros(shape) for _ in range(1 if options.tied else 2)]
+        sides = 1 if options.tied else 3 if options.representatives == "tokens" else 2
+        self.tail = [blank.new_zeros(shape) for _ in range(sides)]
         self.chooser = Chooser(options, rows, blank.device, dtype) if options.cache else None
         self.taken: Tensor | None = None
 
@@ -135,7 +139,11 @@ class CacheFormerState:
         new = {"keys": projected.k} if projected.v is None else {"keys": projected.k, "values": projected.v}
         for name, tokens in new.items():
             self.shelves[name] = self.shelves[name].written(starts, normed(parts.local_norm, tokens))
-        self.compress(parts, {**new, "keys": projected.pooled_keys(options)}, rotate, starts, counts)
+        strengths = projected.strengths(options)
+        sides = {**new, "keys": projected.pooled_keys(options)}
+        if strengths is not None:
+            sides["queries"] = strengths.to(sides["keys"].dtype)
+        self.compress(parts, sides, rotate, starts, counts)
 
         size, most = options.pool_tokens, max(self.tokens_read) + time
         segments = {"long": (most - 1) // size, "overlap": (most - 1 + size // 2) // size}
@@ -179,7 +187,8 @@ class CacheFormerState:
             places = places.clamp(max=time + size - 1).flatten(1).expand(self.rows, -1)
             cut = [keep_columns(side, places, 2).unflatten(2, (complete, size)) for side in tokens]
             cut_values = None if options.tied else cut[1]
-            pooled = pool(options, parts, cut[0], cut_values, numbers.to(cut[0].device), shift > 0, rotate)
+            queries = cut[2] if len(cut) > 2 else None
+            pooled = pool(options, parts, cut[0], cut_values, numbers.to(cut[0].device), shift > 0, rotate, queries)
             for side, vectors in zip(("keys", "values"), pooled, strict=True):
                 if vectors is not None:
                     shelf = self.shelves[f"{name}_{side}"]
@@ -191,7 +200,7 @@ class CacheFormerState:
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor by name."""
         shelves = {name: shelf.vectors for name, shelf in self.shelves.items()}
-        tail = dict(zip(("keys", "values"), self.tail, strict=False))
+        tail = dict(zip(("keys", "values", "queries"), self.tail, strict=False))
         choices = {} if self.chooser is None else {"lists": self.chooser.lists, "evidence": self.chooser.evidence}
         return joined(shelves=shelves, tail=tail, chooser=choices)
 

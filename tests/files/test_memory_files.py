@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from conftest import OTHERS, every_method
+from conftest import OTHERS, UNTRAINED, every_method
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memories import assert_equal
@@ -46,6 +46,7 @@ OPTIONS = (
     ("name", "options"),
     [
         *every_method(["llama_gqa", "opt"]),
+        *UNTRAINED,
         *(pytest.param("llama_gqa", {"dtype": torch.float32, **options}, id=str(options)) for options in OPTIONS),
     ],
 )

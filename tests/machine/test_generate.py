@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import METHODS, OWN_WINDOW, other_cases
+from conftest import METHODS, OWN_WINDOW, UNTRAINED, other_cases
 from transformers import DynamicCache, StaticCache
 
 import cacheformers
@@ -36,6 +36,15 @@ def test_greedy_equals_one_pass(make_model, ids, base, method, window):
     assert torch.equal(generate(model, ids[:, :45], prefill_chunk_size=7), answered)
     if base == "llama_gqa":
         assert torch.equal(generate(model, ids[:, :45], use_cache=False), answered)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("base", "options"), UNTRAINED)
+def test_greedy_equals_one_pass_where_nothing_is_trained(make_model, ids, base, options):
+    model = make_model(base, **options)
+    answered = generate(model, ids[:, :45])
+    assert torch.equal(model(answered[:, :-1]).logits[:, 44:].argmax(-1), answered[:, 45:])
+    assert torch.equal(generate(model, ids[:, :45], prefill_chunk_size=7), answered)
 
 
 @torch.no_grad()

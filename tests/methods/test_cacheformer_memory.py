@@ -15,6 +15,7 @@ from cacheformers.hub.card import refresh_card
 from cacheformers.methods.cacheformer.cacheformer import CacheFormerParts, Projected, make_parts
 from cacheformers.methods.cacheformer.memory import CacheFormerOnBaseOptions, attend
 from cacheformers.methods.cacheformer.naive import naive
+from cacheformers.methods.cacheformer.representatives import REPRESENTATIVES
 from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
 from cacheformers.modeling.rotary import rotation
 
@@ -34,6 +35,13 @@ CHOICES = {
     "means not far": {**MEANS, "far_distance": 5, "neighbors": 2},
     "means not far so far": {**MEANS, "far_distance": 5, "selection": "prefix", "topk": 1, "aggregation": "separate"},
     "means not far of each token": {**MEANS, "far_distance": 4, "selection": "token", "topk": 1},
+    "tokens": {**MEANS, "representatives": "tokens", "pool_vectors": 3, "sink": True},
+    "tokens of each token, not far": {
+        **{**MEANS, "representatives": "tokens", "selection": "token"},
+        **{"far_distance": 5, "topk": 1},
+    },
+    "bounds": {**MEANS, "representatives": "bounds", "topk": 3},
+    "bounds so far": {**MEANS, "representatives": "bounds", "selection": "prefix", "select_rows": 3, "topk": 1},
     "no long": {"long": False, "pool_tokens": 2, "select_rows": 3},
     "compressed alone": {"cache": False},
     "window alone": {"cache": False, "overlap": False, "long": False},
@@ -219,6 +227,39 @@ def test_a_layer_attends_as_specified(make_model, ids, base):
         inputs = Projected(*turned, v, q, k).each(lambda tensor, row=row: tensor[row : row + 1])
         expected, _ = naive(memory.options, memory.active_parts, inputs, turn)
         assert same(mixed[row : row + 1], expected, 1e-5)
+
+
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 16,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", REPRESENTATIVES)
+@pytest.mark.parametrize(
+    ("base", "rope"),
+    [("llama_gqa", YARN), ("llama_gqa", LINEAR), ("llama_gqa", LLAMA3), ("qwen3", None), ("phi", None)],
+    ids=["yarn", "linear", "llama3", "qwen3", "partial"],
+)
+def test_a_layer_retrieves_and_moves_as_specified(make_model, ids, base, rope, kind):
+    """Beyond the 64 positions of the base, by its own rotation, however it is scaled."""
+    changes = {} if rope is None else {"base": {"rope_parameters": rope}}
+    chosen = {**MEANS, "representatives": kind, "far_distance": 8, "selection": "prefix"}
+    model = make_model(base, method="cacheformer_on_base", segment_tokens=128, **chosen, **changes)
+    decoder = find_decoder(unwrap(model))
+    q, k, v, mixed = projections(model, 1, ids)
+    turn, memory = rotation_of(decoder, 1), attention_modules(decoder)[1].memory
+    positions = torch.arange(75)[None].expand(2, -1)
+    factor = getattr(decoder.rotary_emb, "attention_scaling", 1.0)
+    assert (factor > 1.1) == (rope is YARN)
+    for row in range(2):
+        turned = (turn(q * factor, positions), turn(k * factor, positions))
+        inputs = Projected(*turned, v, q, k * factor).each(lambda tensor, row=row: tensor[row : row + 1])
+        expected, lists = naive(memory.options, memory.active_parts, inputs, turn)
+        assert same(mixed[row : row + 1], expected, 1e-5)
+        assert lists[0][-1][0] >= 0
 
 
 @torch.no_grad()

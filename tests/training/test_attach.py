@@ -32,9 +32,11 @@ def test_every_method_can_be_attached(folder, method, ids):
 
 
 @torch.no_grad()
-def test_what_is_attached_reads_and_answers(folder, ids):
+@pytest.mark.parametrize("kind", ["mean", "tokens", "bounds"])
+def test_what_is_attached_reads_and_answers(folder, ids, kind):
     """Far beyond the positions of the base, and the same from a memory file."""
-    main(["--base", str(folder / "base"), "--output", str(folder / "means"), *MEANS, *SIZES, "--far_distance", "8"])
+    chosen = [*MEANS, "--representatives", kind, "--pool_vectors", "2", *SIZES, "--far_distance", "8"]
+    main(["--base", str(folder / "base"), "--output", str(folder / "means"), *chosen])
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     model = PeftModel.from_pretrained(base, folder / "means").eval()
     assert sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name) == 0
@@ -54,6 +56,8 @@ def test_what_is_refused(folder, refused):
     assert "holds files: choose a new --output" in refused(main, [*base, "--output", str(folder / "base")])
     assert "--method must be one of cacheformer_on_base" in refused(main, [*base, *new, "--method", "nothing"])
     assert "set long=False and overlap=False" in refused(main, [*base, *new, *MEANS[:4]])
+    many = [*MEANS, *SIZES, "--representatives", "tokens", "--pool_vectors", "5"]
+    assert "cannot be represented by 5 of its tokens" in refused(main, [*base, *new, *many])
     assert "must be at least pool_tokens 4" in refused(main, [*base, *new, *MEANS, *SIZES, "--far_distance", "2"])
     assert "at most" in refused(main, [*base, *new, *MEANS, *SIZES, "--far_distance", "5000"])
     assert "did you mean 'topk'" in refused(main, [*base, *new, "--topkk", "2"])
