@@ -5,7 +5,7 @@
     python benchmarks/untrained.py books --texts ../shared/data/books/test.jsonl.gz
 
 Every row sees at most 1,024 columns at a token. Each case and each book is saved as it is done, and a run that was
-stopped goes on from there. Results: untrained.json and .md.
+stopped goes on from there. Results: untrained.json.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import time
 from collections.abc import Iterator
 from statistics import mean
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from measuring import opening, parser, save, table
+from measuring import parser, save, table
 from peft import get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -36,7 +36,7 @@ Settings = dict[str, Any]
 SINKS = {"local_window": "sliding", "segment_tokens": 128, "window_tokens": 892, "sink_tokens": 4}
 RETRIEVAL = {
     **{"long": False, "overlap": False, "window_tokens": 256, "pool_tokens": 32, "topk": 16, "sink": True},
-    **{"selection": "prefix", "far_distance": 64, "segment_tokens": 2048},
+    **{"selection": "previous_block", "select_rows": 8, "far_distance": 512, "segment_tokens": 2048},
 }
 ROWS: dict[str, Settings | None] = {
     "base, full attention": None,
@@ -48,7 +48,7 @@ ROWS: dict[str, Settings | None] = {
 
 
 def main() -> None:
-    """Measure one part, and write the page of all that was measured."""
+    """Measure one part, and print the tables of all that was measured."""
     arguments = parser(__doc__, ".")
     arguments.add_argument("part", choices=("passkeys", "books"))
     arguments.add_argument("--base", default="data/smollm2-135m-instruct", help="(default: %(default)s)")
@@ -68,7 +68,7 @@ def main() -> None:
         for key, result in {"passkeys": passkeys, "books": books}[options.part](model, tokenizer, options, name, found):
             found[options.part][key] = result
             save("untrained", options, {"found": found})
-    save("untrained", options, {"found": found}, page)
+    print("\n".join(page(found)))
 
 
 def load(base: str, settings: Settings | None) -> Any:
@@ -103,7 +103,6 @@ def passkeys(
             memory = go_on(model, prompt.read[read:], copy.deepcopy(stem))
             result = ask(model, maker, case, memory)
             known = {"row": name, "around": around, "length": case.length, "depth": case.depth}
-            print(name, known, result, flush=True)
             yield f"{name}, {around}, {case.id}", {**known, **result, "seconds": time.perf_counter() - start}
 
 
@@ -144,29 +143,30 @@ def hits(state: Any, back: int, first: int, end: int) -> list[float]:
     for layer in state.retrieved().values():
         begins: Tensor = layer[0, -min(back, layer.shape[1])].unflatten(0, (state.layers[0].options.kv_heads, -1))
         inside = (begins >= 0) & (begins + state.retrieved_tokens > first) & (begins < end)
-        shares.append(float(inside.any(-1).float().mean()))
+        shares.append(round(float(inside.any(-1).float().mean()), 3))
     return shares
 
 
 def books(
     model: Any, tokenizer: Any, options: argparse.Namespace, name: str, found: dict[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the mean loss of a thousand tokens each of the books that were not read before."""
+    """Yield the mean losses of the books that were not read before, in their first 8K tokens and after them."""
     tokens = max(options.lengths)
     for text in read_texts([options.texts], tokenizer, documents=options.documents, tokens=tokens):
         key = f"{name}, {text.name}, {tokens}"
         if key not in found["books"] and ROWS[name] is not None:
             start = time.perf_counter()
             losses = token_nats(model, [text], Remembering(), 2048, title=name)[0]
-            thousands = [float(part.mean()) for part in np.split(losses, range(1024, len(losses), 1024))]
+            parts = {"to_8k": losses[:8192], "beyond": losses[8192:]}
+            nats = {part: float(own.mean()) if len(own) else None for part, own in parts.items()}
             seconds = time.perf_counter() - start
-            yield key, {"row": name, "text": text.name, "tokens": tokens, "losses": thousands, "seconds": seconds}
+            yield key, {"row": name, "text": text.name, "tokens": tokens, **nats, "seconds": seconds}
 
 
-def page(result: dict[str, Any]) -> str:
-    """Return the page of a result."""
-    cases, read = (list(result["found"][part].values()) for part in ("passkeys", "books"))
-    lines = opening("Read without training", result, "The base is SmolLM2-135M-Instruct in bfloat16.")
+def page(found: dict[str, Any]) -> list[str]:
+    """Return the lines of the tables of all that was measured."""
+    cases, read = (list(found[part].values()) for part in ("passkeys", "books"))
+    lines = []
     for around in dict.fromkeys(case["around"] for case in cases):
         shown = []
         for row in ROWS:
@@ -174,12 +174,9 @@ def page(result: dict[str, Any]) -> str:
                 own = [c for c in cases if (c["row"], c["around"], c["length"]) == (row, around, length)]
                 if own:
                     shown.append([row, f"{length:,}", *passkey_cells(own)])
-        lines += [f"## Passkeys among {around}", ""]
-        titles = ["", "tokens", "found", "loss of a digit's token", "hit rate", "hit rate, upper half", "seconds"]
+        titles = [f"passkeys, {around}", "tokens", "found", "loss", "hit rate", "hit rate, upper half", "seconds"]
         lines += table(titles, shown)
-    if read:
-        lines += ["## Books", "", *table(["", "book", "to 8K", "8K to 16K", "seconds"], map(book_cells, read))]
-    return "\n".join(lines)
+    return lines + (table(["", "book", "to 8K", "8K and on", "seconds"], map(book_cells, read)) if read else [])
 
 
 def passkey_cells(own: list[dict[str, Any]]) -> list[str]:
@@ -197,8 +194,7 @@ def passkey_cells(own: list[dict[str, Any]]) -> list[str]:
 
 def book_cells(book: dict[str, Any]) -> list[str]:
     """Return the cells of one row and book."""
-    losses = book["losses"]
-    parts = [f"{np.exp(mean(part)):.2f}" if part else "-" for part in (losses[:8], losses[8:])]
+    parts = ["-" if book[part] is None else f"{math.exp(book[part]):.2f}" for part in ("to_8k", "beyond")]
     return [book["row"], book["text"].rpartition(" ")[2], *parts, f"{book['seconds']:.0f}"]
 
 
