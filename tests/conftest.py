@@ -35,124 +35,66 @@ COMMON = {
     "eos_token_id": 2,
     "attention_dropout": 0.0,
 }
+# A configuration's name is its model type where it names no other.
 BASES = {
     "llama_mha": {"model_type": "llama", "num_key_value_heads": 4},
     "llama_gqa": {"model_type": "llama", "num_key_value_heads": 2, "head_dim": 12},
-    "mistral": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 9},
-    "opt": {"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
-    "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8, "use_sliding_window": False},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 9},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 8, "use_sliding_window": False},
 }
+SLIDING_ABOVE = {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 MORE_BASES = {
-    "qwen2": {
-        "model_type": "qwen2",
-        "num_key_value_heads": 2,
-        "use_sliding_window": True,
-        "sliding_window": 9,
-        "max_window_layers": 1,
-    },
-    "gemma": {"model_type": "gemma", "num_key_value_heads": 1, "head_dim": 8},
-    "phi": {"model_type": "phi", "num_key_value_heads": 4, "partial_rotary_factor": 0.5},
-    "gpt_neox": {"model_type": "gpt_neox", "hidden_dropout": 0.0},
+    "qwen2": SLIDING_ABOVE,
+    "gemma": {"num_key_value_heads": 1, "head_dim": 8},
+    "phi": {"num_key_value_heads": 4, "partial_rotary_factor": 0.5},
+    "gpt_neox": {"hidden_dropout": 0.0},
 }
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 # Families that one line in `ARCHITECTURES` adds.
 ONE_LINE = {
-    "olmo2": {"model_type": "olmo2", "num_key_value_heads": 2},
-    "granite": {"model_type": "granite", "num_key_value_heads": 2, "attention_multiplier": 0.4, "logits_scaling": 3.0},
-    "ministral": {"model_type": "ministral", "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 9},
-    "seed_oss": {"model_type": "seed_oss", "num_key_value_heads": 2, "head_dim": 8},
+    "olmo2": {"num_key_value_heads": 2},
+    "granite": {"num_key_value_heads": 2, "attention_multiplier": 0.4, "logits_scaling": 3.0},
+    "ministral": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 9},
+    "seed_oss": {"num_key_value_heads": 2, "head_dim": 8},
     "hunyuan": {"model_type": "hunyuan_v1_dense", "num_key_value_heads": 2, "head_dim": 8},
-    "starcoder2": {"model_type": "starcoder2", "num_key_value_heads": 2, "sliding_window": None},
-    "arcee": {"model_type": "arcee", "num_key_value_heads": 2},
-    "apertus": {
-        "model_type": "apertus",
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    },
+    "starcoder2": {"num_key_value_heads": 2, "sliding_window": None},
+    "arcee": {"num_key_value_heads": 2},
+    "apertus": {"num_key_value_heads": 2, "rope_parameters": ROPE},
 }
 LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
+BY_LAYER_TYPE = {"num_key_value_heads": 2, "sliding_window": 9, "layer_types": LAYER_TYPES}
+GEMMA = {"num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 9}
+ROPES = {"full_attention": ROPE, "sliding_attention": {**ROPE, "rope_theta": 500.0}}
 EXPERTS = {"num_key_value_heads": 2, "num_experts_per_tok": 2, "head_dim": 8, "experts_implementation": "eager"}
-ROPE = {"rope_type": "default", "rope_theta": 1e4}
+QWEN_MOE = {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 24, "use_sliding_window": True, "sliding_window": 9}
 # Families with something of their own, which a part of the shared tests takes.
 SPECIAL = {
-    "gemma2": {
-        "model_type": "gemma2",
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "query_pre_attn_scalar": 8,
-        "sliding_window": 9,
-        "attn_logit_softcapping": 2.0,
-    },
-    "gemma3": {
-        "model_type": "gemma3_text",
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "query_pre_attn_scalar": 8,
-        "sliding_window": 9,
-        "layer_types": LAYER_TYPES,
-    },
-    "olmo3": {
-        "model_type": "olmo3",
-        "num_key_value_heads": 2,
-        "sliding_window": 9,
-        "layer_types": LAYER_TYPES,
-        "rope_parameters": {"full_attention": ROPE, "sliding_attention": {**ROPE, "rope_theta": 500.0}},
-    },
-    "phi3": {"model_type": "phi3", "num_key_value_heads": 2, "partial_rotary_factor": 0.5},
-    "smollm3": {
-        "model_type": "smollm3",
-        "num_key_value_heads": 2,
-        "no_rope_layers": [1, 1, 0],
-        "use_sliding_window": False,
-    },
-    "exaone4": {"model_type": "exaone4", "num_key_value_heads": 2, "sliding_window": 9, "layer_types": LAYER_TYPES},
-    "cohere2": {"model_type": "cohere2", "num_key_value_heads": 2, "sliding_window": 9, "layer_types": LAYER_TYPES},
-    "glm4": {"model_type": "glm4", "num_key_value_heads": 2, "head_dim": 8, "partial_rotary_factor": 0.5},
-    "helium": {"model_type": "helium", "num_key_value_heads": 2, "head_dim": 8},
-    "ernie4_5": {"model_type": "ernie4_5", "num_key_value_heads": 2, "head_dim": 8},
-    "mixtral": {"model_type": "mixtral", **EXPERTS, "num_local_experts": 4},
-    "qwen2_moe": {
-        "model_type": "qwen2_moe",
-        **EXPERTS,
-        "num_experts": 4,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 24,
-        "use_sliding_window": True,
-        "sliding_window": 9,
-        "max_window_layers": 1,
-    },
-    "qwen3_moe": {
-        "model_type": "qwen3_moe",
-        **EXPERTS,
-        "num_experts": 4,
-        "moe_intermediate_size": 24,
-        "use_sliding_window": True,
-        "sliding_window": 9,
-    },
-    "gpt_oss": {
-        "model_type": "gpt_oss",
-        **EXPERTS,
-        "num_local_experts": 4,
-        "sliding_window": 9,
-        "layer_types": LAYER_TYPES,
-        "rope_parameters": ROPE,
-    },
+    "gemma2": {**GEMMA, "attn_logit_softcapping": 2.0},
+    "gemma3": {"model_type": "gemma3_text", **GEMMA, "layer_types": LAYER_TYPES},
+    "olmo3": {**BY_LAYER_TYPE, "rope_parameters": ROPES},
+    "phi3": {"num_key_value_heads": 2, "partial_rotary_factor": 0.5},
+    "smollm3": {"num_key_value_heads": 2, "no_rope_layers": [1, 1, 0], "use_sliding_window": False},
+    "exaone4": BY_LAYER_TYPE,
+    "cohere2": BY_LAYER_TYPE,
+    "glm4": {"num_key_value_heads": 2, "head_dim": 8, "partial_rotary_factor": 0.5},
+    "helium": {"num_key_value_heads": 2, "head_dim": 8},
+    "ernie4_5": {"num_key_value_heads": 2, "head_dim": 8},
+    "mixtral": {**EXPERTS, "num_local_experts": 4},
+    "qwen2_moe": {**QWEN_MOE, "shared_expert_intermediate_size": 24, "max_window_layers": 1},
+    "qwen3_moe": QWEN_MOE,
+    "gpt_oss": {**EXPERTS, **BY_LAYER_TYPE, "num_local_experts": 4, "rope_parameters": ROPE},
     "llama4": {
-        "model_type": "llama4_text",
-        **EXPERTS,
-        "num_experts_per_tok": 1,
-        "num_local_experts": 4,
-        "attention_chunk_size": 40,
-        "floor_scale": 120,
-        "no_rope_layers": [1, 1, 0],
-        "intermediate_size_mlp": 48,
-        "moe_layers": [1],
+        **{"model_type": "llama4_text", **EXPERTS, "num_experts_per_tok": 1, "num_local_experts": 4},
+        **{"attention_chunk_size": 40, "floor_scale": 120, "no_rope_layers": [1, 1, 0]},
+        **{"intermediate_size_mlp": 48, "moe_layers": [1]},
     },
 }
 # Where attention to everything is possible: no window of the base's own, positions for every token.
 FULL_BASES = {"mistral": "mistral_full", "opt": "opt_long"}
 BASES_IN_FULL = {
-    "mistral_full": {**BASES["mistral"], "sliding_window": None},
-    "opt_long": {**BASES["opt"], "max_position_embeddings": 128},
+    "mistral_full": {"model_type": "mistral", **BASES["mistral"], "sliding_window": None},
+    "opt_long": {"model_type": "opt", **BASES["opt"], "max_position_embeddings": 128},
 }
 CONFIGS = {**BASES, **MORE_BASES, **ONE_LINE, **SPECIAL, **BASES_IN_FULL}
 EAGER = ("gemma2", "gpt_oss")  # transformers has no other attention for them on a CPU
@@ -244,7 +186,7 @@ def make_base():
         torch.manual_seed(0)
         if name == "stories260k":
             return trained_base(dtype, **changes)
-        config = AutoConfig.for_model(**{**COMMON, **CONFIGS[name], **changes})
+        config = AutoConfig.for_model(**{"model_type": name, **COMMON, **CONFIGS[name], **changes})
         attention = changes.pop("attn_implementation", "eager" if name in EAGER else "sdpa")
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
         for parameter in model.parameters():  # larger than the default initialization, so that every layer matters

@@ -190,6 +190,10 @@ def test_refusals(folder, model, monkeypatch):
         "inspect nowhere": "not a memory",
         "ask book.memory --prompt cut": "--prompt shows text for one question",
         "ask windowed.memory why --explain": "this memory's method retrieves nothing",
+        "serve other_adapter --memory book.memory": "another adapter",
+        "serve adapter --memory base": "not a memory",
+        "serve nowhere": "nowhere was not found: there is no folder",
+        "serve adapter --device abacus": "--device abacus cannot be used here",
     }.items():
         with pytest.raises(SystemExit, match=message) as stopped:
             main(arguments.split())

@@ -176,18 +176,3 @@ def test_questions_are_written_as_ask_writes_them(byte_tokenizer):
     byte_tokenizer.chat_template = "mine"
     give_chat_template(byte_tokenizer)
     assert byte_tokenizer.chat_template == "mine"
-
-
-def test_refusals(served):
-    other = save_adapter("base", "other_adapter")
-    next(weight for name, weight in other.named_parameters() if "lora_mem_down" in name).data.mul_(1.1)
-    other.save_pretrained("other_adapter")
-    for arguments, message in {
-        "serve other_adapter --memory book.memory": "another adapter",
-        "serve adapter --memory base": "not a memory",
-        "serve nowhere": "nowhere was not found: there is no folder",
-        "serve adapter --device abacus": "--device abacus cannot be used here",
-    }.items():
-        with pytest.raises(SystemExit, match=message) as stopped:
-            main(arguments.split())
-        assert str(stopped.value).startswith("cacheformers serve: ")

@@ -6,6 +6,7 @@ this process. Commands that do not run are parsed by their own parsers, so optio
 
 import argparse
 import contextlib
+import gzip
 import io
 import os
 import re
@@ -32,13 +33,12 @@ BLOCK = re.compile(r"```(bash|python)\n(.*?)```", re.DOTALL)
 NOT_RUN = {
     "docs/results/": "runs of minutes to days; each is recorded with its numbers",
     "docs/tutorials/": "run in test_tutorials.py, with the real base",
-    "docs/models.md": "run in test_docs.py",
-    "docs/trainer.md": "run in test_docs.py",
-    "docs/cacheformer.md": "run in test_docs.py",
-    "docs/evaluate.md": "run in test_docs.py",
     "docs/passkey.md": "tests/evaluation/test_passkey.py runs the command",
     "docs/ruler.md": "wants books and questions; tests/evaluation/test_ruler.py runs the command",
     "docs/babilong.md": "wants books and questions; tests/evaluation/test_babilong.py runs the command",
+    "convert PUBLISHED_FOLDER": "wants such a checkpoint; tests/adapters/test_convert.py makes some",
+    "--base runs/both": "wants the model that the commands before it train",
+    "lm-eval": "downloads its tasks; tests/evaluation/test_harness.py has some",
     "load_dataset(": "downloads gigabytes",
     "pip install": "changes the environment; `make smoke` installs the wheel",
     "torchrun": "wants several GPUs; tests/training/test_processes.py starts processes",
@@ -95,12 +95,15 @@ def shared(tmp_path_factory, built_byte_folder):
     here = Path.cwd()
     os.chdir(folder)
     try:
-        for name in ("ADAPTER", "data/answers_facts", "runs/smollm2_books"):
+        for name in ("ADAPTER", "data/answers_facts", "runs/smollm2_books", "runs/quickstart", "runs/books"):
             save_adapter("BASE", name, cache_size=4096)
+        for method in ("infini_attention", "gated_attention"):
+            save_adapter("BASE", f"runs/{method}", method=method)
     finally:
         os.chdir(here)
-    for name in ("BOOK.txt", "NOTES.md"):
+    for name in ("BOOK.txt", "NOTES.md", "book.txt"):
         (folder / name).write_text(make_text(40, len(name)))
+    (folder / "wiki.test.raw.gz").write_bytes(gzip.compress(make_text(1500).encode()))
     (folder / "README.md").write_text((ROOT / "README.md").read_text()[:3000])
     (folder / "longbench.yaml").write_text("base: BASE\ndata: LONGBENCH\nmethods: [truncation]\n")
     epub(folder / "BOOK.epub")

@@ -98,11 +98,13 @@ def test_documents(make_model, documents, message):
 
 @pytest.mark.parametrize("method", ["gated_attention", "cacheformer_on_base"])
 def test_more_tokens_than_positions(make_model, ids, method):
-    """Where positions count on, the reader is told; the tiny bases have 64."""
+    """Where positions count on, the reader is told, and learned ones end; the tiny bases have 64."""
     model = make_model("llama_gqa", method=method)
     memory = cacheformers.read(model, ids[:1, :60], progress=False)
     with pytest.warns(UserWarning, match="the base model has 64.* up to 75"):
         cacheformers.read(model, ids[:1, 60:], memory=memory, progress=False)
+    with pytest.raises(ValueError, match="64 positions.*too long"):
+        make_model("opt", method=method)(ids)
 
 
 def read(model, ids, mask):

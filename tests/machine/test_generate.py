@@ -174,18 +174,6 @@ def test_documents_of_different_lengths(make_model, ids):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method", METHODS)
-def test_reading_in_parts(make_model, ids, method):
-    model = make_model("llama_gqa", method=method)
-    question = ids[:, :9]
-    whole = cacheformers.read(model, ids, progress=False)
-    parts = cacheformers.read(model, ids[:, :32], progress=False)
-    parts = cacheformers.read(model, ids[:, 32:], memory=parts, progress=False)
-    expected = model(question, past_key_values=whole).logits
-    assert torch.allclose(model(question, past_key_values=parts).logits, expected, atol=1e-9)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "cacheformer_on_base"])
 def test_crop(make_model, ids, method):
     model = make_model("llama_gqa", method=method)

@@ -5,7 +5,6 @@ import random
 
 import pytest
 import torch
-import torch.nn.functional as F
 from cacheformer_cases import CHOICES, label, make_options, pairwise, random_inputs, random_parts
 from cacheformer_golden import rotate_pairs, selection_cases
 from hypothesis import given, settings
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from cacheformers.methods.cacheformer import tiles as cacheformer_tiles
 from cacheformers.methods.cacheformer.attention import attend, selected_segments
-from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions, CacheFormerParts, Projected, make_parts
+from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions
 from cacheformers.methods.cacheformer.naive import choose_segments, naive
 from cacheformers.methods.cacheformer.selection import select_segments
 from cacheformers.methods.cacheformer.state import CacheFormerState
@@ -124,23 +123,6 @@ def test_lengths_that_divide_nothing(time, weights):
     assert float((found - naive_rows(options, parts, inputs)).detach().abs().max()) < 1e-12
 
 
-def test_a_pretrained_layer_starts_as_it_was():
-    """Up to two windows are plain causal attention, bit by bit whatever the parts hold; longer text is not."""
-    options = make_options(
-        {"kv_heads": 2, "window_tokens": 8, "pool_tokens": 4, "weights": "pretrained", "local_norm": False}
-    )
-    inputs = random_inputs(options, 20)
-    assert inputs.v is not None
-    plain = F.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=True, enable_gqa=True)
-    different = (attend(options, random_parts(options), inputs, rotate_pairs) - plain).abs().amax((0, 1, 3)).detach()
-    assert float(different[:16].max()) < 1e-14
-    assert float(different[16:].min()) > 1e-4
-    assert torch.equal(
-        attend(options, random_parts(options), inputs, rotate_pairs)[:, :, :16],
-        attend(options, CacheFormerParts(**make_parts(options)), inputs, rotate_pairs)[:, :, :16],
-    )
-
-
 # Causality
 
 
@@ -184,67 +166,6 @@ def test_no_configuration_lets_a_token_depend_on_a_later_one(selection):
         assert leaking_pairs(make_options(choice), 18) == [], choice
         tried += 1
     assert tried == (36 if selection is None else 36 * 2 * 2 * 2)
-
-
-@torch.no_grad()
-def test_the_papers_rule_leaks():
-    """And only inside a block: what a block retrieves is complete before it begins."""
-    choice = {"kv_heads": 4, "window_tokens": 8, "pool_tokens": 2, "topk": 2}
-    assert leaking_pairs(make_options(choice), 48) == []
-    leaks = leaking_pairs(make_options({**choice, "selection": "paper_block"}), 48)
-    assert leaks
-    assert all(t // 8 == token // 8 for t, token in leaks)
-
-
-# Padding and documents
-
-
-@pytest.mark.parametrize("selection", ["previous_block", "token"])
-@pytest.mark.parametrize("weights", ["tied", "pretrained"])
-def test_documents_in_a_row_are_kept_apart(selection, weights):
-    """Packed, padded left, right and between: each document as if alone, gradients too."""
-    options = make_options(
-        {
-            "kv_heads": 2,
-            "window_tokens": 8,
-            "pool_tokens": 4,
-            "weights": weights,
-            "local_norm": weights == "tied",
-            "selection": selection,
-            "topk": 2,
-            "neighbors": 2,
-        }
-    )
-    parts = random_parts(options)
-    lengths = [[(-1, 3), (0, 21), (1, 1), (2, 15)], [(0, 33), (-1, 7)], [(5, 9), (-1, 2), (5, 29)]]
-    documents = torch.tensor([[number for number, length in row for _ in range(length)] for row in lengths])
-    output = torch.zeros(3, 4, 40, 4, dtype=torch.float64)
-    pieces, packed = [], [torch.zeros(3, heads, 40, 4, dtype=torch.float64) for heads in (4, 2, 2, 4, 2)]
-    for row, spans in enumerate(lengths):
-        begin = 0
-        for number, length in spans:
-            piece = random_inputs(options, length, seed=100 * row + begin)
-            for whole, tensor in zip(packed, piece[:5], strict=True):
-                if tensor is not None:
-                    whole[row, :, begin : begin + length] = tensor[0]
-            if number >= 0:
-                pieces.append((row, begin, piece))
-                output[row, :, begin : begin + length] = naive(options, parts, piece, rotate_pairs)[0][0]
-            begin += length
-    q, k, v, plain_q, plain_k = (tensor.requires_grad_() for tensor in packed)
-    inputs = Projected(q, k, None if options.tied else v, plain_q, plain_k)
-    found = attend(options, parts, inputs, rotate_pairs, documents)
-    assert float((found - output).detach().abs().max()) < 1e-12
-    assert not found.transpose(1, 2)[documents < 0].any()
-
-    direction = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    (gradient,) = torch.autograd.grad((found * direction).sum(), k)
-    for row, begin, piece in pieces:
-        piece.k.requires_grad_()
-        part = slice(begin, begin + piece.k.shape[2])
-        alone = (attend(options, parts, piece, rotate_pairs) * direction[row : row + 1, :, part]).sum()
-        (expected,) = torch.autograd.grad(alone, piece.k)
-        assert float((gradient[row, :, part] - expected[0]).abs().max()) < 1e-12
 
 
 # Decoding: every chunking, and bounded reads

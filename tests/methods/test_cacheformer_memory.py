@@ -342,15 +342,6 @@ def test_the_papers_rule_can_be_trained(make_model, ids):
 # What is refused
 
 
-def test_what_a_memory_cannot_do(make_model, ids):
-    model = make_model("llama_gqa", method="cacheformer_on_base")
-    memory = cacheformers.read(model, ids, progress=False)
-    with pytest.raises(ValueError, match="differ in: topk .2 in the memory, 3 here"):
-        make_model("llama_gqa", method="cacheformer_on_base", topk=3)(ids, past_key_values=memory)
-    with pytest.raises(ValueError, match="64 positions.*too long"):
-        make_model("opt", method="cacheformer_on_base")(ids)
-
-
 def test_where_far_distance_cannot_help(make_base, make_model, ids):
     """Layers that see everything need all positions; a rotation that changes with the length cannot be turned."""
     far = {"method": "cacheformer_on_base", **MEANS, "far_distance": 8}

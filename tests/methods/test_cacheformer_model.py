@@ -295,30 +295,25 @@ def test_what_a_cache_cannot_do_says_so():
 # Documents
 
 
-def test_packed_documents_are_kept_apart():
-    """position_ids that restart, with padding around them: logits and gradients of each as if alone."""
-    model = tiny_model(neighbors=2)
-    lengths = [[21, 1, 18], [33, 7]]
-    ids = random_ids(2, 43)
-    mask = torch.ones(2, 43, dtype=torch.long)
-    positions = torch.zeros(2, 43, dtype=torch.long)
-    mask[0, 40:], mask[1, :3] = 0, 0
-    for row, (begin, spans) in enumerate(zip((0, 3), lengths, strict=True)):
-        for length in spans:
-            positions[row, begin : begin + length] = torch.arange(length)
-            begin += length
+@pytest.mark.parametrize("selection", ["previous_block", "token"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_packed_documents_are_kept_apart(selection, tied):
+    """position_ids that restart, with padding around and between: logits and gradients of each as if alone."""
+    model = tiny_model(neighbors=2, selection=selection, tied=tied)
+    documents = [(0, 3, 21), (0, 24, 1), (0, 27, 15), (1, 0, 33), (1, 33, 7)]  # row, first token, tokens
+    ids, mask, positions = random_ids(2, 43), *torch.zeros(2, 2, 43, dtype=torch.long)
+    for row, first, tokens in documents:
+        mask[row, first : first + tokens], positions[row, first : first + tokens] = 1, torch.arange(tokens)
     logits = model(ids, attention_mask=mask, position_ids=positions).logits
     weights = torch.randn(logits.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     (logits * weights * mask[..., None]).sum().backward()
     packed = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    for row, (begin, spans) in enumerate(zip((0, 3), lengths, strict=True)):
-        for length in spans:
-            place = slice(begin, begin + length)
-            alone = model(ids[row : row + 1, place]).logits
-            assert gap(alone[0], logits[row, place]) < 1e-12
-            (alone * weights[row : row + 1, place]).sum().backward()
-            begin += length
+    for row, first, tokens in documents:
+        place = slice(first, first + tokens)
+        alone = model(ids[row : row + 1, place]).logits
+        assert gap(alone[0], logits[row, place]) < 1e-12
+        (alone * weights[row : row + 1, place]).sum().backward()
     for name, parameter in model.named_parameters():
         assert gap(parameter.grad, packed[name]) < 1e-9 * max(float(packed[name].abs().max()), 1), name
 

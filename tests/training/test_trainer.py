@@ -10,7 +10,6 @@ from trl import SFTConfig, SFTTrainer
 
 import cacheformers
 from cacheformers.common.loss import token_losses
-from cacheformers.modeling.method import METHODS
 
 RATES = {"lora_rate": 2e-3, "memory_rate": 4e-3, "gate_factor": 5.0, "weight_decay": 0.1}
 KINDS = {"Trainer": (Trainer, TrainingArguments), "SFTTrainer": (SFTTrainer, SFTConfig)}
@@ -50,22 +49,6 @@ def make_trainer(model, folder, kind="Trainer", tokenizer=None, callbacks=(cache
 def adapted(make_base, method="neurocache"):
     torch.manual_seed(5)
     return get_peft_model(make_base("llama_gqa", torch.float32), adapter_config(method))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_every_trained_parameter_has_one_group_and_its_rate(make_base, method):
-    model = adapted(make_base, method)
-    if method == "windowed":
-        assert {group["name"] for group in cacheformers.parameter_groups(model)} == {"weights"}
-        return
-    groups = cacheformers.parameter_groups(model, **RATES)
-    held = [id(parameter) for group in groups for parameter in group["params"]]
-    assert sorted(held) == sorted(id(parameter) for parameter in model.parameters() if parameter.requires_grad)
-    rates = {group["name"]: group["lr"] for group in groups}
-    wanted = {"weights": 2e-3, "memory": 4e-3, "gate": 2e-2, "beta": 0.01}
-    assert all(rates[name] == pytest.approx(wanted[name]) for name in rates) and len(rates) > 1
-    gates = [group for group in groups if group["name"] in ("gate", "beta")]
-    assert all(group["weight_decay"] == 0.0 for group in gates)
 
 
 def test_gates_move_far_and_are_logged(make_base, tmp_path):

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import METHODS
 from peft import get_peft_model
 from recipe import adapter_weights, arguments, largest_difference, make_text
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
@@ -412,14 +411,6 @@ def test_trainer_with_rows_that_never_reach_the_memory(make_base, config_factory
     assert changed == set()
     (warning,) = [str(entry.message) for entry in caught if NOT_TRAINED in str(entry.message)]
     assert "in the first 8 training forwards" in warning and "train_adapt.py" in warning
-
-
-@pytest.mark.filterwarnings(f"error:{NOT_TRAINED}")
-@pytest.mark.parametrize("method", list(METHODS))
-def test_trainer_with_rows_of_two_segments_trains_the_memory(make_base, config_factory, tmp_path, method):
-    model = get_peft_model(make_base("llama_gqa", torch.float32), config_factory(method))
-    parts = memory_parts(name for name, _ in model.named_parameters())
-    assert trained_by_trainer(model, rows_of(32), tmp_path, steps=10) == parts
 
 
 def test_training_that_reaches_the_memory_gives_no_warning(make_model, ids, documents, recwarn):
