@@ -3,16 +3,13 @@
 import importlib.util
 import json
 import math
-import multiprocessing
-import pickle
 import sys
 
-import evaluation_worker
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from recipe import free_port, launched, make_text
+from recipe import make_text
 
 import cacheformers
 from cacheformers.common.documents import Documents
@@ -376,38 +373,6 @@ def test_documents_are_divided_evenly():
     assert side_by_side([5, 9, 1, 7, 7], 2, least=2) == [[1, 3], [4, 0, 2]]
     assert divide([9, 7, 5, 5, 1], 2) == [[0, 3], [1, 2, 4]]
     assert divide([9], 3) == [[0], [], []]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("wrapper", "skip_base"), [("ddp", False), ("fsdp2", False), ("fsdp2", True)])
-def test_two_processes_find_what_one_finds(tmp_path, wrapper, skip_base):
-    """DDP sends buffers at each forward and FSDP gathers weights: both wait for ever if a process makes fewer."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["cacheformers.evaluation.model", "torch.distributed.fsdp"])
-    port, files = free_port(), [tmp_path / f"{rank}.pickle" for rank in range(2)]
-    workers = [
-        context.Process(target=evaluation_worker.main, args=(launched(rank, 2, port), wrapper, skip_base, file))
-        for rank, file in enumerate(files)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(120)
-        worker.kill()
-    assert [worker.exitcode for worker in workers] == [0, 0]
-
-    expected = evaluation_worker.evaluate()
-    if skip_base:
-        del expected["base"]
-    results = [pickle.loads(file.read_bytes()) for file in files]
-    assert results[0]["forwards"] == results[1]["forwards"]
-    for result in results:
-        assert result["sharded"] == (wrapper == "fsdp2")
-        assert result["error"].startswith("The loss of broken at token 17 is nan")
-        assert list(result["runs"]) == list(expected)
-        for name, run in result["runs"].items():
-            for found, losses in zip(run, expected[name], strict=True):
-                np.testing.assert_array_equal(found, losses)
 
 
 # Pictures

@@ -89,12 +89,6 @@ def test_chunks_equal_single_tokens(chunk_tokens, time):
         assert float(slow.abs().max()) > 1e-3, name
 
 
-def test_gradients_are_those_of_differences():
-    tokens = random_tokens(5, rows=1, heads=1, size=2)
-    inputs = [tensor.requires_grad_() for tensor in tokens]
-    assert torch.autograd.gradcheck(lambda *given: fold(*given, chunk_tokens=2), inputs)
-
-
 @torch.no_grad()
 def test_tokens_that_neither_forget_nor_write_are_not_there():
     """What padding would be, with chunks that begin elsewhere."""
@@ -105,20 +99,6 @@ def test_tokens_that_neither_forget_nor_write_are_not_there():
     without = [side[:, :, real] for side in (keys, values, log_alpha, beta)]
     assert close(padded, fold(state, *without, chunk_tokens=4))
     assert torch.equal(fold(state, keys, values, log_alpha * 0, beta * 0), state)
-
-
-@torch.no_grad()
-def test_a_key_that_was_written_whole_returns_its_value():
-    """And no other: with beta 1 and no decay the last value of each of a few orthogonal keys is returned."""
-    _, _, values, _, _ = random_tokens(12)
-    keys = torch.eye(8, dtype=torch.float64)[[0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 3]].expand(2, 2, 12, 8)
-    ones = torch.ones(2, 2, 12, dtype=torch.float64)
-    state = fold(torch.zeros(2, 2, 10, 8, dtype=torch.float64), keys, values, ones * 0, ones, chunk_tokens=5)
-    for key, last in enumerate((9, 10, 8, 11)):
-        assert close(state[..., key], values[:, :, last])
-    assert torch.count_nonzero(state[..., 4:]) == 0
-    halved = fold(state, keys[:, :, :1], values[:, :, :1], ones[..., :1] * torch.tensor(0.5).log(), ones[..., :1])
-    assert close(halved[..., 1:], state[..., 1:] / 2, 1e-7) and close(halved[..., 0], values[:, :, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

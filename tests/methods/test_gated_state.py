@@ -205,19 +205,6 @@ def test_fixed_heads_see_all_or_their_window():
 
 
 @torch.no_grad()
-def test_local_heads_drop_what_is_far():
-    inputs = random_inputs(1, 4000, dtype=torch.float32)
-    nbytes = {}
-    for name, far_heads in {"gates": (), "half": ((0, (1,)),), "all local": ((0, ()),)}.items():
-        options = options_for(far_heads=far_heads)
-        parts = GatedParts(**make_parts(options))
-        _, memory = stream(options, parts, inputs, chunks=[100] * 40)
-        nbytes[name] = memory.state.nbytes
-    assert nbytes["half"] < 0.55 * nbytes["gates"]
-    assert nbytes["all local"] < 0.08 * nbytes["gates"]
-
-
-@torch.no_grad()
 @pytest.mark.parametrize(
     ("gate_per", "means", "expected"),
     [

@@ -5,13 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from memories import projections
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import cacheformers
 from cacheformers.methods.memorizing import default_layer, naive
 from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
-from cacheformers.modeling.rotary import Rotation
 
 ABLATIONS = {
     "default": {},
@@ -104,16 +101,3 @@ def test_half_precision_stores_single(make_memorizing, base):
 
 def test_the_papers_layer():
     assert [default_layer(layers) for layers in (1, 2, 12, 24)] == [0, 0, 8, 17]
-
-
-@pytest.mark.parametrize("scaling", [1.0, 1.3])
-def test_unrotating_undoes_the_rotation(scaling):
-    rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=32, num_attention_heads=4))
-    states = torch.randn(2, 4, 9, 8, dtype=torch.float64)
-    cos, sin = (scaling * table.double() for table in rotary(states, torch.arange(9).expand(2, -1)))
-    rotated = apply_rotary_pos_emb(states, states, cos, sin)[0]
-    rotation = Rotation(cos[..., :4], sin[..., :4])
-    assert float((rotation.turn(states) - rotated).abs().max()) == 0
-    assert float((rotation.inverse.turn(rotated) - states).abs().max()) < 1e-6 * scaling
-    partly = torch.cat([rotated, states], -1)
-    assert torch.equal(rotation.inverse.turn(partly)[..., 8:], states)

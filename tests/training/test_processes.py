@@ -10,7 +10,7 @@ import pytest
 import torch
 from interruptions import AT_FILES, IN_FORWARD, TOUCHES, check_checkpoints
 from peft import PeftModel
-from recipe import Recipe, adapter_weights, arguments, free_port, largest_difference, run
+from recipe import Recipe, adapter_weights, arguments, free_port, largest_difference, run, write_documents
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -24,20 +24,46 @@ SETTINGS = ("--lanes=4", f"--steps={STEPS}", "--checkpoint_every=5", "--memory_r
 @pytest.fixture(scope="module")
 def alone(built_documents):
     """The same run as one process, which has twice the lanes of each of two."""
-    train_adapt.main(arguments(built_documents, *SETTINGS, output="alone"))
+    train_adapt.main(arguments(built_documents, *SETTINGS, *evaluated(built_documents), output="alone"))
     return built_documents / "alone"
 
 
-def loss_curve(folder):
-    return json.loads((folder / "train_result.json").read_text())["losses"]
+def evaluated(folder):
+    """Documents of different lengths, which two processes share unequally, and every control."""
+    write_documents(folder / "held_out.jsonl", 60, 33, 90, 20, 17)
+    controls = ("--controls", "other_document", "shuffled", "longer_window")
+    return (f"--valid={folder / 'held_out.jsonl'}", "--valid_rows=2", *controls)
 
 
-@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
-def test_two_processes_equal_one_with_twice_the_lanes(documents, alone, sharding):
-    options = (f"--sharding={sharding}", f"--valid={documents / 'valid.jsonl'}")
-    run(arguments(documents, *SETTINGS, *options), documents / "two.log", processes=2)
+def result_of(folder):
+    return json.loads((folder / "train_result.json").read_text())
+
+
+# The evaluation gets the model without its wrapper; here with it.
+DDP = """
+from torch.nn.parallel import DistributedDataParallel
+from cacheformers import train_adapt
+evaluate = train_adapt.evaluate_model
+train_adapt.evaluate_model = lambda model, *given: evaluate(DistributedDataParallel(model), *given)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sharding", "more"), [("none", ()), ("fsdp2", ()), pytest.param("fsdp2", ("--skip_base",), marks=pytest.mark.slow)]
+)
+def test_two_processes_equal_one_with_twice_the_lanes(documents, alone, sharding, more):
+    """In the evaluation, too: FSDP gathers weights and DDP sends buffers at each forward, and both wait for ever if a
+    process makes fewer."""
+    options = (f"--sharding={sharding}", *evaluated(documents), *more)
+    run(arguments(documents, *SETTINGS, *options), documents / "two.log", 2, DDP if sharding == "none" else "")
     assert largest_difference(documents / "adapter", alone) <= 1e-5
-    assert loss_curve(documents / "adapter") == pytest.approx(loss_curve(alone), rel=1e-6)
+    found, expected = result_of(documents / "adapter"), result_of(alone)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+    if more:
+        del expected["scores"]["base"]
+    assert list(found["scores"]) == list(expected["scores"])
+    for name, scores in expected["scores"].items():
+        assert found["scores"][name]["nats_by_document"] == pytest.approx(scores["nats_by_document"], rel=1e-4), name
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(documents / "base"), documents / "adapter")
     names = {name for name, parameter in model.named_parameters() if "lora_" in name}
     assert len(names) == len(adapter_weights(documents / "adapter"))
@@ -139,16 +165,22 @@ def test_killed_between_two_processes_files(documents, alone, rank, moment):
     assert largest_difference(documents / "adapter", alone) <= 1e-5
 
 
-def test_a_loss_of_one_process_that_is_not_finite_stops_both(documents):
+@pytest.mark.parametrize("file", ["train", "valid"])
+def test_a_loss_of_one_process_that_is_not_finite_stops_both(documents, file):
     base = AutoModelForCausalLM.from_pretrained(documents / "base")
     base.get_input_embeddings().weight.data[3] = float("nan")  # the word w0
     base.save_pretrained(documents / "base")
-    texts = ["w1 " * 40, "w2 " * 40, "w3 " * 40, "w4 w0 " + "w4 " * 40]
-    (documents / "train.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    recipe = Recipe(arguments(documents, *SETTINGS), documents / "nan.log", processes=2)
+    texts = ["w1 " * 40, "w2 " * 40, "w3 " * 40, "w4 " * 40]
+    for name in ("train", "valid"):
+        broken = [*texts[:3], "w4 w0 " + texts[3]] if name == file else texts
+        (documents / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in broken))
+    given = arguments(documents, *SETTINGS, f"--valid={documents / 'valid.jsonl'}")
+    recipe = Recipe(given, documents / "nan.log", processes=2)
     assert recipe.wait() == [1, 1]
+    step = 'The loss of step 1 is nan. Read: document 3 ("w4 w0 w4'
+    message = {"train": step, "valid": "The loss of document 3 at token 1 is nan"}[file]
     for rank in (0, 1):
-        assert 'The loss of step 1 is nan. Read: document 3 ("w4 w0 w4' in recipe.output(rank)
+        assert message in recipe.output(rank)
 
 
 @pytest.mark.parametrize(
