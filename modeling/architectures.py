@@ -239,7 +239,8 @@ def register_architecture(model_type: str, **names: Any) -> None:
     """Make a family of decoders known as base models, for all methods.
 
     Its attention must be transformers' own, to which its layers pass keywords on. Whether keys turn as `rotary`,
-    `angles` and `turns` say is tried when they should be moved (`local_window="sliding"`, `far_distance`).
+    `angles` and `turns` say is tried when they should be moved (`local_window="sliding"`, `far_distance`). A base whose
+    layers are of several kinds is refused without `masks_by_layer_type`.
 
     Args:
         model_type: of the family's configuration.
@@ -266,8 +267,15 @@ def check_scores(model_type: str) -> None:
 
 
 def base_shape(config: PretrainedConfig) -> BaseShape:
-    """Read the sizes of a base model from its configuration."""
+    """Read the sizes of a base model; raise ValueError if its row does not say that kinds of layers differ in masks."""
     known = architecture(config)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if len(kinds) > 1 and not known.masks_by_layer_type:
+        raise ValueError(
+            f"Layers of this {config.model_type} base see different parts of a text ({', '.join(sorted(kinds))}), and "
+            "so its decoder takes a mask for each kind, which the family's row does not say: call "
+            f"cacheformers.register_architecture({config.model_type!r}, masks_by_layer_type=True)."
+        )
     heads = config.num_attention_heads
     return BaseShape(
         model_type=config.model_type,

@@ -297,6 +297,15 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
 
 
+@pytest.fixture(scope="session")
+def smollm2():
+    """The folder of a real base, where it has been fetched."""
+    folder = Path(__file__).resolve().parents[1] / "data" / "smollm2-135m-instruct"
+    if not folder.is_dir():
+        pytest.skip("SmolLM2 is not there: cacheformers fetch")
+    return folder
+
+
 def tokenizer_of_bytes():
     names = ["<pad>", "<bos>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({name: place for place, name in enumerate(names)}, []))

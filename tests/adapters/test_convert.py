@@ -55,14 +55,9 @@ def random_weights(hidden=32, width=8, layers=2, rank=0):
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
+def base(tmp_path_factory, make_base):
     folder = tmp_path_factory.mktemp("base")
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**BASE))
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, 0.15)
-    model.save_pretrained(folder)
+    make_base("llama_gqa", torch.float32, **BASE, head_dim=8).save_pretrained(folder)
     return folder
 
 

@@ -127,13 +127,9 @@ def test_fresh_process(exported, how, tmp_path):
 
 
 @pytest.mark.slow
-def test_smollm2(tmp_path):
-    root = Path(__file__).resolve().parents[2]
-    folder = root / "data" / "smollm2-135m-instruct"
-    if not folder.is_dir():
-        pytest.skip("SmolLM2 is not there: cacheformers fetch")
+def test_smollm2(smollm2, tmp_path):
     model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32),
         cacheformers.NeurocacheAdapterConfig(segment_tokens=128, cache_size=512, search="exact"),
     ).eval()
     torch.manual_seed(1)
@@ -141,8 +137,8 @@ def test_smollm2(tmp_path):
         if "lora_mem_gate" in name or "lora_B" in name:
             torch.nn.init.normal_(parameter, 0, 0.05)
     model.save_pretrained(tmp_path / "adapter")
-    text = (root / "README.md").read_text()
-    ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids[:, :700]
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    ids = AutoTokenizer.from_pretrained(smollm2)(text, return_tensors="pt").input_ids[:, :700]
     expect(model, ids, tmp_path / "expected")
     export(tmp_path / "adapter", tmp_path / "model", dtype="float32")
     check_lines(run(COMPARE, "import", tmp_path / "model", tmp_path / "expected", cwd=tmp_path), 1)

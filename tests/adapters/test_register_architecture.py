@@ -7,7 +7,7 @@ from peft import PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import cacheformers
-from cacheformers.modeling.architectures import ARCHITECTURES
+from cacheformers.modeling.architectures import ARCHITECTURES, Architecture
 
 
 class OtherConfig(LlamaConfig):
@@ -60,3 +60,13 @@ def test_what_is_refused(other):
     cacheformers.register_architecture("llama")
     with pytest.raises(TypeError, match="cache_arguments"):
         cacheformers.register_architecture("other_family", cache_arguments="cache")
+
+
+def test_layers_of_several_kinds_need_their_masks(make_base, monkeypatch):
+    """A row without them would give layers with a window the mask of the others, or theirs to these."""
+    monkeypatch.setitem(ARCHITECTURES, "exaone4", Architecture())
+    message = r"\(full_attention, sliding_attention\).*register_architecture\('exaone4', masks_by_layer_type=True\)"
+    with pytest.raises(ValueError, match=message):
+        get_peft_model(make_base("exaone4"), adapter_config())
+    with pytest.raises(ValueError, match=message):
+        cacheformers.NeurocacheForCausalLM.from_base(make_base("exaone4"), segment_tokens=16)

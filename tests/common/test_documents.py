@@ -37,14 +37,6 @@ def byte_tokenizer(normalizer=None, space=False):
     return CountingTokenizer(tokenizer_object=made, bos_token="<bos>")
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    """A token a word."""
-    words = Tokenizer(models.WordLevel({"<unk>": 0, **{f"w{i}": i + 1 for i in range(50)}}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words)
-
-
 def words(number, length=3):
     return " ".join([f"w{number}"] * length)
 

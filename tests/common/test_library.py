@@ -126,12 +126,9 @@ def stopped(arguments):
 
 
 @pytest.mark.slow
-def test_the_shipped_memory_answers_from_two_plays(tmp_path):
+def test_the_shipped_memory_answers_from_two_plays(smollm2, tmp_path):
     """Real weights: one store of two texts, the passage that told it, and a follow-up question."""
-    base = ROOT / "data" / "smollm2-135m-instruct"
-    if not base.exists():
-        pytest.skip("run `cacheformers fetch` first")
-    model, tokenizer = load_model(str(base), str(ROOT / "model_cards" / "answers_facts"), "cpu", "float32")
+    model, tokenizer = load_model(str(smollm2), str(ROOT / "model_cards" / "answers_facts"), "cpu", "float32")
     library = cacheformers.Library(tmp_path, model, tokenizer)
     filler = "The bell then beating one, the watch walked slowly on and nobody said a word about the king.\n"
     facts = {"north": "Clara keeps a green trumpet at home.\n", "south": "Oscar is afraid of a wooden ladder.\n"}

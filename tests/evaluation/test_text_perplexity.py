@@ -159,8 +159,6 @@ def test_first_tokens_and_bos(folder, tokenizer):
         ("segment", ["--words=9", "--tokens=5"], "words is for whole texts"),
         ("magic", [], "invalid choice: 'magic'"),
         ("segment", ["--texts=no/such/file.raw"], "no/such/file.raw"),
-        ("segment", ["--text_field=body"], "no field 'body', only title, text"),
-        ("segment", ["--base=no/such/model"], "no/such/model"),
     ],
 )
 def test_options_that_cannot_work(folder, refused, mode, more, message):

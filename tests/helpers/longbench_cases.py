@@ -31,8 +31,10 @@ def row(task, number, length):
 
 
 def write_rows(path, rows):
+    """JSON lines; returns their path."""
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return str(path)
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ import re
 import runpy
 from pathlib import Path
 
-import pytest
-
 import cacheformers
 from cacheformers import CacheFormerConfig, train_adapt
 from cacheformers.cli import fetch
@@ -63,14 +61,11 @@ def test_the_readme():
     assert len(page.splitlines()) <= 150 and page[: page.index("```python")].count("\n") < 39
 
 
-def test_the_quickstart_answers(tmp_path, monkeypatch, capsys):
+def test_the_quickstart_answers(smollm2, tmp_path, monkeypatch, capsys):
     """With the adapter that ships and its real base: from the memory alone, and not without the memory."""
     monkeypatch.chdir(tmp_path)
-    base = ROOT / "data" / "smollm2-135m-instruct"
-    if not base.exists():
-        pytest.skip("SmolLM2 is not there: cacheformers fetch")
     Path("data").mkdir()
-    Path("data", base.name).symlink_to(base.resolve())
+    Path("data", smollm2.name).symlink_to(smollm2.resolve())
     fetch.main([])
     names: dict = {}
     page = (ROOT / "README.md").read_text()

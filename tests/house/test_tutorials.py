@@ -34,12 +34,10 @@ def alone(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def with_base(alone):
+def with_base(alone, smollm2):
     """The same with the real base, which `cacheformers fetch` then finds there."""
-    if not BASE.exists():
-        pytest.skip("SmolLM2 is not there: cacheformers fetch")
     (alone / "data").mkdir()
-    (alone / "data" / BASE.name).symlink_to(BASE.resolve())
+    (alone / "data" / smollm2.name).symlink_to(smollm2.resolve())
     return alone
 
 

@@ -56,6 +56,8 @@ def test_presets_are_what_they_are_called():
         CacheFormerConfig.preset("1b")
     with pytest.raises(ValueError, match="variant must be one of transformer_ls"):
         CacheFormerConfig.preset("23m", "best")
+    with pytest.raises(ValueError, match="has no field top_k, windows_tokens"):
+        CacheFormerConfig.preset("23m", top_k=3, windows_tokens=64)
 
 
 @pytest.mark.parametrize("name", recorded("ls_tiny_n"))
@@ -505,11 +507,6 @@ def test_compiled():
 def test_configurations_that_contradict_themselves(changes, message):
     with pytest.raises(ValueError, match=message):
         CacheFormerForCausalLM(tiny_config(**changes))
-
-
-def test_a_preset_has_no_other_fields():
-    with pytest.raises(ValueError, match="has no field top_k, windows_tokens"):
-        CacheFormerConfig.preset("23m", top_k=3, windows_tokens=64)
 
 
 @pytest.mark.parametrize("kind", [CacheFormerConfig, CacheFormerOnBaseConfig, NeurocacheConfig])

@@ -213,10 +213,3 @@ def test_a_half_precision_store(make_model, ids):
     assert memory.state.rings[1].keys.dtype == torch.bfloat16
     exact = make_model("llama_gqa", torch.float32)(ids).logits
     assert float((model(ids).logits - exact).abs().mean()) < 0.02
-
-
-@torch.no_grad()
-def test_the_store_grows_with_the_text(make_model, ids):
-    model = make_model("llama_gqa", torch.float32, cache_size=16384)
-    memory = model(ids).past_key_values
-    assert memory.state.rings[1].keys.shape[1] <= 128

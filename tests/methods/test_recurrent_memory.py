@@ -9,9 +9,9 @@ from peft import get_peft_model
 
 import cacheformers
 import train_adapt
-from cacheformers.methods.recurrent_memory import RecurrentMemoryOptions, dpfp, naive, phi, recall
+from cacheformers.methods.recurrent_memory import RecurrentMemoryOptions, naive
 from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
-from cacheformers.modeling.memory import BaseShape, Reading
+from cacheformers.modeling.memory import BaseShape
 from cacheformers.modeling.rotary import rotation
 from cacheformers.modeling.segments import close_segments
 
@@ -125,36 +125,6 @@ def test_what_is_stored_is_what_the_specification_stores(make_base, make_model, 
                     assert difference(state["norm"][layer][row], norm) < 1e-9
             else:
                 assert difference(state["memory"][0][row], document.memories[closed - 1]) < 1e-9
-
-
-def test_features_are_those_of_the_specification():
-    inputs = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    features = dpfp(inputs)
-    assert features.shape == (3, 30) and float(features.min()) == 0 < float(features.max())
-    assert torch.equal(features, torch.stack([phi(row) for row in inputs]))
-
-
-@torch.no_grad()
-def test_a_key_that_is_written_again_gets_its_new_value(make_model):
-    """With beta 1 the delta rule replaces, and z does not count a key twice; another key keeps its own value."""
-    model = some_model(make_model, "llama_gqa", "associative")
-    state = cacheformers.new_memory(model, 1).state
-    generator = torch.Generator().manual_seed(2)
-    keys = torch.zeros(2, 48, dtype=torch.float64)
-    keys[0, :20], keys[1, 20:] = torch.rand(20, generator=generator), torch.rand(28, generator=generator)
-    values = torch.randn(3, 32, dtype=torch.float64, generator=generator)
-    norms = []
-    for key, value in ((0, 0), (1, 1), (0, 2)):
-        written = {
-            layer: (keys[None, key : key + 1], values[None, value : value + 1], torch.ones(1, 1, 1))
-            for layer in range(3)
-        }
-        state.write([0], torch.zeros(1), Reading({}, {"written": written}))
-        state.commit(0, torch.arange(16))
-        norms.append(state.tensors["norm"][1].clone())
-    held = recall(keys[None], state.tensors["matrix"][1], state.tensors["norm"][1])[0]
-    assert difference(held, values[[2, 1]]) < 1e-4, "but for epsilon"
-    assert difference(norms[1], keys.sum(0)[None]) < 1e-4 and difference(norms[2], norms[1]) < 1e-4
 
 
 # Rules that the shared tests guard for memory tokens without the associative memory

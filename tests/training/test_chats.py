@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from longbench_cases import write_rows
 from recipe import arguments
 from tokenizers import processors
 
@@ -36,8 +37,7 @@ ANSWERS = ["Boris paints.<|end|>", "A red window, and so on, and so on.<|end|>"]
 
 
 def write(path, chats, **more):
-    path.write_text("".join(json.dumps({"messages": chat, **more}) + "\n" for chat in chats))
-    return str(path)
+    return write_rows(path, [{"messages": chat, **more} for chat in chats])
 
 
 def adding_bos(tokenizer):

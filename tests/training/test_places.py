@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from conftest import adapter_config
+from longbench_cases import write_rows
 from peft import get_peft_model
 from recipe import adapter_weights, arguments, largest_difference, make_text, run
 from transformers import AutoModelForCausalLM
@@ -19,11 +20,6 @@ def place_of(text, first, last):
     """Where words `first` to `last` stand in a text."""
     words = text.split()
     return [len(" ".join([*words[:first], ""])), len(" ".join(words[:last]))]
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def test_labels_are_the_tokens_that_lie_in_places(tokenizer):
@@ -48,7 +44,7 @@ def test_only_places_are_learned(folder, tokenizer):
     """A step is a document's segment with labels; its loss is that of these labels, the segments before were read."""
     text = make_text(60, 7)
     rows = [{"text": text, "answers": [place_of(text, 55, 58)]}]
-    given = [f"--train={write(folder / 'one.jsonl', rows)}", "--label_field=answers", "--steps=3", "--lanes=1"]
+    given = [f"--train={write_rows(folder / 'one.jsonl', rows)}", "--label_field=answers", "--steps=3", "--lanes=1"]
     train_adapt.main(arguments(folder, *given, "--device=cpu"))
     result = json.loads((folder / "adapter" / "train_result.json").read_text())
     assert len(result["losses"]) == 3 and result["tokens"] == 3 * 59
@@ -67,7 +63,7 @@ def test_only_places_are_learned(folder, tokenizer):
 
 def test_places_everywhere_are_the_same_as_none(folder):
     texts = [make_text(length, length) for length in (60, 40)]
-    file = write(folder / "all.jsonl", [{"text": text, "all": [[0, len(text)]]} for text in texts])
+    file = write_rows(folder / "all.jsonl", [{"text": text, "all": [[0, len(text)]]} for text in texts])
     for name, more in (("with", ["--label_field=all"]), ("without", [])):
         train_adapt.main(arguments(folder, f"--train={file}", "--device=cpu", *more, output=name))
     with_places, without = adapter_weights(folder / "with"), adapter_weights(folder / "without")
@@ -84,7 +80,7 @@ def test_two_processes_equal_one(folder, sharding):
         rows.append(
             {"text": text, "answers": [place_of(text, length - 9, length - 6), place_of(text, 20, 22)][: length % 4]}
         )
-    given = [f"--train={write(folder / 'some.jsonl', rows)}", "--label_field=answers", "--lanes=2", "--steps=12"]
+    given = [f"--train={write_rows(folder / 'some.jsonl', rows)}", "--label_field=answers", "--lanes=2", "--steps=12"]
     given += ["--memory_rate=1e-2", "--lora_rate=1e-2"]
     train_adapt.main(arguments(folder, *given, "--device=cpu", output="alone"))
     run(arguments(folder, *given, f"--sharding={sharding}"), folder / "two.log", 2)
@@ -112,7 +108,7 @@ def test_identity_knows_places(tokenizer):
     ],
 )
 def test_bad_places(folder, tokenizer, row, message):
-    file = write(folder / "bad.jsonl", [{"text": make_text(40), **row}])
+    file = write_rows(folder / "bad.jsonl", [{"text": make_text(40), **row}])
     options = DataOptions([file], label_field="places")
     with pytest.raises(ValueError, match=message):
         open_documents([file], tokenizer, options).check(16)

@@ -300,10 +300,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(folder, monkeypatch):
         (["--retrieval_map", "top"], "'top' is neither a layer"),
         (["--lora_targets", "fc9"], "fc9"),
         (["--train", "{folder}/empty"], "holds no documents"),
-        (["--train", "{folder}/short.jsonl"], "is not more than one segment of 16"),
-        (["--train", "{folder}/blank.jsonl"], "All 1 documents are empty"),
         (["--output", "{folder}/taken"], "already holds an adapter"),
-        (["--base", "{folder}/nowhere"], "nowhere was not found: there is no folder"),
         (["--output", "{folder}/train.jsonl/adapter"], "train.jsonl"),
         (["--clip", "nan"], "clip"),
         (["--lora_targets", "none", "q_proj"], "none"),
@@ -316,9 +313,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(folder, monkeypatch):
 )
 def test_bad_options(folder, refused, more, message):
     (folder / "empty").mkdir()
-    (folder / "short.jsonl").write_text(json.dumps({"text": make_text(10)}))
     (folder / "segment.jsonl").write_text(json.dumps({"text": make_text(17)}))
-    (folder / "blank.jsonl").write_text(json.dumps({"text": " "}))
     (folder / "taken").mkdir()
     (folder / "taken" / "adapter_config.json").write_text("{}")
     given = arguments(folder, *(word.format(folder=folder) for word in more))
