@@ -9,8 +9,8 @@ from pathlib import Path
 import datasets
 import pytest
 from conftest import SHARED, save_adapter
-from length_cases import check_killed_and_resumed, predictions, result, times
-from longbench_cases import write_rows
+from longbench_cases import KILLED, predictions, result, write_rows
+from recipe import Recipe, run
 from reciter import make_reciter
 from transformers import AutoTokenizer
 
@@ -24,6 +24,7 @@ from cacheformers.evaluation.lengths.books import load_books, split
 from cacheformers.evaluation.lengths.options import label
 from cacheformers.evaluation.lengths.report import accuracy
 
+TITLE, RECIPE = "base-full", "evaluation.babilong.main"
 LENGTHS = (400, 700)
 SENTENCES = [f"Sentence {number} has {'very ' * (number % 9)}many words." for number in range(300)]
 BOOK = " ".join(SENTENCES)
@@ -233,7 +234,7 @@ def test_a_model_that_always_says_kitchen(data, capsys):
     """It is right where the answer is the kitchen; everything is written down, and the table is what was counted."""
     make_reciter(data, "?kitchen.")  # the prompt ends in "?"
     babilong.main(arguments(data, "--records=12", "--plots=true"))
-    found = result(data)
+    found = result(data, TITLE)
     rows = [json.loads(line) for line in (data / "babi.jsonl").read_text().splitlines()]
     answers = [[each["answers"][0] for row in rows[place::2] for each in row["questions"]] for place in (0, 1)]
     right = [sum(answer == "kitchen" for answer in own) for own in answers]
@@ -247,7 +248,7 @@ def test_a_model_that_always_says_kitchen(data, capsys):
     assert found["settings"]["seed"] == 0 and found["environment"]["torch"] and min(found["seconds_per_record"]) > 0
     prompt = load_prompts()["qa1"].format(context="", input="Where is Mary?")
     assert found["prompt_tokens_per_record"][1] - 700 > len(prompt) - 50 and found["prompt_tokens_per_record"][0] < 2000
-    assert set(predictions(data)) == {"qa1-0K.jsonl", "qa1-700.jsonl", "qa2-0K.jsonl", "qa2-700.jsonl"}
+    assert set(predictions(data, TITLE)) == {"qa1-0K.jsonl", "qa1-700.jsonl", "qa2-0K.jsonl", "qa2-700.jsonl"}
     out = data / "out" / "base-full"
     table = (out / "table.md").read_text()
     assert table in capsys.readouterr().out and (out / "heatmap.png").stat().st_size > 10_000
@@ -265,17 +266,33 @@ def test_methods_are_longbenchs(data, capsys):
     table = (data / "out" / "table.md").read_text()
     assert [line.partition(":")[0] for line in table.splitlines() if "right answers" in line] == titles
     assert (data / "out" / "heatmap.png").stat().st_size > 10_000 and table in capsys.readouterr().out
-    tokens = {title: result(data, title=title)["prompt_tokens_per_record"] for title in titles}
+    tokens = {title: result(data, title)["prompt_tokens_per_record"] for title in titles}
     assert tokens["base-full"] == tokens["base-truncation"] and tokens["remembering-memory"][1] <= 910
-    texts = {title: predictions(data, title=title)["qa1-700.jsonl"] for title in titles}
+    texts = {title: predictions(data, title)["qa1-700.jsonl"] for title in titles}
     assert texts["base-full"] == texts["base-truncation"] != texts["remembering-memory"]
     babilong.main(arguments(data, *more, "--tasks", "qa1", "--memory_content=none", methods=("memory",)))
-    nothing = predictions(data, title="remembering-memory-none")["qa1-700.jsonl"]
+    nothing = predictions(data, "remembering-memory-none")["qa1-700.jsonl"]
     assert nothing != texts["remembering-memory"]
 
 
+def times(folder):
+    return (folder / "out" / "pred" / TITLE / "times.ndjson").read_text()
+
+
 def test_killed_and_resumed_equals_uninterrupted(data):
-    check_killed_and_resumed(data, babilong.main, arguments, "evaluation.babilong.main")
+    """It goes on in two processes."""
+    babilong.main(arguments(data))
+    whole = predictions(data, TITLE), result(data, TITLE)["accuracy"]
+    shutil.rmtree(data / "out")
+    before = KILLED.format(rank=0, moment=6, half=True)  # times, answers, times, ...
+    killed = Recipe(arguments(data), data / "killed.log", 1, before, RECIPE)
+    assert killed.wait() == [-9], killed.output()
+    first = times(data).splitlines()[:2]
+    resumed = run(arguments(data), data / "resumed.log", 2, recipe=RECIPE)
+    assert times(data).splitlines()[:2] == first
+    assert (predictions(data, TITLE), result(data, TITLE)["accuracy"]) == whole
+    assert result(data, TITLE)["environment"]["processes"] == 2
+    assert "| task |" in resumed.output(0) and "| task |" not in resumed.output(1)
 
 
 def test_records_and_lengths_can_be_added_and_settings_must_be_the_same(data, refused):
@@ -294,7 +311,7 @@ def test_records_and_lengths_can_be_added_and_settings_must_be_the_same(data, re
     }.items():
         assert message in refused(babilong.main, arguments(data, given))
     babilong.main(arguments(data, "--seed=1", "--overwrite=true"))
-    assert result(data)["settings"]["seed"] == 1
+    assert result(data, TITLE)["settings"]["seed"] == 1
 
 
 # Official records
@@ -340,7 +357,7 @@ def test_a_run_on_official_records(data):
         [f"--base={data / 'base'}", f"--data={data / 'official'}", f"--output={data / 'out'}", "--device=cpu"]
         + ["--plots=false", "--records=6", "--methods", "full", "--tasks", "qa1", "--lengths", "0k"]
     )
-    assert result(data)["accuracy"]["qa1"][0]["accuracy"] == round(100 / 6, 2)
+    assert result(data, TITLE)["accuracy"]["qa1"][0]["accuracy"] == round(100 / 6, 2)
 
 
 @pytest.mark.parametrize(
@@ -396,7 +413,7 @@ def test_books_are_needed_for_more_than_the_facts(data, refused):
     given = [text for text in arguments(data) if not text.startswith("--books")]
     assert "Facts are hidden in --books" in refused(babilong.main, given)
     babilong.main([*given, "--lengths", "0K"])
-    assert result(data)["lengths"] == [0]
+    assert result(data, TITLE)["lengths"] == [0]
 
 
 def test_labels():

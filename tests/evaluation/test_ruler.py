@@ -9,9 +9,8 @@ from dataclasses import replace
 
 import pytest
 from conftest import SHARED
-from length_cases import result
 from lm_eval.tasks.ruler import common_utils
-from longbench_cases import write_rows
+from longbench_cases import result, write_rows
 
 from cacheformers.evaluation.lengths.books import load_books
 from cacheformers.evaluation.longbench.prompts import cut_beginning, cut_middle, encode, fill, in_chat
@@ -400,7 +399,7 @@ def test_every_task(data, capsys):
     ruler.main(arguments(data, "--plots=true", "--records=1", chosen=NEW_TOKENS))
     table = (data / "out" / "base-full" / "table.md").read_text()
     assert (data / "out" / "base-full" / "heatmap.png").stat().st_size > 10_000 and table in capsys.readouterr().out
-    found = result(data)
+    found = result(data, "base-full")
     assert found["tasks"] == list(NEW_TOKENS) and found["lengths"] == [2600] and len(found["records"]) == 13
     for record in found["records"]:
         task = record["cell"].rpartition("-")[0]
@@ -418,7 +417,7 @@ def test_a_model_that_has_the_answer(data, monkeypatch):
         rows[1]["pred"] = rows[1]["answers"][0]
         write_rows(file, rows)
     ruler.main(arguments(data, chosen=("vt", "fwe")))
-    found = result(data)["accuracy"]
+    found = result(data, "base-full")["accuracy"]
     assert [found[name][0]["accuracy"] for name in ("vt", "fwe", "all")] == [60, 66.67, 63.33]
 
 
@@ -429,7 +428,7 @@ def test_a_trained_model_of_stories(data):
         pytest.skip(f"{base} is not there")
     more = [f"--base={base}", "--lengths", "2K", "--rope_factor=8", "--records=1"]
     ruler.main(arguments(data, *more, methods=("position-interpolation",), chosen=("niah_multikey_1", "fwe", "qa_2")))
-    found = result(data, title="stories260K-llama-position-interpolation")
+    found = result(data, "stories260K-llama-position-interpolation")
     assert len(found["records"]) == 3 and 1000 < found["prompt_tokens_per_record"][0] <= 2048 - 32
 
 
@@ -460,7 +459,7 @@ def test_questions_are_needed_for_their_tasks_alone(data, refused):
     given = [text for text in arguments(data) if not text.startswith("--questions")]
     assert "qa_1 need --questions" in refused(ruler.main, given)
     ruler.main([*given, "--tasks", "vt", "--records=1"])
-    assert result(data)["tasks"] == ["vt"]
+    assert result(data, "base-full")["tasks"] == ["vt"]
 
 
 def test_nothing_is_drawn_twice():
