@@ -1,11 +1,11 @@
-"""What an untrained base reads by retrieval: passkeys and the perplexity of books, against a window of as many columns.
+"""What an untrained base finds by retrieval: passkeys in a text, by what finds its segments and where they are read.
 
     cacheformers fetch
-    python benchmarks/untrained.py passkeys --lengths 4096 8192 16384
-    python benchmarks/untrained.py books --texts ../shared/data/books/test.jsonl.gz
+    python benchmarks/untrained.py --lengths 4096 8192 16384
+    python benchmarks/untrained.py --filler ../shared/data/books/test.jsonl.gz
 
-Every row sees at most 1,024 columns at a token. Each case and each book is saved as it is done, and a run that was
-stopped goes on from there. Results: untrained.json.
+To save time a text is read once, by the window and the first segment; then every row asks for the key in its own way.
+Each case is saved as it is done, and a run that was stopped goes on from there. Results: untrained.json and .md.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import math
-import time
 from collections.abc import Iterator
 from statistics import mean
 from typing import Any
@@ -27,83 +25,121 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cacheformers
-from cacheformers.evaluation.held_out import token_nats
 from cacheformers.evaluation.passkey.prompts import NEEDLES, REPEAT, Case, PromptMaker, load_filler, make_cases
-from cacheformers.evaluation.readers import Remembering
-from cacheformers.evaluation.text_perplexity import read_texts
+from cacheformers.methods.cacheformer.representatives import represent
+from cacheformers.methods.cacheformer.selection import Chooser
+from cacheformers.methods.cacheformer.state import Shelf
+from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
+from cacheformers.modeling.method import active_options
+from cacheformers.modeling.rotary import rotation
 
 Settings = dict[str, Any]
-SINKS = {"local_window": "sliding", "segment_tokens": 128, "window_tokens": 892, "sink_tokens": 4}
-RETRIEVAL = {
+CACHE: Settings = {
     **{"long": False, "overlap": False, "window_tokens": 256, "pool_tokens": 32, "topk": 16, "sink": True},
-    **{"selection": "previous_block", "select_rows": 8, "far_distance": 512, "segment_tokens": 2048},
+    **{"select_rows": 8, "representatives": "mean"},
 }
-ROWS: dict[str, Settings | None] = {
-    "base, full attention": None,
-    "sinks and window": SINKS,
-    "mean": {**RETRIEVAL, "representatives": "mean"},
-    "tokens": {**RETRIEVAL, "representatives": "tokens", "pool_vectors": 4},
-    "bounds": {**RETRIEVAL, "representatives": "bounds"},
+FOUR: Settings = {"representatives": "tokens", "pool_vectors": 4}
+# The window and the first segment.
+READING: Settings = {**CACHE, **FOUR, "topk": 1, "select_rows": 256, "packed": True}
+SINKS: Settings = {"local_window": "sliding", "segment_tokens": 128, "window_tokens": 892, "sink_tokens": 4}
+ROWS: dict[str, Settings] = {  # at most 1,024 columns at a token, but for the first
+    "window of 512 and the first segment": READING,
+    "mean, true distance": CACHE,
+    "mean, at most 512 away": {**CACHE, "far_distance": 512},
+    "mean, at most 64 away": {**CACHE, "far_distance": 64},
+    "mean, packed": {**CACHE, "packed": True},
+    "tokens, packed": {**CACHE, **FOUR, "packed": True},
+    "bounds, packed": {**CACHE, "representatives": "bounds", "packed": True},
 }
 
 
 def main() -> None:
-    """Measure one part, and print the tables of all that was measured."""
+    """Ask for every key, and print the tables of all that was measured."""
     arguments = parser(__doc__, ".")
-    arguments.add_argument("part", choices=("passkeys", "books"))
     arguments.add_argument("--base", default="data/smollm2-135m-instruct", help="(default: %(default)s)")
-    arguments.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS, help="(default: all)")
-    arguments.add_argument("--lengths", type=int, nargs="+", default=[4096], help="tokens of a prompt, or of a book")
+    arguments.add_argument("--lengths", type=int, nargs="+", default=[4096], help="tokens of a prompt")
     arguments.add_argument("--cases", type=int, default=10, help="passkeys of a length (default: %(default)s)")
     arguments.add_argument("--filler", default=REPEAT, help="around passkeys (default: %(default)s)")
-    arguments.add_argument("--texts", help="books")
-    arguments.add_argument("--documents", type=int, default=2, help="books read (default: %(default)s)")
+    arguments.add_argument("--reader", default="retrieval", choices=("retrieval", "sinks", "full"), help="who is asked")
     options = arguments.parse_args()
     torch.set_grad_enabled(False)
     file = options.output / "untrained.json"
-    found = json.loads(file.read_text())["found"] if file.exists() else {"passkeys": {}, "books": {}}
+    found = json.loads(file.read_text())["found"] if file.exists() else {}
     tokenizer: Any = AutoTokenizer.from_pretrained(options.base)
-    for name in options.rows:
-        model = load(options.base, ROWS[name])
-        for key, result in {"passkeys": passkeys, "books": books}[options.part](model, tokenizer, options, name, found):
-            found[options.part][key] = result
-            save("untrained", options, {"found": found})
-    print("\n".join(page(found)))
-
-
-def load(base: str, settings: Settings | None) -> Any:
-    """Load the base in bfloat16, with an adapter that is not trained if there are settings of one."""
-    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-    if settings is None:
-        return model.eval()
-    kind = cacheformers.WindowedAdapterConfig if settings is SINKS else cacheformers.CacheFormerAdapterConfig
-    return get_peft_model(model, kind(task_type="CAUSAL_LM", target_modules=[], **settings)).eval()
-
-
-def passkeys(
-    model: Any, tokenizer: Any, options: argparse.Namespace, name: str, found: dict[str, Any]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the result of each case that was not asked before, from the beginning of the text to its end."""
-    wording = NEEDLES["passkey"]
     filler = load_filler(options.filler, "text", tokenizer, max(options.lengths))
-    maker = PromptMaker(wording, filler, tokenizer, 0)
+    maker = PromptMaker(NEEDLES["passkey"], filler, tokenizer, 0)
+    model: Any = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.bfloat16).eval()
+    rows: dict[str, Settings | None] = {"full attention": None}
+    if options.reader == "sinks":
+        rows = {"sinks and window of 1,024": None}
+        model = get_peft_model(
+            model, cacheformers.WindowedAdapterConfig(task_type="CAUSAL_LM", target_modules=[], **SINKS)
+        ).eval()
+    if options.reader == "retrieval":
+        rows = {**ROWS}
+        model = get_peft_model(
+            model, cacheformers.CacheFormerAdapterConfig(task_type="CAUSAL_LM", target_modules=[], **READING)
+        ).eval()
     around = "grass" if options.filler == REPEAT else "book"
+    reading = active_options(find_decoder(unwrap(model)))
+    for case, memory in memories(model, maker, options, f"{around}, {next(iter(rows))}", found):
+        for name, row in rows.items():
+            twin = copied(memory) if row is None else asking_by(model, memory, row)
+            known = {"row": name, "around": around, "length": case.length, "depth": case.depth}
+            found[f"{around}, {name}, {case.id}"] = {**known, **ask(model, maker, case, twin)}
+        if options.reader == "retrieval":
+            use(model, reading)
+        save("untrained", options, {"found": found})
+    print("\n".join(page(list(found.values()))))
+
+
+def memories(
+    model: Any, maker: PromptMaker, options: argparse.Namespace, name: str, found: dict[str, Any]
+) -> Iterator[tuple[Case, Any]]:
+    """Yield each case that was not asked before, and a memory of its text; what texts have in common is read once."""
     depths = [100 * (place + 0.5) / options.cases for place in range(options.cases)]
     for length in options.lengths:
-        cases = make_cases(wording, [length], depths, 1, 0)
-        left = [case for case in cases if f"{name}, {around}, {case.id}" not in found["passkeys"]]
-        stem, read = None, 0  # a memory of the tokens that the next prompts have in common
+        left = [c for c in make_cases(maker.wording, [length], depths, 1, 0) if f"{name}, {c.id}" not in found]
+        stem, read = None, 0
         for case, following in zip(left, [*left[1:], None], strict=True):
-            start, prompt = time.perf_counter(), maker(case)
-            common = 0 if following is None else shared(prompt.read, maker(following).read)
+            ids = maker(case).read
+            common = 0 if following is None else shared(ids, maker(following).read)
             if common > read:
-                stem, read = go_on(model, prompt.read[read:common], stem), common
+                stem, read = go_on(model, ids[read:common], stem), common
             if common < read:
                 stem, read = None, 0
-            memory = go_on(model, prompt.read[read:], copy.deepcopy(stem))
-            result = ask(model, maker, case, memory)
-            known = {"row": name, "around": around, "length": case.length, "depth": case.depth}
-            yield f"{name}, {around}, {case.id}", {**known, **result, "seconds": time.perf_counter() - start}
+            yield case, go_on(model, ids[read:], copied(stem))
+
+
+def copied(memory: Any) -> Any:
+    """Copy a memory or a cache of transformers."""
+    return memory.clone() if isinstance(memory, cacheformers.MemoryCache) else copy.deepcopy(memory)
+
+
+def use(model: Any, options: Any) -> None:
+    """Make the layers of a model attend by other options."""
+    attentions: Any = attention_modules(find_decoder(unwrap(model)))
+    for layer in options.layers:
+        attentions[layer].memory.adapter_options["default"] = options
+
+
+def asking_by(model: Any, memory: Any, settings: Settings) -> Any:
+    """Return a copy of a memory whose segments are found and placed by other settings, as the model then does."""
+    decoder, twin = find_decoder(unwrap(model)), memory.clone()
+    options: Any = cacheformers.CacheFormerAdapterConfig(**settings).resolve(active_options(decoder).base)
+    twin.signature, rotate = options.signature, rotation(decoder)
+    assert rotate is not None
+    use(model, options)
+    for layer in options.layers:
+        state, size, keys = twin.state.layers[layer], options.pool_tokens, memory.state.layers[layer].shelves["keys"]
+        state.options = options
+        state.chooser = Chooser(options, 1, keys.vectors.device, keys.vectors.dtype) if options.cache else None
+        if options.representatives != "tokens":
+            segments = state.tokens_read[0] // size
+            plain = rotate(keys.vectors[:, :, : segments * size], -torch.arange(segments * size)[None], layer)
+            parts = represent(options.representatives, 1, plain.unflatten(2, (segments, size)), None)
+            state.shelves["long_keys"], state.tail = Shelf(parts), state.tail[:2]
+    return twin
 
 
 def shared(left: list[int], right: list[int]) -> int:
@@ -126,10 +162,11 @@ def ask(model: Any, maker: PromptMaker, case: Case, memory: Any) -> dict[str, An
         "found": bool((logits.argmax(-1) == answer).all()),
         "loss": float(F.cross_entropy(logits, answer)),
     }
-    if hasattr(model, "peft_config") and memory.state.retrieves:
+    state: Any = getattr(memory, "state", None)
+    if getattr(state, "layers", None) and state.layers[0].chooser is not None:
         needle = maker.parts(case)[1]
         first = next(place for place in range(len(prompt.read)) if prompt.read[place : place + len(needle)] == needle)
-        result["hits"] = hits(memory.state, len(key) + 1, first, first + len(needle))
+        result["hits"] = hits(state, len(key) + 1, first, first + len(needle))
     return result
 
 
@@ -147,36 +184,19 @@ def hits(state: Any, back: int, first: int, end: int) -> list[float]:
     return shares
 
 
-def books(
-    model: Any, tokenizer: Any, options: argparse.Namespace, name: str, found: dict[str, Any]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the mean losses of the books that were not read before, in their first 8K tokens and after them."""
-    tokens = max(options.lengths)
-    for text in read_texts([options.texts], tokenizer, documents=options.documents, tokens=tokens):
-        key = f"{name}, {text.name}, {tokens}"
-        if key not in found["books"] and ROWS[name] is not None:
-            start = time.perf_counter()
-            losses = token_nats(model, [text], Remembering(), 2048, title=name)[0]
-            parts = {"to_8k": losses[:8192], "beyond": losses[8192:]}
-            nats = {part: float(own.mean()) if len(own) else None for part, own in parts.items()}
-            seconds = time.perf_counter() - start
-            yield key, {"row": name, "text": text.name, "tokens": tokens, **nats, "seconds": seconds}
-
-
-def page(found: dict[str, Any]) -> list[str]:
+def page(cases: list[dict[str, Any]]) -> list[str]:
     """Return the lines of the tables of all that was measured."""
-    cases, read = (list(found[part].values()) for part in ("passkeys", "books"))
     lines = []
     for around in dict.fromkeys(case["around"] for case in cases):
         shown = []
-        for row in ROWS:
-            for length in sorted({case["length"] for case in cases}):
+        for length in sorted({case["length"] for case in cases if case["around"] == around}):
+            for row in dict.fromkeys(case["row"] for case in cases):
                 own = [c for c in cases if (c["row"], c["around"], c["length"]) == (row, around, length)]
                 if own:
                     shown.append([row, f"{length:,}", *passkey_cells(own)])
-        titles = [f"passkeys, {around}", "tokens", "found", "loss", "hit rate", "hit rate, upper half", "seconds"]
+        titles = [f"passkeys, {around}", "tokens", "found", "loss", "hit rate", "hit rate, upper half"]
         lines += table(titles, shown)
-    return lines + (table(["", "book", "to 8K", "8K and on", "seconds"], map(book_cells, read)) if read else [])
+    return lines
 
 
 def passkey_cells(own: list[dict[str, Any]]) -> list[str]:
@@ -188,14 +208,7 @@ def passkey_cells(own: list[dict[str, Any]]) -> list[str]:
         f"{mean(case['loss'] for case in own):.2f}",
         f"{mean(map(mean, rates)):.2f}" if rates else "-",
         f"{mean(upper):.2f}" if rates else "-",
-        f"{mean(case['seconds'] for case in own):.0f}",
     ]
-
-
-def book_cells(book: dict[str, Any]) -> list[str]:
-    """Return the cells of one row and book."""
-    parts = ["-" if book[part] is None else f"{math.exp(book[part]):.2f}" for part in ("to_8k", "beyond")]
-    return [book["row"], book["text"].rpartition(" ")[2], *parts, f"{book['seconds']:.0f}"]
 
 
 if __name__ == "__main__":

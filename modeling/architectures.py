@@ -239,8 +239,8 @@ def register_architecture(model_type: str, **names: Any) -> None:
     """Make a family of decoders known as base models, for all methods.
 
     Its attention must be transformers' own, to which its layers pass keywords on. Whether keys turn as `rotary`,
-    `angles` and `turns` say is tried when they should be moved (`local_window="sliding"`, `far_distance`). A base whose
-    layers are of several kinds is refused without `masks_by_layer_type`.
+    `angles` and `turns` say is tried when they should be moved (`local_window="sliding"`, `far_distance`, `packed`). A
+    base whose layers are of several kinds is refused without `masks_by_layer_type`.
 
     Args:
         model_type: of the family's configuration.

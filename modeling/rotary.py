@@ -112,13 +112,14 @@ def check_rotation(model: nn.Module, options: Any) -> None:
     A base on the meta device cannot be tried, and passes.
 
     Raises:
-        ValueError: names the layers whose keys cannot be moved; `far_distance` on a rotation that depends on the length
-            of the text.
+        ValueError: names the layers whose keys cannot be moved; `far_distance` or `packed` on a rotation that depends
+            on the length of the text.
     """
     if getattr(options, "local_window", None) == "sliding":
         moving, remedy = "local_window='sliding'", "local_window='segment'"
-    elif getattr(options, "far_distance", 0):
-        moving, remedy = f"far_distance={options.far_distance}", "far_distance=0"
+    elif getattr(options, "far_distance", 0) or getattr(options, "packed", False):
+        name = "packed" if options.packed else "far_distance"
+        moving, remedy = f"{name}={getattr(options, name)}", f"{name}={type(getattr(options, name))()}"
         rope: Any = getattr(find_decoder(model).config, "rope_parameters", None) or {}
         kind = rope.get("rope_type")
         if kind in ("dynamic", "longrope"):

@@ -78,7 +78,7 @@ class CacheFormerOptions(CacheFormerSettings):
         heads, kv_heads, head_dim: shape of the layer's attention.
         tied: keys are also values.
         local_norm, global_norm: LayerNorm on the keys and values of tokens, and on compressed ones.
-        representatives, far_distance: see `CacheFormerOnBaseSettings`; only with `pretrained`.
+        representatives, far_distance, packed: see `CacheFormerOnBaseSettings`; only with `pretrained`.
         pretrained: for attention that was trained without this method. Keys are compressed before their rotation and
             then rotated to their segment's center. Only text wholly before the window is compressed or retrieved, so
             attention to a text of up to two windows stays as it was.
@@ -94,6 +94,7 @@ class CacheFormerOptions(CacheFormerSettings):
 
     representatives = "compressed"  # not a field here: from scratch there is no other choice
     far_distance = 0
+    packed = False
 
     def __post_init__(self) -> None:
         kinds = {"int": (int,), "int | None": (int, type(None)), "bool": (bool,)}

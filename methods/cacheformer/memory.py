@@ -65,6 +65,12 @@ class CacheFormerOnBaseSettings(CacheFormerSettings, MethodSettings):
         "texts beyond its positions. 0: at their true distance.",
         free=True,
     )
+    packed: bool = setting(
+        False,
+        "Read retrieved segments side by side, in their order, as if they stood just before the window; also for texts "
+        "beyond the base's positions.",
+        free=True,
+    )
     segment_tokens: int = setting(2048, "Tokens of one forward; bounds activations and changes no result.", free=True)
 
     def resolve(self, base: BaseShape) -> CacheFormerOnBaseOptions:
@@ -100,8 +106,8 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
                 f"A segment of pool_tokens {self.pool_tokens} cannot be represented by {self.pool_vectors} of its "
                 "tokens: choose pool_vectors <= pool_tokens."
             )
-        if self.far_distance:
-            self.check_far_distance()
+        if self.moves:
+            self.check_moves()
         check_scores(self.base.model_type)
         own = self.base.sliding_window
         if own is not None and self.window_tokens > own:
@@ -110,17 +116,34 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
                 f"window_tokens <= {own}."
             )
 
-    def check_far_distance(self) -> None:
+    @property
+    def moves(self) -> str:
+        """The option that moves retrieved tokens to other positions; empty if there is none."""
+        return "packed" if self.packed else "far_distance" if self.far_distance else ""
+
+    @property
+    def reach(self) -> int:
+        """How many tokens before the window moved tokens are read."""
+        return self.retrieved * self.pool_tokens if self.packed else self.far_distance
+
+    def check_moves(self) -> None:
         """Raise ValueError unless retrieved tokens can be moved, and stay before the window and in known positions."""
+        if self.packed and self.far_distance:
+            raise ValueError("packed and far_distance both say where retrieved tokens are read: choose one.")
         if not self.base.rotary:
             raise ValueError(
-                f"far_distance moves keys to other positions, which {self.base.model_type} cannot do (its positions "
+                f"{self.moves} moves keys to other positions, which {self.base.model_type} cannot do (its positions "
                 "are learned embeddings): leave it out."
             )
         if self.long or self.overlap:
-            raise ValueError("far_distance moves retrieved tokens alone: set long=False and overlap=False.")
+            raise ValueError(f"{self.moves} moves retrieved tokens alone: set long=False and overlap=False.")
         most = self.base.max_positions - 2 * self.window_tokens
-        if not self.pool_tokens <= self.far_distance <= most:
+        if self.packed and self.reach > most:
+            raise ValueError(
+                f"{self.retrieved} segments of pool_tokens {self.pool_tokens} take {self.reach} positions in a row, "
+                f"and with two windows must fit the base's {self.base.max_positions}: at most {most}."
+            )
+        if not self.packed and not self.pool_tokens <= self.far_distance <= most:
             raise ValueError(
                 f"far_distance {self.far_distance} must be at least pool_tokens {self.pool_tokens}, and with two "
                 f"windows fit the base's {self.base.max_positions} positions: at most {most}."
@@ -129,8 +152,8 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
     @property
     def positions(self) -> int:
         """Positions that the base model must have."""
-        bounded = self.far_distance and len(self.layers) == self.base.layers  # the other layers see everything
-        return 2 * self.window_tokens + self.far_distance if bounded else EVERYTHING
+        bounded = self.moves and len(self.layers) == self.base.layers  # the other layers see everything
+        return 2 * self.window_tokens + self.reach if bounded else EVERYTHING
 
     @property
     def near_tokens(self) -> int:

@@ -53,10 +53,10 @@ def naive(
                 branches["overlap"] = [
                     vector for j, vectors in enumerate(shifted) if j * s + half <= horizon for vector in vectors
                 ]
+                found = [c for c in chosen[t] if c >= 0]
                 branches["cache"] = [
-                    (moved(key, start - options.far_distance - c * s if options.far_distance else 0, rotate), value)
-                    for c in chosen[t]
-                    if c >= 0
+                    (moved(key, shift(options, start, c, len(found) - rank), rotate), value)
+                    for rank, c in enumerate(found)
                     for key, value in near[c * s : (c + 1) * s]
                 ]
                 seen = [branches[name] for name in options.branches]
@@ -64,6 +64,13 @@ def naive(
                 rows.append(attend(options, queries[head, t], seen, gate))
             outputs.append(rows)
     return torch.stack([torch.stack(rows) for rows in outputs])[None], lists
+
+
+def shift(options: CacheFormerOptions, start: int, c: int, left: int) -> int:
+    """Say by how many positions the keys of segment c are moved, the first of `left` segments before the window."""
+    if options.packed:
+        return start - left * options.pool_tokens - c * options.pool_tokens
+    return start - options.far_distance - c * options.pool_tokens if options.far_distance else 0
 
 
 def moved(key: Tensor, shift: int, rotate: Rotate | None) -> Tensor:

@@ -216,7 +216,7 @@ class Run:
         chooser: None without a cache.
         real: which tokens count for the choice of segments, `[rows, time]` on the host; None for all.
         asking: queries that score segments, where they are not those that attend.
-        rotate: turns keys, for `far_distance`.
+        rotate: turns keys, for `far_distance` and `packed`.
         lists: the segments that each tile retrieved; `forward` fills it.
     """
 
@@ -271,7 +271,8 @@ class Run:
         options, size = self.options, self.options.pool_tokens
         filled = options.filled(positions)
         segments = int(options.admissible(options.block_start(positions)).max())
-        if lists.dim() == 4 and segments <= min(lists.shape[2], ALL_AT_ONCE) * options.retrieved:
+        alike = lists.dim() == 4 and not options.packed  # a segment is read at one place by all tokens of a tile
+        if alike and segments <= min(lists.shape[2], ALL_AT_ONCE) * options.retrieved:
             nowhere = torch.where(lists < 0, segments, lists)
             seen = lists.new_zeros(*lists.shape[:3], segments + 1, dtype=torch.bool).scatter_(-1, nowhere, True)
             move = self.move(positions, torch.arange(segments, device=lists.device)[None, None] * size)
@@ -282,11 +283,16 @@ class Run:
 
     def move(self, positions: Tensor, begins: Tensor) -> Move | None:
         """Return how keys of segments that begin at `[rows or 1, 1 or kv_heads, (time,) segments]` are moved."""
-        far, rotate = self.options.far_distance, self.rotate
-        if not far or rotate is None:
+        options, rotate = self.options, self.rotate
+        if rotate is None or not (options.far_distance or options.packed):
             return None
-        start = self.options.window_start(positions[:, 0]).to(begins.device)
-        shifts = (start.view(-1, *[1] * (begins.dim() - 1)) - far - begins).clamp(min=0)
+        before = torch.tensor(options.far_distance, device=begins.device)
+        shape = (-1, *[1] * (begins.dim() - 1))
+        start = options.window_start(positions[:, 0]).to(begins.device).view(shape)
+        if options.packed:
+            place = torch.arange(begins.shape[-1], device=begins.device)
+            before = (options.filled(positions[:, 0]).to(begins.device).view(shape) - place) * options.pool_tokens
+        shifts = (start - before - begins).clamp(min=0)
         return Move(rotate, shifts) if bool(shifts.any()) else None
 
     def shares(self, shown: dict[str, View], gates: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:

@@ -40,6 +40,8 @@ CHOICES = {
         **{**MEANS, "representatives": "tokens", "selection": "token"},
         **{"far_distance": 5, "topk": 1},
     },
+    "packed": {**MEANS, "packed": True, "topk": 3, "select_rows": 3},
+    "packed for each token": {**MEANS, "packed": True, "selection": "prefix", "neighbors": 1, "topk": 3},
     "bounds": {**MEANS, "representatives": "bounds", "topk": 3},
     "bounds so far": {**MEANS, "representatives": "bounds", "selection": "prefix", "select_rows": 3, "topk": 1},
     "no long": {"long": False, "pool_tokens": 2, "select_rows": 3},
@@ -246,7 +248,8 @@ LLAMA3 = {
 def test_a_layer_retrieves_and_moves_as_specified(make_model, ids, base, rope, kind):
     """Beyond the 64 positions of the base, by its own rotation, however it is scaled."""
     changes = {} if rope is None else {"base": {"rope_parameters": rope}}
-    chosen = {**MEANS, "representatives": kind, "far_distance": 8, "selection": "prefix"}
+    where = {"packed": True} if kind == "bounds" else {"far_distance": 8}
+    chosen = {**MEANS, "representatives": kind, "selection": "prefix", **where}
     model = make_model(base, method="cacheformer_on_base", segment_tokens=128, **chosen, **changes)
     decoder = find_decoder(unwrap(model))
     q, k, v, mixed = projections(model, 1, ids)
