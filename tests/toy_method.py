@@ -10,30 +10,23 @@ import torch
 
 from cacheformers import MemoryMethod, register
 from cacheformers.adapters.config import MemoryAdapterConfig
+from cacheformers.modeling import method
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
 from cacheformers.modeling.memory import RingState
-from cacheformers.modeling.method import (
-    LocalWindowOptions,
-    LocalWindowSettings,
-    PerHead,
-    StoreOptions,
-    StoreSettings,
-    setting,
-)
 
 
 class ToyParts(NamedTuple):
-    gate: PerHead
+    gate: method.PerHead
 
 
 @dataclass(repr=False)
-class ToySettings(StoreSettings, LocalWindowSettings):
-    layer: int = setting(1, "Layer with the memory.")
-    cache_size: int = setting(64, "States that are averaged; the oldest go first.", free=True)
+class ToySettings(method.StoreSettings, method.LocalWindowSettings):
+    layer: int = method.setting(1, "Layer with the memory.")
+    cache_size: int = method.setting(64, "States that are averaged; the oldest go first.", free=True)
 
 
 @dataclass(kw_only=True)
-class ToyOptions(StoreOptions, ToySettings, LocalWindowOptions):
+class ToyOptions(method.StoreOptions, ToySettings, method.LocalWindowOptions):
     layers = attention_layers = property(lambda self: (self.layer,))
     entry_numbers = property(lambda self: self.base.hidden_size)
 
@@ -75,7 +68,7 @@ register(
         options=ToyOptions,
         new_state=new_state,
         parts=ToyParts,
-        make_parts=lambda options, *_: {"gate": PerHead(options.base.heads)},
+        make_parts=lambda options, *_: {"gate": method.PerHead(options.base.heads)},
         branch=branch,
         stores="entries",
         rates={"gate": "gate"},
