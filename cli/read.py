@@ -65,7 +65,7 @@ def read_segments(model: object, memory: MemoryCache, ids: Tensor) -> Iterator[i
     """Read on to the end of `ids` `[tokens]`, a segment at a time, and yield the number of tokens of each."""
     step = len(ids) if memory.state.forward_is_segment else memory.window.segment_tokens
     for start in range(memory.tokens_read[0], len(ids), step):
-        cacheformers.read(model, ids[start : start + step], progress=False, memory=memory)  # type: ignore[arg-type]
+        cacheformers.read(model, ids[start : start + step], progress=False, memory=memory)  # type: ignore[arg-type]  # a model, which is not typed here
         yield min(step, len(ids) - start)
 
 

@@ -101,7 +101,7 @@ def load_base(
         arguments["device_map"] = {"": device}
     model = AutoModelForCausalLM.from_pretrained(base_folder(options.base), **arguments)
     if options.quantize == "none":
-        model.to(device)  # type: ignore[arg-type]
+        model.to(device)  # type: ignore[arg-type]  # transformers wraps `to`
     return model, tokenizer
 
 

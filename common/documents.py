@@ -178,7 +178,7 @@ class DocumentRow(ABC):
     def text(self, index: int) -> str | None:
         """Return the text of one document."""
 
-    def release(self, position: int) -> None:  # noqa: B027
+    def release(self, position: int) -> None:  # noqa: B027  # few rows hold texts
         """Let go of the documents before this position of the endless row, unless all stay in memory anyway."""
 
     @abstractmethod

@@ -162,7 +162,7 @@ def draw_gates(given: argparse.Namespace, model: nn.Module, options: GatedAttent
         config: Any = model.peft_config[model.active_adapter] if isinstance(model, PeftModel) else model.config
         config.far_heads = {layer: list(heads) for layer, heads in far_heads.items()}
         with new_folder(given.save) as draft:
-            model.save_pretrained(str(draft))  # type: ignore[operator]
+            model.save_pretrained(str(draft))  # type: ignore[operator]  # a transformers model
             tokenizer.save_pretrained(draft)
         heads = sum(map(len, far_heads.values()))
         print(f"{heads} of {len(far_heads) * options.base.kv_heads} kv heads see everything: {given.save}")

@@ -118,7 +118,7 @@ def evaluate_model(model: nn.Module, documents: Sequence[HeldOut], options: Eval
     else:
         whole = unwrap(model)
         leaks = isinstance(whole.config, WholeConfig) and not whole.config.causal
-        name, note = str(whole.config.model_type), LEAKS if leaks else ""  # type: ignore[union-attr]
+        name, note = str(whole.config.model_type), LEAKS if leaks else ""  # type: ignore[union-attr]  # its configuration
         add(name, Remembering() if remembers else Forgetting(shown), note=note)
     if "longer_window" in controls:
         more, note = longer_window(model, memory)
@@ -168,7 +168,7 @@ def check_evaluation(documents: Sequence[HeldOut], options: EvalOptions, memory:
 
 def longer_window(model: nn.Module, memory: Any) -> tuple[int, str]:
     """Return how many more tokens self-attention sees in place of a full memory, and a note on that number."""
-    parameter = next(find_decoder(unwrap(model)).layers.parameters())  # type: ignore[union-attr]
+    parameter = next(find_decoder(unwrap(model)).layers.parameters())  # type: ignore[union-attr]  # a ModuleList
     wanted, free = window_of_equal_bytes(memory, parameter.device, parameter.dtype), free_positions(memory)
     note = f"{wanted:,} more tokens of self-attention take the bytes of {memory.cache_size:,} entries"
     if wanted > free:

@@ -43,7 +43,7 @@ def retrieved(model: CacheFormerForCausalLM, ids: Tensor) -> list[Tensor]:
 
     def watch(attention: nn.Module, args: Any) -> None:
         hidden, rotation = args[:2]
-        found.append(attention.selected_segments(hidden, rotation)[0].cpu())  # type: ignore[operator]
+        found.append(attention.selected_segments(hidden, rotation)[0].cpu())  # type: ignore[operator]  # CacheFormer has it
 
     handles = [layer.self_attn.register_forward_pre_hook(watch) for layer in model.model.layers]
     try:

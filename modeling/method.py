@@ -161,7 +161,7 @@ class MethodSettings:
                 f"{type(self).__name__} is not of a registered method: call cacheformers.register(MemoryMethod(...)) "
                 "with it first."
             )
-        chosen = {entry.name: getattr(self, entry.name) for entry in fields(self) if "free" in entry.metadata}  # type: ignore[arg-type]
+        chosen = {entry.name: getattr(self, entry.name) for entry in fields(self) if "free" in entry.metadata}  # type: ignore[arg-type]  # a dataclass, as all subclasses are
         return method.options(base=base, **chosen)
 
 

@@ -114,7 +114,7 @@ class Maker:
         for id, texts in self.texts(task, tokens, words, books):
             draw = partial(random.Random, f"{options.seed}/{name}/{id}")
             make = partial(self.sample, name, task, id, wording)
-            text = longest(texts, draw, lambda text: self.cost(make(text), wording), tokens)  # noqa: B023
+            text = longest(texts, draw, lambda text: self.cost(make(text), wording), tokens)  # noqa: B023  # called within the turn
             if text is not None:
                 samples.append(make(text))
             elif task not in QUESTIONS:

@@ -97,7 +97,7 @@ def make_parts(options: NeurocacheOptions, layer: int, base_weights: tuple[Tenso
     parts: dict[str, nn.Module] = {}
     if layer == options.first_layer and options.compression_factor > 1:
         parts["down"] = nn.Linear(base.hidden_size, width, bias=False)
-        nn.init.trunc_normal_(parts["down"].weight, std=base.hidden_size**-0.5)  # type: ignore[arg-type]
+        nn.init.trunc_normal_(parts["down"].weight, std=base.hidden_size**-0.5)  # type: ignore[arg-type]  # a Linear
         parts["norm"] = nn.LayerNorm(width, eps=COMPRESSION_EPS)
     if layer in options.attention_layers:
         parts["q"] = nn.Linear(base.hidden_size, base.heads * base.head_dim, bias=False)
@@ -482,7 +482,7 @@ def attend(options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidde
     mixed = sum(torch.matmul(share, near.states) for share, near in zip(by_back, window, strict=True))
 
     values_weight = parts.v.weight.to(hidden.dtype).view(base.kv_heads, base.head_dim, width)
-    mixed = mixed.view(-1, base.kv_heads, groups, width)  # type: ignore[union-attr]
+    mixed = mixed.view(-1, base.kv_heads, groups, width)  # type: ignore[union-attr]  # the window is never empty
     per_head = torch.einsum("tkgd,khd->tkgh", mixed, values_weight).flatten(1, 2)  # [tokens, heads, d_head]
     if parts.gate is not None:
         per_head = parts.gate(per_head)

@@ -56,14 +56,14 @@ def start_from_states(model: PeftModel, segments: Sequence[Tensor]) -> None:
         moments = sum(
             states[layer].T @ states[layer] for states in base_states(model, searched, segments) for layer in searched
         )
-        encoder.down.weight.copy_(principal_projection(moments, options.width, tokens * len(searched)))  # type: ignore[arg-type]
+        encoder.down.weight.copy_(principal_projection(moments, options.width, tokens * len(searched)))  # type: ignore[arg-type]  # a Linear
 
     fit = Fit(options)
     for states in base_states(model, {*options.attention_layers, *searched}, segments):
         fit.add(states, encoder.encode)
     for layer in options.attention_layers:
         parts = parts_of[layer]
-        _, keys, values, _ = projection_weights(attentions[layer], unwrap(model).config)  # type: ignore[arg-type]
+        _, keys, values, _ = projection_weights(attentions[layer], unwrap(model).config)  # type: ignore[arg-type]  # its configuration
         back = fit.map(layer)
         parts.k.weight.copy_(keys.float() @ back)
         parts.v.weight.copy_(values.float() @ back)
