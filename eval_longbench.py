@@ -24,6 +24,7 @@ from cacheformers.evaluation.longbench.metrics import check_scorers
 from cacheformers.evaluation.longbench.predictions import Predictions
 from cacheformers.evaluation.longbench.records import limited, load_records, own_tasks, records_identity
 from cacheformers.evaluation.longbench.report import (
+    by_bytes,
     by_length,
     by_task,
     joint_table,
@@ -119,6 +120,8 @@ def report(folder: Path | None, results: list[dict[str, Any]], plots: bool) -> N
         write_text(folder / "table.md", table)
         if plots:
             figures = {"tasks.png": lambda: by_task(results), "length.png": lambda: by_length(results)}
+            if all(result.get("state_bytes_per_record") for result in results):  # older results do not have it
+                figures["bytes.png"] = lambda: by_bytes(results)
             save_figures({folder / name: draw for name, draw in figures.items()})
         print(f"The table and plots are in {folder}")
 

@@ -13,6 +13,7 @@ from cacheformers.common.environment import origin_lines
 from cacheformers.common.plots import heat_map
 from cacheformers.evaluation.lengths.options import cell_name, label
 from cacheformers.evaluation.longbench.records import Record
+from cacheformers.evaluation.longbench.report import mean_of
 from cacheformers.evaluation.run import LEVEL
 from cacheformers.hub.card import cells
 
@@ -64,6 +65,7 @@ def make_result(
         "seconds_per_record": [mean(line["seconds"] for line in own) for own in by_length],
         "prompt_tokens_per_record": [mean(line["prompt_tokens"] for line in own) for own in by_length],
         "peak_bytes": [max(line["peak_bytes"] for line in own) for own in by_length],
+        "state_bytes_per_record": [mean_of(own, "state_bytes") for own in by_length],
         "records": scored,
     }
 
@@ -90,6 +92,9 @@ def table(results: Sequence[dict[str, Any]]) -> str:
             lines.append(cells(name, *shown))
         lines.append(cells("records", *(str(each["records"]) for each in result["accuracy"]["all"])))
         lines.append(cells("seconds a record", *(f"{seconds:.1f}" for seconds in result["seconds_per_record"])))
+        held = result.get("state_bytes_per_record", [])
+        if any(held):
+            lines.append(cells("state (MiB)", *("-" if size is None else f"{size / 2**20:.2f}" for size in held)))
         lines += [cells("peak memory (GiB)", *(f"{size / 2**30:.2f}" for size in result["peak_bytes"])), ""]
     return "\n".join([*lines, *origin_lines(results)]).rstrip() + "\n"
 

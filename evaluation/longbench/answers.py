@@ -6,7 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,19 @@ from cacheformers.modeling.reading import read
 from cacheformers.modeling.segments import new_memory
 
 Batch = list[Record]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What answers a batch of prompts.
+
+    Attributes:
+        ids: of each answer, up to and including the end token.
+        state_bytes: keys, values and memory held for all of them in the end, with padding; 0 if the model has no cache.
+    """
+
+    ids: list[list[int]]
+    state_bytes: int
 
 
 class ReservedLayer(DynamicLayer):
@@ -112,8 +125,8 @@ def answer(
     task: Task,
     remembers: bool,
     cache_size: int | None = None,
-) -> list[list[int]]:
-    """Generate the ids that answer each prompt, up to and including the end token.
+) -> Answers:
+    """Generate the answer to each prompt.
 
     Args:
         remembers: read the contexts into a memory, close its last segment, then answer from the questions. Otherwise
@@ -180,8 +193,8 @@ def generated(
     memory: Cache | None,
     spare: int = 0,
     watch: LogitsProcessor | None = None,
-) -> list[list[int]]:
-    """Generate the ids that follow each row, up to and including the end token.
+) -> Answers:
+    """Generate what follows each row.
 
     Args:
         memory: what was read before; it goes on in place.
@@ -197,8 +210,21 @@ def generated(
         past_key_values=memory,
         generation_config=config,
         logits_processor=LogitsProcessorList([] if watch is None else [watch]),
+        return_dict_in_generate=True,
     )
-    return [up_to_end(row, config.eos_token_id) for row in output[:, ids.shape[1] :].tolist()]
+    answers = output.sequences[:, ids.shape[1] :].tolist()
+    return Answers([up_to_end(row, config.eos_token_id) for row in answers], state_bytes(output.past_key_values))
+
+
+def state_bytes(cache: Any) -> int:
+    """Return the bytes of a cache's keys and values, with those of a memory; 0 for none, or for one that does not say.
+
+    Space that answers have reserved but not filled does not count.
+    """
+    if hasattr(cache, "nbytes"):
+        return int(cache.nbytes)
+    layers = getattr(cache, "layers", [])
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers if getattr(layer, "keys", None) is not None)
 
 
 def generation_config(model: nn.Module, tokenizer: PreTrainedTokenizerBase, task: Task) -> Any:
@@ -302,13 +328,14 @@ def answered(model: nn.Module, maker: PromptMaker, batch: Batch) -> tuple[list[s
         memory = ready(memory, prompts, task)
         known = memory.state.retrieves and any(prompt.gold for prompt in prompts)
         watch = GoldHits(memory, prompts) if known else None
-        rows = generated(model, maker.tokenizer, [prompt.asked for prompt in prompts], task, memory, watch=watch)
+        found = generated(model, maker.tokenizer, [prompt.asked for prompt in prompts], task, memory, watch=watch)
         if watch is not None:
-            hits = [watch.found(row, len(ids)) for row, ids in enumerate(rows)]
+            hits = [watch.found(row, len(ids)) for row, ids in enumerate(found.ids)]
     else:
-        rows = answer(model, maker.tokenizer, prompts, task, maker.method.remembers)
-    texts = [str(maker.tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+        found = answer(model, maker.tokenizer, prompts, task, maker.method.remembers)
+    texts = [str(maker.tokenizer.decode(row, skip_special_tokens=True)) for row in found.ids]
     cost = {"seconds": (time.perf_counter() - start) / len(batch), "peak_bytes": peak_bytes(model)}
+    cost["state_bytes"] = found.state_bytes // len(batch)
     return texts, [
         {
             **{"task": record.task, "_id": record.id, "prompt_tokens": len(prompt.ids), "new_tokens": len(row)},
@@ -316,5 +343,5 @@ def answered(model: nn.Module, maker: PromptMaker, batch: Batch) -> tuple[list[s
             **({"gold_hits": own} if own else {}),
             **in_sight(maker.tokenizer, record, prompt),
         }
-        for record, prompt, row, own in zip(batch, prompts, rows, hits, strict=True)
+        for record, prompt, row, own in zip(batch, prompts, found.ids, hits, strict=True)
     ]

@@ -144,14 +144,19 @@ def make_result(
         "seconds_per_record": mean(line["seconds"] for line in times),
         "prompt_tokens_per_record": mean(line["prompt_tokens"] for line in times),
         "peak_bytes": max(line["peak_bytes"] for line in times),
+        "state_bytes_per_record": mean_of(times, "state_bytes"),
         "gold_hits": gold_summary(times),
-        "gold_in_sight": mean(seen)
-        if (seen := [line["gold_in_sight"] for line in times if "gold_in_sight" in line])
-        else None,
+        "gold_in_sight": mean_of(times, "gold_in_sight"),
         "abstained": mean(record["abstained"] for numbers in tasks.values() for record in numbers["records"]),
         "records_cut_again": sum(line["cut_again_to"] is not None for line in times),
         "tasks": tasks,
     }
+
+
+def mean_of(times: Sequence[dict[str, Any]], name: str) -> float | None:
+    """Return the mean of a cost over the records that have it; None if none has."""
+    values = [line[name] for line in times if name in line]
+    return mean(values) if values else None
 
 
 def load_result(path: str) -> dict[str, Any]:
@@ -193,6 +198,9 @@ def joint_table(results: Sequence[dict[str, Any]]) -> str:
         lines.append(
             cells("answer's passage in sight", "", *("-" if share is None else f"{share:.0%}" for share in seen))
         )
+    held = [result.get("state_bytes_per_record") for result in results]
+    if any(held):
+        lines.append(cells("state (MiB)", "", *("-" if not size else f"{size / 2**20:.2f}" for size in held)))
     lines.append(cells("peak memory (GiB)", "", *(f"{result['peak_bytes'] / 2**30:.2f}" for result in results)))
     origins = origin_lines(results)
     return "\n".join([*lines, *(["", *origins] if origins else []), *differences(titles, shared)]) + "\n"
@@ -243,5 +251,21 @@ def by_length(results: Sequence[dict[str, Any]]) -> Figure:
         axes.errorbar(places, means, reach(means, ends), capsize=2, elinewidth=1, **style)
     axes.set_xticks(range(len(shown)), [f"{name}\n({counts[name]})" for name in shown])
     axes.set_xlabel("length in words, Chinese in characters (records); tasks differ between lengths")
+    figure.legend(loc="outside upper center", frameon=False, ncols=2)
+    return figure
+
+
+def by_bytes(results: Sequence[dict[str, Any]]) -> Figure:
+    """Draw the average score against the bytes that attention held, one point for each result, with 95 % intervals."""
+    names = common_tasks(results)
+    figure, (axes,) = new_figure("LongBench by bytes of state", ["mean score of the tasks"])
+    for number, result in enumerate(results):
+        own = [result["tasks"][name] for name in names]
+        value = np.array([mean(task["score"] for task in own)])
+        ends = reach(value, [mean_interval([record_scores(task) for task in own])])
+        style: dict[str, Any] = {"color": COLORS[number % 8], "marker": MARKERS[number % 7], "label": result["name"]}
+        axes.errorbar([result["state_bytes_per_record"] / 2**20], value, ends, capsize=2, elinewidth=1, **style)
+    axes.set_xscale("log")
+    axes.set_xlabel("keys, values and memory held for a record in the end (MiB)")
     figure.legend(loc="outside upper center", frameon=False, ncols=2)
     return figure

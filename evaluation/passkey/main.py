@@ -233,7 +233,7 @@ def answer_cases(model: nn.Module, plan: Plan, cases: Sequence[Case]) -> None:
                 torch.cuda.reset_peak_memory_stats(state.device)
             start, length = time.perf_counter(), str(case.length)
             prompt, task = maker(case), Task("passkey", SYNTHETIC, "exact", maker.new_tokens(case))
-            [row] = answer(model, maker.tokenizer, [prompt], task, plan.remembers, plan.options.cache_size)
+            [row] = answer(model, maker.tokenizer, [prompt], task, plan.remembers, plan.options.cache_size).ids
             text = str(maker.tokenizer.decode(row, skip_special_tokens=True))
             line = {"pred": text, "key": case.key, "score": maker.wording.score(text, case.key), "_id": case.id}
             cost = {"seconds": time.perf_counter() - start, "peak_bytes": peak_bytes(model)}

@@ -128,7 +128,7 @@ def test_answers_are_those_of_generate(tokenizer):
     """The whole prompt goes in, since the memory is its attention; rows of a batch are padded on the left."""
     model, task = tiny_model(vocab_size=128), replace(TASKS["qasper"], new_tokens=9)
     rows = [torch.randint(3, 128, (length,), generator=torch.Generator().manual_seed(length)) for length in (70, 33)]
-    found = answer(model, tokenizer, [Encoded(row.tolist(), 20) for row in rows], task, remembers=True)
+    found = answer(model, tokenizer, [Encoded(row.tolist(), 20) for row in rows], task, remembers=True).ids
     for row, ids in zip(rows, found, strict=True):
         plain = model.generate(row[None], max_new_tokens=9, do_sample=False, pad_token_id=0)
         assert ids == plain[0, len(row) :].tolist()

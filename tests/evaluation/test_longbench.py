@@ -40,6 +40,12 @@ def test_a_run_writes_predictions_in_the_official_layout_and_a_result(bench, cap
     assert found["command"] == ["eval_longbench.py", *given] and found["settings"]["max_length"] == 200
     assert found["environment"]["torch"] == torch.__version__ and found["scored_with"]["rouge"] == "1.0.1"
     assert found["seconds_per_record"] > 0 and found["peak_bytes"] > 1e6
+    config = AutoModelForCausalLM.from_pretrained(bench / "base").config
+    token = 4 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    times = [json.loads(line) for line in (bench / "out" / "pred" / "base-truncation" / "times.ndjson").open()]
+    for line in times:  # no padding here; the last token is not held
+        assert line["state_bytes"] == token * (line["prompt_tokens"] + line["new_tokens"] - 1)
+    assert found["state_bytes_per_record"] == pytest.approx(np.mean([line["state_bytes"] for line in times]))
     assert list(found["tasks"]) == list(TESTED)
     parts = found["tasks"]["hotpotqa"]["buckets"]
     assert {name: part["records"] for name, part in parts.items()} == {"0-4k": 2, "4-8k": 2, "8k+": 1}
@@ -60,7 +66,10 @@ def test_methods_side_by_side_and_compared_later(bench, remembering, capsys):
     texts = ["".join(each.values()) for each in files]
     assert texts[0] == texts[1] and len(set(texts)) == 4  # full with a max_length is truncation
     out = bench / "out"
-    assert all((out / title / name).exists() for title in titles for name in ("table.md", "tasks.png", "length.png"))
+    pictures = ("tasks.png", "length.png", "bytes.png")
+    assert all((out / title / name).exists() for title in titles for name in ("table.md", *pictures))
+    held = {title: json.loads((out / title / "result.json").read_text())["state_bytes_per_record"] for title in titles}
+    assert held["remembering-memory"] < held["base-full"] == held["base-truncation"]
     table = (out / "table.md").read_text()
     assert f"| task | records | {' | '.join(titles)} |" in table
     assert f"| task | {' | '.join(titles[1:])} |" in table and "Difference from *base-truncation*" in table
@@ -178,7 +187,7 @@ def test_full_equals_plain_generate(bench, name):
     model = AutoModelForCausalLM.from_pretrained(bench / "base").eval()
     prompts = [maker(record) for record in load_records(str(bench / "data"), name)]
     assert len({len(prompt.ids) for prompt in prompts}) == 5
-    endless = answer(model, maker.tokenizer, prompts, task, remembers=False)
+    endless = answer(model, maker.tokenizer, prompts, task, remembers=False).ids
     assert {len(row) for row in endless} == {task.new_tokens}
     options = {"max_new_tokens": task.new_tokens, "do_sample": False}
     if name == "samsum":  # the end token would come first
@@ -187,7 +196,7 @@ def test_full_equals_plain_generate(bench, name):
         options |= {"eos_token_id": [maker.tokenizer.eos_token_id, newline], "min_new_tokens": 1}
     else:
         model.generation_config.eos_token_id = [endless[0][7], endless[1][20]]
-    found = answer(model, maker.tokenizer, prompts, task, remembers=False)
+    found = answer(model, maker.tokenizer, prompts, task, remembers=False).ids
     for row, prompt in zip(found, prompts, strict=True):
         assert row == model.generate(torch.tensor([prompt.ids]), **options)[0, len(prompt.ids) :].tolist()
     assert len(found[0]) < task.new_tokens if name == "hotpotqa" else found[0][0] != endless[0][0]
@@ -210,12 +219,12 @@ def test_memory_reads_the_context_and_answers_from_the_question(make_model, toke
     task = TASKS["hotpotqa"]
     texts = [torch.tensor(tokenizer(make_text(length, length)).input_ids) for length in (75, 48, 33)]
     prompts = [Encoded(ids.tolist(), len(ids) - 9 - place) for place, ids in enumerate(texts)]
-    together = answer(model, tokenizer, prompts, task, remembers=True)
+    together = answer(model, tokenizer, prompts, task, remembers=True).ids
     for row, prompt in zip(together, prompts, strict=True):
-        [alone] = answer(model, tokenizer, [prompt], task, remembers=True)
+        [alone] = answer(model, tokenizer, [prompt], task, remembers=True).ids
         assert row == alone
     memory_of_another = [Encoded(texts[0].tolist()[:66] + prompts[1].ids[prompts[1].question :], 66)]
-    assert answer(model, tokenizer, memory_of_another, task, remembers=True) != [together[1]]
+    assert answer(model, tokenizer, memory_of_another, task, remembers=True).ids != [together[1]]
 
 
 def test_chat_templates_are_for_some_tasks_only(bench, byte_tokenizer):
@@ -306,7 +315,7 @@ def test_real_records_with_a_real_model(smollm2):
     )
     for name, count in (("hotpotqa", 3), ("triviaqa", 3), ("passage_count", 3), ("samsum", 1)):
         prompts = [maker(record) for record in load_records(str(data), name, limit=count)]
-        found = answer(model, tokenizer, prompts, TASKS[name], remembers=False)
+        found = answer(model, tokenizer, prompts, TASKS[name], remembers=False).ids
         for row, prompt in zip(found, prompts, strict=True):
             config = generation_config(model, tokenizer, TASKS[name])
             plain = model.generate(torch.tensor([prompt.ids]), generation_config=config)[0, len(prompt.ids) :]

@@ -60,6 +60,6 @@ def test_half_precision_decodes_with_a_mask(make_base, tokenizer, monkeypatch, d
     generate = model.generate
     monkeypatch.setattr(model, "generate", lambda **given: asked.update(given) or generate(**given))
     prompts = [Encoded(row, 0) for row in ([5, 6, 7, 8], [9, 10, 11, 12])]
-    found = answer(model, tokenizer, prompts, replace(TASKS["qasper"], new_tokens=3), remembers=False)
+    found = answer(model, tokenizer, prompts, replace(TASKS["qasper"], new_tokens=3), remembers=False).ids
     assert asked["attention_mask"].tolist() == [[0] * hidden + [1] * 4] * 2
     assert asked["past_key_values"].get_seq_length() == hidden + 3 + max(map(len, found))
