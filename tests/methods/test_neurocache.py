@@ -6,8 +6,9 @@ import pytest
 import torch
 from memories import chunked
 
+from cacheformers.methods.neurocache import neurocache
 from cacheformers.methods.neurocache.hit_scores import Found, HitScores
-from cacheformers.methods.neurocache.neurocache import naive
+from cacheformers.methods.neurocache.neurocache import in_few_lengths, naive
 
 ABLATIONS = {
     "paper": {},
@@ -213,3 +214,31 @@ def test_a_half_precision_store(make_model, ids):
     assert memory.state.rings[1].keys.dtype == torch.bfloat16
     exact = make_model("llama_gqa", torch.float32)(ids).logits
     assert float((model(ids).logits - exact).abs().mean()) < 0.02
+
+
+@pytest.mark.parametrize("ablation", ["paper", "hit scores"])
+def test_repeated_entries_change_neither_loss_nor_gradients(make_model, ids, ablation, monkeypatch):
+    model = make_model("llama_gqa", **ABLATIONS[ablation]).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found, lengths = [], []
+    for choose in (in_few_lengths, torch.clone):
+
+        def chosen(numbers, choose=choose):
+            lengths.append(len(choose(numbers)))
+            return choose(numbers)
+
+        monkeypatch.setattr(neurocache, "in_few_lengths", chosen)
+        torch.manual_seed(0)  # of dropout
+        loss = model(ids, labels=ids).loss
+        found.append((loss.detach(), *torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)))
+    half = len(lengths) // 2
+    assert lengths[:half] != lengths[half:], "nothing was repeated"
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_what_is_encoded_again_has_few_lengths():
+    kept = [in_few_lengths(torch.arange(length)) for length in range(2048, 8193)]
+    assert len(set(map(len, kept))) == 17
+    for length, numbers in enumerate(kept, 2048):
+        assert len(numbers) < length * 9 / 8
+        assert torch.equal(numbers[:length], torch.arange(length)) and (numbers[length:] == length - 1).all()
