@@ -177,8 +177,12 @@ class CacheFormerOptions(CacheFormerSettings):
         return ((position // self.window_tokens - 1) * self.window_tokens).clamp(min=0)
 
     def horizon(self, position: Tensor) -> Tensor:
-        """Return the position before which a compressed segment must end to be visible to a token."""
-        return self.window_start(position) if self.pretrained else position
+        """Return the position before which a segment must end for a token to see its vectors.
+
+        A previous block also scores segments of its own windows, because they may stand before those of the next block.
+        """
+        scored_early = self.representatives != "compressed" and self.selection == "previous_block"
+        return self.window_start(position) if self.pretrained and not scored_early else position
 
     def block_start(self, position: Tensor) -> Tensor:
         """Return the first position of a token's block."""

@@ -185,6 +185,19 @@ def test_what_each_token_retrieves_is_told(choice):
     assert not options_for(cache=False).new_state(1, DEVICES, torch.float32).retrieves
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", REPRESENTATIVES)
+def test_a_block_may_ask_for_what_leaves_its_window(kind):
+    """Tokens 12 to 15 ask for tokens 4 to 7, which they still have in their window and tokens 16 to 19 have not."""
+    options = options_for(**MEANS | {"representatives": kind, "select_rows": 4, "topk": 1, "neighbors": 1})
+    parts, (q, k, v) = parts_for(options), some_inputs(1, 20)
+    k[:, :, 4:8, 0], q[..., 12:16, 0] = 9.0, 9.0
+    assert all(head[16] == [1] for head in naive(options, parts, project(q, k, v), rotate)[1])
+    for chunks in ([20], [1] * 20, [14, 6]):
+        _, memory = stream(options, parts, (q, k, v), chunks=chunks)
+        assert memory.state.retrieved()[0][0, -1].tolist() == [4] * options.kv_heads
+
+
 def test_what_is_read_later_does_not_disturb_a_graph():
     """A backward after the memory went on without gradients, was copied, reset and moved."""
     options = options_for()
