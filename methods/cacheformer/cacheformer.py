@@ -62,6 +62,11 @@ class CacheFormerSettings:
     cache: bool = setting(True, "Attend to the tokens of retrieved segments (scored by `long`, even if that is off).")
     exclude_window: bool = setting(False, "Retrieve only segments before the window.")
     sink: bool = setting(False, "Always retrieve the first segment.")
+    cache_tokens: int | None = setting(
+        None,
+        "Tokens of the segments that can be retrieved: the newest ones, and the first with `sink`. Older ones are "
+        "forgotten. Default: all.",
+    )
     shared_projection: bool = setting(True, "Compress overlapping segments by the same projection.")
     wide_blocks: bool = setting(
         False,
@@ -131,6 +136,12 @@ class CacheFormerOptions(CacheFormerSettings):
                 "the window could not be retrieved before their block ends. Choose select_rows <= window_tokens, or "
                 "set wide_blocks=True."
             )
+        if self.cache_tokens is not None and self.cache_tokens < self.retrieved * self.pool_tokens:
+            raise ValueError(
+                f"cache_tokens {self.cache_tokens} is less than the {self.retrieved} segments of pool_tokens "
+                f"{self.pool_tokens} that are retrieved at once: choose cache_tokens >= "
+                f"{self.retrieved * self.pool_tokens}, or a smaller topk."
+            )
         if self.pretrained and (self.tied or self.local_norm):
             raise ValueError("pretrained attention has its own keys and values: set tied=False and local_norm=False.")
         if self.pretrained and self.window_tokens % self.pool_tokens:
@@ -196,6 +207,45 @@ class CacheFormerOptions(CacheFormerSettings):
     def filled(self, position: Tensor) -> Tensor:
         """Count the segments that a token retrieves."""
         return self.admissible(self.block_start(position)).clamp(max=self.retrieved)
+
+    @property
+    def sinks(self) -> int:
+        """The number of segments, from the first on, that are never forgotten."""
+        return int(self.sink and self.cache)
+
+    def gone(self, position: Tensor) -> Tensor:
+        """Count the segments after the sinks that a token cannot retrieve any more, with `cache_tokens`.
+
+        They are those that did not fit when its block began, or its window where every token chooses for itself, so
+        all tokens of a tile agree.
+        """
+        if self.cache_tokens is None:
+            return torch.zeros_like(position)
+        by_token = self.selection == "token"
+        begins = position // self.window_tokens * self.window_tokens if by_token else self.block_start(position)
+        return (self.admissible(begins) - self.cache_tokens // self.pool_tokens).clamp(min=0)
+
+    def unscored(self, position: Tensor) -> Tensor:
+        """Count the segments after the sinks that a token does not even score: with `long` it sees all vectors."""
+        return torch.zeros_like(position) if self.long else self.gone(position)
+
+    def left(self, position: Tensor) -> Tensor:
+        """Count the segments after the sinks of which no token from a position on reads a key."""
+        before = self.window_start(position) // self.pool_tokens
+        return torch.minimum(self.gone(position), (before - self.sinks).clamp(min=0)) if self.cache else before
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens whose keys are held between forwards, at most; None without a bound."""
+        if not self.cache:
+            return 2 * self.window_tokens + self.pool_tokens
+        recent = 2 * self.window_tokens + max(self.window_tokens, self.block_rows) + self.pool_tokens
+        return None if self.cache_tokens is None else self.cache_tokens + recent
+
+    @property
+    def most_vectors(self) -> int | None:
+        """Vectors that segments are scored by, held at most where nothing else reads them."""
+        return None if self.most_tokens is None else -(-self.most_tokens // self.pool_tokens) * self.pool_vectors
 
 
 class BranchGate(nn.Module):

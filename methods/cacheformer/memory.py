@@ -239,6 +239,7 @@ class CacheFormerMemory(MemoryState):
     ) -> None:
         if cache_size == 0:
             options = replace(options, long=False, overlap=False, cache=False)
+        self.options = options
         self.own_layers, self.retrieved_tokens = frozenset(options.layers), options.pool_tokens
         self.retrieves = options.cache and options.causal
         layers = options.layers if options.causal else ()  # `paper_block` takes whole documents and keeps nothing
@@ -249,6 +250,13 @@ class CacheFormerMemory(MemoryState):
 
     def end(self, reading: CacheFormerReading) -> None:
         self.layers = {**self.layers, **reading.after}
+
+    def kept(self, row: int, closed: int) -> int:
+        options = self.options
+        gone = int(options.left(torch.tensor(closed))) * options.pool_tokens
+        if not gone or options.long or options.overlap:  # compressed vectors of all tokens are read
+            return closed
+        return closed - gone - options.sinks * options.pool_tokens
 
     def retrieved(self) -> dict[int, Tensor]:
         return {

@@ -130,6 +130,8 @@ def segment_probabilities(options: CacheFormerOptions, query: Tensor, long: list
     """Return a row's softmax over all visible compressed columns, by segment `[r_s]`; zeros for hidden segments."""
     horizon = int(options.horizon(torch.tensor(t)))
     visible = [c for c in range(len(long)) if (c + 1) * options.pool_tokens <= horizon]
+    if not options.long:  # otherwise all vectors are read
+        visible = [c for c in visible if remembered(options, c, t)]
     found = [query.new_zeros(options.pool_vectors) for _ in long]
     if visible and options.cache:
         scores = torch.stack([score(options, query, vector) for c in visible for vector in long[c]]).detach()
@@ -156,9 +158,9 @@ def choose(options: CacheFormerOptions, probabilities: list[list[list[Tensor]]],
         "prefix": range(first, t + 1),
         "paper_block": range(first, min(first + p, time)),
     }[options.selection]
-    allowed = int(options.admissible(torch.tensor(first)))
+    allowed = [c for c in range(int(options.admissible(torch.tensor(first)))) if remembered(options, c, t)]
     scores = []
-    for c in range(allowed):
+    for c in allowed:
         score = 0.0
         for head in probabilities:
             shares = [head[row][c] for row in rows if row >= 0]
@@ -167,7 +169,18 @@ def choose(options: CacheFormerOptions, probabilities: list[list[list[Tensor]]],
             elif shares:
                 score += float(torch.stack(shares).mean(0).norm())
         scores.append(score)
-    return choose_segments(scores, allowed, options.topk, options.neighbors, options.sink)
+    chosen = choose_segments(scores, len(allowed), options.topk, options.neighbors, options.sink)
+    return [allowed[place] if place >= 0 else -1 for place in chosen]
+
+
+def remembered(options: CacheFormerOptions, c: int, t: int) -> bool:
+    """Say whether segment c fits the budget of `cache_tokens` for row t."""
+    if options.cache_tokens is None or (options.sink and c == 0):
+        return True
+    w, p = options.window_tokens, options.block_rows
+    began = t // w * w if options.selection == "token" else t // p * p
+    before = int(options.admissible(torch.tensor(began)))
+    return c >= before - options.cache_tokens // options.pool_tokens + int(options.sink)
 
 
 def choose_segments(scores: list[float], allowed: int, topk: int, neighbors: int, sink: bool = False) -> list[int]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions
+from cacheformers.modeling.memory import keep_columns
 
 
 def select_segments(scores: Tensor, allowed: Tensor, topk: int, neighbors: int, sink: bool = False) -> Tensor:
@@ -119,13 +121,12 @@ class Chooser:
             self.begin_block(positions[:, :1], None if real is None else real[:, :1])
         if opinions is None:
             return self.lists
-        allowed = options.admissible(options.block_start(positions))[:, None]
         if options.selection == "token":
-            return self.select(opinions, allowed)
+            return self.select(opinions, positions, positions[:, :1])
         lists = self.lists
         if options.selection == "prefix":
             so_far = self.evidence[:, :, None, : opinions.shape[3]] + opinions.cumsum(2)
-            lists, opinions = self.select(so_far, allowed), opinions.sum(2)
+            lists, opinions = self.select(so_far, positions, positions[:, :1]), opinions.sum(2)
         self.evidence = self.evidence.clone()
         self.evidence[:, :, : opinions.shape[2]] += opinions
         return lists
@@ -139,11 +140,11 @@ class Chooser:
         if not bool(begins.any()):
             return
         here = begins[..., None].to(self.lists.device)
-        evidence = self.evidence
+        evidence, scored = self.evidence, (first - options.block_rows).clamp(min=0)
         if options.selection == "paper_block":
-            evidence = self.foreseen.get(int(first[0, 0]) // options.block_rows, evidence)
+            evidence, scored = self.foreseen.get(int(first[0, 0]) // options.block_rows, evidence), first
         if options.selection != "prefix":
-            self.lists = torch.where(here, self.select(evidence, options.admissible(first)), self.lists)
+            self.lists = torch.where(here, self.select(evidence, first, scored), self.lists)
         self.evidence = self.evidence.masked_fill(here if evidence.dim() == 3 else here[..., None], 0.0)
 
     def foresee(self, positions: Tensor, opinions: Tensor) -> None:
@@ -177,9 +178,35 @@ class Chooser:
             opinions = opinions.sum(3)
         return opinions.sum(2) if self.options.magnitude == "rows" else opinions.flatten(1, 2)
 
-    def select(self, evidence: Tensor, allowed: Tensor) -> Tensor:
-        """Choose segments `[..., k*u]` from evidence summed over tokens; `allowed` broadcasts with `[...]`."""
+    def select(self, evidence: Tensor, positions: Tensor, scored: Tensor) -> Tensor:
+        """Choose segments for tokens that agree, or for each of them.
+
+        Args:
+            evidence: `[rows, kv_heads, (time,) segments]`, of the segments that could be scored at `scored`.
+            positions: of the tokens, `[rows or 1, 1 or time]`.
+            scored: position of a token whose opinion it is, `[rows or 1, 1]`.
+
+        Returns:
+            `[rows, kv_heads, (time,) k*u]`.
+        """
         options = self.options
         if options.magnitude == "mean":
             evidence = torch.linalg.vector_norm(evidence, dim=-1).unflatten(1, (options.kv_heads, -1)).sum(2)
-        return select_segments(evidence, allowed, options.topk, options.neighbors, options.sink)
+        gone = options.gone(positions[:, :1])
+        allowed = options.admissible(options.block_start(positions)) - gone
+        evidence = without(evidence, gone - options.unscored(scored), options.sinks, int(allowed.max()))
+        if evidence.dim() == 4:
+            allowed = allowed[:, None]
+        places = select_segments(evidence, allowed, options.topk, options.neighbors, options.sink)
+        gone = gone.to(places.device).view(-1, *[1] * (places.dim() - 1))
+        return torch.where(places >= options.sinks, places + gone, places)
+
+
+def without(evidence: Tensor, fewer: Tensor, sinks: int, count: int) -> Tensor:
+    """Leave out the next `fewer` segments, `[rows or 1, 1]`, after the sinks; at least `count` are left if any is."""
+    if not bool(fewer.any()):
+        return evidence
+    columns = torch.arange(count)
+    places = torch.where(columns < sinks, columns, columns + fewer).expand(len(evidence), -1)
+    missing = max(int(places.max()) + 1 - evidence.shape[-1], 0)  # segments that nobody could score
+    return keep_columns(F.pad(evidence, (0, missing)), places, -1)

@@ -20,7 +20,7 @@ from cacheformers.methods.cacheformer.cacheformer import (
 )
 from cacheformers.methods.cacheformer.representatives import width
 from cacheformers.methods.cacheformer.selection import Chooser
-from cacheformers.methods.cacheformer.tiles import Run, Stores, TiledAttention
+from cacheformers.methods.cacheformer.tiles import Run, Stores, TiledAttention, after_sinks, take
 from cacheformers.modeling.cache import DocumentsCache
 from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.modeling.memory import joined, keep_columns, part
@@ -37,10 +37,13 @@ class Shelf:
     vectors: Tensor
     private: bool = False
 
-    def written(self, starts: Sequence[int], new: Tensor) -> Shelf:
+    def written(self, starts: Sequence[int], new: Tensor, most: int | None = None) -> Shelf:
         """Write `[rows, kv_heads, count, head_dim]` from each row's start on (one start holds for all rows).
 
         In place where possible, but never with gradients on, because a graph may need the old content.
+
+        Args:
+            most: vectors of a row for which room is made ahead; None without a bound.
         """
         new, count = new.to(self.vectors.dtype), new.shape[2]
         needed, allocated = max(starts) + count, self.vectors.shape[2]
@@ -49,7 +52,8 @@ class Shelf:
             return Shelf(torch.cat([self.vectors[:, :, : starts[0]], new], 2))
         if needed > allocated:
             rows, kv_heads, _, width = self.vectors.shape
-            room = needed if graph else max(needed, 2 * allocated)
+            ahead = 2 * allocated if most is None else min(2 * allocated, most)
+            room = needed if graph else max(needed, ahead)
             vectors = torch.cat([self.vectors, self.vectors.new_zeros(rows, kv_heads, room - allocated, width)], 2)
         else:
             alone = self.private and not graph and self.vectors.is_inference() == torch.is_inference_mode_enabled()
@@ -62,12 +66,18 @@ class Shelf:
             vectors[row, :, places] = new.transpose(1, 2)
         return Shelf(vectors, private=not graph)
 
+    def forgotten(self, sinks: int, fewer: Tensor, left: Tensor) -> Shelf:
+        """Leave out the next `fewer` vectors after the sinks; `left` remain. Both by row, `[rows, 1]`."""
+        where = after_sinks(left, fewer, sinks, self.vectors.shape[1])
+        return Shelf(take(self.vectors, slice(None), where), private=not torch.is_grad_enabled())
+
 
 class CacheFormerState:
     """Keys, values and choices of one layer, for rows that may have read different numbers of tokens.
 
-    A step reads a window, compressed vectors and retrieved segments; all other tokens are only kept. Windows, segments
-    and blocks count from each row's first real token. With gradients on, the state carries the graph of what was read,
+    A step reads a window, compressed vectors and retrieved segments; all other tokens are only kept, up to the budget
+    of `cache_tokens`, and those before the window not at all without a cache. Windows, segments and blocks count from
+    each row's first real token. With gradients on, the state carries the graph of what was read,
     until `detach`.
 
     Attributes:
@@ -136,30 +146,58 @@ class CacheFormerState:
         options, time = self.options, projected.q.shape[2]
         alike = len(set(self.tokens_read)) == 1
         starts = tuple(self.tokens_read[:1] if alike else self.tokens_read)
+        dropped = tuple(options.left(torch.tensor(starts)).tolist())
         new = {"keys": projected.k} if projected.v is None else {"keys": projected.k, "values": projected.v}
+        begin = [start - options.pool_tokens * missing for start, missing in zip(starts, dropped, strict=True)]
         for name, tokens in new.items():
-            self.shelves[name] = self.shelves[name].written(starts, normed(parts.local_norm, tokens))
+            tokens = normed(parts.local_norm, tokens)
+            self.shelves[name] = self.shelves[name].written(begin, tokens, options.most_tokens)
         strengths = projected.strengths(options)
         sides = {**new, "keys": projected.pooled_keys(options)}
         if strengths is not None:
             sides["queries"] = strengths.to(sides["keys"].dtype)
         self.compress(parts, sides, rotate, starts, counts)
 
-        size, most = options.pool_tokens, max(self.tokens_read) + time
-        segments = {"long": (most - 1) // size, "overlap": (most - 1 + size // 2) // size}
-        stores = {name: shelf.vectors for name, shelf in self.shelves.items()}
-        for name, vectors in stores.items():
-            if "_" in name:
-                stores[name] = vectors[:, :, : segments[name.split("_")[0]] * options.pool_vectors]
+        # Raw tokens are taken one by one; of segments, a row's last one would show nothing before the next token.
+        counts_held = self.counts(torch.tensor(starts) + time - 1, torch.tensor(dropped))
+        stores = {
+            name: shelf.vectors[:, :, : int(counts_held[name].max())] if "_" in name else shelf.vectors
+            for name, shelf in self.shelves.items()
+        }
         ragged = len(set(counts)) > 1
         real = torch.arange(time) < torch.tensor(counts)[:, None] if ragged else None
-        run = Run(options, starts, time, projected.scale, self.chooser, real, projected.asking(options), rotate)
+        asking = projected.asking(options)
+        run = Run(options, starts, time, projected.scale, self.chooser, real, asking, rotate, dropped)
         gates = projected.gates(parts)
         read: Tensor = TiledAttention.apply(run, projected.q, gates, *Stores(**stores))  # type: ignore[no-untyped-call]
         if run.lists:  # none without a cache or without tokens
             self.taken = run.chosen().transpose(1, 2).flatten(2)
+        before = options.left(torch.tensor(self.tokens_read))
         self.tokens_read = [before + count for before, count in zip(self.tokens_read, counts, strict=True)]
+        self.forget(before)
         return read
+
+    def counts(self, tokens: Tensor, dropped: Tensor) -> dict[str, Tensor]:
+        """Count what each row's shelves hold, where it has read `tokens` and dropped segments, both `[rows]`."""
+        options, size = self.options, self.options.pool_tokens
+        segments = tokens // size - (0 if options.long else dropped)
+        near, long = tokens - dropped * size, segments * options.pool_vectors
+        overlap = (tokens + size // 2) // size * options.pool_vectors
+        kinds = {"keys": near, "values": near, "long": long, "overlap": overlap}
+        return {name: kinds[name.partition("_")[0]] for name in self.shelves}
+
+    def forget(self, before: Tensor) -> None:
+        """Forget segments that no later token reads; the shelves lack `before` of each row."""
+        options, tokens = self.options, torch.tensor(self.tokens_read)
+        left = options.left(tokens)
+        if torch.equal(left, before):
+            return
+        for name, count in self.counts(tokens, left).items():
+            unit, shelf = options.pool_vectors if "_" in name else options.pool_tokens, self.shelves[name]
+            leaves = "_" not in name or (name.startswith("long") and not options.long)
+            if leaves and shelf.vectors.shape[2]:  # some kinds of representatives have no values
+                fewer = (left - before)[:, None] * unit
+                self.shelves[name] = shelf.forgotten(options.sinks * unit, fewer, count[:, None])
 
     def compress(
         self,
@@ -192,8 +230,12 @@ class CacheFormerState:
             for side, vectors in zip(("keys", "values"), pooled, strict=True):
                 if vectors is not None:
                     shelf = self.shelves[f"{name}_{side}"]
-                    begin = [c * options.pool_vectors for c in first[:, 0].tolist()]
-                    self.shelves[f"{name}_{side}"] = shelf.written(begin, vectors)
+                    begin, most = first[:, 0], None
+                    if name == "long" and not options.long:
+                        begin = begin - options.left(torch.tensor(starts))
+                        most = options.most_vectors
+                    begin = begin * options.pool_vectors
+                    self.shelves[f"{name}_{side}"] = shelf.written(begin.tolist(), vectors, most)
         last = torch.tensor(counts)[:, None] + torch.arange(size)
         self.tail = [keep_columns(side, last, 2) for side in tokens]
 
@@ -262,21 +304,23 @@ class CacheFormerState:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return everything held, by name, without unused room."""
-        most, size = max(self.tokens_read), self.options.pool_tokens
-        complete = {"long": most // size, "overlap": (most + size // 2) // size}
+        tokens = torch.tensor(self.tokens_read)
+        counts = self.counts(tokens, self.options.left(tokens))
         held = {}
         for name, tensor in self.tensors().items():
-            if name.startswith("shelves."):
-                kind = name.removeprefix("shelves.").partition("_")[0]
-                tensor = tensor[:, :, : complete[kind] * self.options.pool_vectors if kind in complete else most]
-            held[name] = tensor.clone()
-        return {**held, "tokens_read": torch.tensor(self.tokens_read)}
+            count = counts.get(name.removeprefix("shelves."))
+            held[name] = (tensor if count is None else tensor[:, :, : int(count.max())]).clone()
+        return {**held, "tokens_read": tokens}
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         """Load the `state_dict` of a state with the same options and number of rows."""
         device = self.tail[0].device
         self.replace({name: tensor.to(device) for name, tensor in tensors.items() if name != "tokens_read"})
         self.tokens_read = tensors["tokens_read"].tolist()
+        tokens = tensors["tokens_read"]
+        left = self.options.left(tokens)
+        if self.shelves["keys"].vectors.shape[2] > int(self.counts(tokens, left)["keys"].max()):
+            self.forget(torch.zeros_like(left))  # earlier releases kept the keys of all tokens without a cache
 
 
 class CacheFormerCache(DocumentsCache):

@@ -74,8 +74,8 @@ class View(NamedTuple):
 
     Attributes:
         keys, values: names of the stores.
-        where: columns of the stores: (start, end), the same for all; or their numbers `[rows, kv_heads, columns]`; or
-            those of each token `[rows, kv_heads, time, columns]`.
+        where: columns of the stores: (start, end), the same for all; or their numbers `[rows or 1, kv_heads,
+            columns]`; or those of each token `[rows, kv_heads, time, columns]`.
         limit: how many of the columns each token sees, `[rows or 1, time]`, on the host.
         seen: which segments of the columns a token sees, `[rows, kv_heads, time, segments]`; None for all.
         move: turns the keys of the columns to where they are read; None where they stay.
@@ -107,13 +107,16 @@ class View(NamedTuple):
         """Return the columns of some key-value heads."""
         return self.where[:, heads] if isinstance(self.where, Tensor) else self.where
 
-    def fetch(self, stores: Stores, heads: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Take keys and values of some key-value heads, `[rows, kv_heads, (time,) columns, head_dim]`."""
+    def fetch(self, stores: Stores, heads: slice, dtype: torch.dtype, read: bool = True) -> tuple[Tensor, Tensor]:
+        """Take keys and values of some key-value heads, `[rows, kv_heads, (time,) columns, head_dim]`.
+
+        Where values are not wanted, or keys are values, keys are returned twice.
+        """
         keys = take(getattr(stores, self.keys), heads, self.of(heads)).to(dtype)
         if self.move is not None:
             keys = self.move(keys, heads)
         values = getattr(stores, self.values)
-        return keys, keys if values is None else take(values, heads, self.of(heads)).to(dtype)
+        return keys, take(values, heads, self.of(heads)).to(dtype) if read and values is not None else keys
 
     def hide(self, scores: Tensor, heads: slice, value: float) -> None:
         """Overwrite some heads' scores of columns that a token does not see."""
@@ -127,11 +130,22 @@ class View(NamedTuple):
             by_head[..., full:].masked_fill_(hidden[:, None, None], value)
 
 
+def after_sinks(count: Tensor, hidden: Tensor, sinks: int, kv_heads: int) -> Tensor:
+    """Return where `count` columns are, if `hidden` after the sinks are left out, `[rows or 1, kv_heads, columns]`.
+
+    Both are `[rows or 1, 1]`; rows with fewer columns than others repeat their last.
+    """
+    columns = torch.arange(int(count.max())).minimum((count - 1).clamp(min=0))
+    columns = torch.where(columns < sinks, columns, columns + hidden)
+    return columns[:, None].expand(-1, kv_heads, -1)
+
+
 def take(store: Tensor, heads: slice, where: tuple[int, int] | Tensor) -> Tensor:
     """Take columns of some heads of a store `[rows, kv_heads, tokens, head_dim]`."""
     if isinstance(where, tuple):
         return store[:, heads, where[0] : where[1]]
-    return store.flatten(0, 2).index_select(0, flat_places(store, heads, where)).unflatten(0, where.shape)
+    places = flat_places(store, heads, where)
+    return store.flatten(0, 2).index_select(0, places.flatten()).unflatten(0, places.shape)
 
 
 def add(gradient: Tensor, heads: slice, where: tuple[int, int] | Tensor, added: Tensor) -> None:
@@ -139,7 +153,7 @@ def add(gradient: Tensor, heads: slice, where: tuple[int, int] | Tensor, added: 
     if isinstance(where, tuple):
         gradient[:, heads, where[0] : where[1]] += added
     else:
-        index = flat_places(gradient, heads, where)[:, None].expand(-1, added.shape[-1])
+        index = flat_places(gradient, heads, where).flatten()[:, None].expand(-1, added.shape[-1])
         gradient.view(-1, gradient.shape[-1]).scatter_add_(0, index, added.flatten(0, -2))
 
 
@@ -147,7 +161,7 @@ def flat_places(store: Tensor, heads: slice, where: Tensor) -> Tensor:
     """Number columns `[rows, some kv_heads, ...]` of a store whose first three dimensions are flattened."""
     rows, kv_heads, tokens = store.shape[:3]
     begins = torch.arange(0, rows * kv_heads * tokens, tokens, device=store.device).view(rows, kv_heads)[:, heads]
-    return (where.to(store.device) + begins[..., *[None] * (where.dim() - 2)]).flatten()
+    return where.to(store.device) + begins[..., *[None] * (where.dim() - 2)]
 
 
 def fold(tensor: Tensor, kv_heads: int, by_token: bool) -> Tensor:
@@ -186,7 +200,7 @@ def attend(
     lowest, none_visible = torch.finfo(queries.dtype).min, int(view.limit.min()) == 0
     reads, totals, opinions = [], [], []
     for heads, here in view.pieces(queries, kv_heads):
-        keys, values = view.fetch(stores, heads, queries.dtype)
+        keys, values = view.fetch(stores, heads, queries.dtype, read)
         scores = fold(queries[:, here], keys.shape[1], own) @ keys.transpose(-1, -2)
         view.hide(scores, heads, lowest)
         top = scores.amax(-1)
@@ -217,6 +231,8 @@ class Run:
         real: which tokens count for the choice of segments, `[rows, time]` on the host; None for all.
         asking: queries that score segments, where they are not those that attend.
         rotate: turns keys, for `far_distance` and `packed`.
+        dropped: how many segments after the sinks the stores do not hold any more, like `starts`; of compressed ones
+            only without `long`.
         lists: the segments that each tile retrieved; `forward` fills it.
     """
 
@@ -228,6 +244,7 @@ class Run:
     real: Tensor | None = None
     asking: Tensor | None = None
     rotate: Rotate | None = None
+    dropped: tuple[int, ...] = (0,)
     lists: list[Tensor] = field(default_factory=list)
 
     def tiles(self) -> Iterator[tuple[int, int]]:
@@ -248,20 +265,28 @@ class Run:
 
     def views(self, positions: Tensor, lists: Tensor | None) -> dict[str, View]:
         """Return what each branch shows a tile, without branches that show nothing."""
-        options = self.options
+        options, size = self.options, self.options.pool_tokens
+        dropped = torch.tensor(self.dropped)[:, None]
         begin, last = options.window_start(positions[:, :1]), positions[:, -1:]
         limit = positions - begin + 1
+        begin, last = begin - dropped * size, last - dropped * size
         where: tuple[int, int] | Tensor = (int(begin[0]), int(last[0]) + 1)
         if len(begin) > 1:
             window = (begin + torch.arange(int(limit.max()))).minimum(last)
             where = window[:, None].expand(-1, options.kv_heads, -1)
         shown = {"short": View("keys", "values", where, limit)}
-        horizon, size = options.horizon(positions), options.pool_tokens
-        complete = {"long": horizon // size, "overlap": (horizon + size // 2) // size}
-        for name, on in (("long", options.long or options.cache), ("overlap", options.overlap)):
-            if on:
-                limit = complete[name] * options.pool_vectors
-                shown[name] = View(f"{name}_keys", f"{name}_values", (0, int(limit.max())), limit)
+        horizon, vectors = options.horizon(positions), options.pool_vectors
+        if options.long or options.cache:
+            unscored = options.unscored(positions[:, :1])
+            limit = (horizon // size - unscored) * vectors
+            hidden = (unscored - (0 if options.long else dropped)) * vectors
+            where = (0, int(limit.max()))
+            if bool(hidden.any()):
+                where = after_sinks(limit[:, -1:], hidden, options.sinks * vectors, options.kv_heads)
+            shown["long"] = View("long_keys", "long_values", where, limit)
+        if options.overlap:
+            limit = (horizon + size // 2) // size * vectors
+            shown["overlap"] = View("overlap_keys", "overlap_values", (0, int(limit.max())), limit)
         if lists is not None:
             shown["cache"] = self.retrieved(positions, lists)
         return {name: view for name, view in shown.items() if int(view.limit.max()) > 0}
@@ -269,17 +294,21 @@ class Run:
     def retrieved(self, positions: Tensor, lists: Tensor) -> View:
         """Return a view of the tokens of the listed segments."""
         options, size = self.options, self.options.pool_tokens
-        filled = options.filled(positions)
-        segments = int(options.admissible(options.block_start(positions)).max())
+        filled, dropped = options.filled(positions), torch.tensor(self.dropped, device=lists.device)
+        places = torch.where(lists < options.sinks, lists, lists - dropped.view(-1, *[1] * (lists.dim() - 1)))
+        segments = int((options.admissible(options.block_start(positions)) - dropped.cpu()[:, None]).max())
         alike = lists.dim() == 4 and not options.packed  # a segment is read at one place by all tokens of a tile
         if alike and segments <= min(lists.shape[2], ALL_AT_ONCE) * options.retrieved:
-            nowhere = torch.where(lists < 0, segments, lists)
+            nowhere = torch.where(places < 0, segments, places)
             seen = lists.new_zeros(*lists.shape[:3], segments + 1, dtype=torch.bool).scatter_(-1, nowhere, True)
-            move = self.move(positions, torch.arange(segments, device=lists.device)[None, None] * size)
+            numbers = torch.arange(segments, device=lists.device)
+            numbers = torch.where(numbers < options.sinks, numbers, numbers + dropped[:, None])
+            move = self.move(positions, numbers[:, None] * size)
             return View("keys", "values", (0, segments * size), filled * size, seen[..., :segments], move)
-        chosen = lists[..., : int(filled.max())].clamp(min=0) * size
-        tokens = (chosen[..., None] + torch.arange(size, device=lists.device)).flatten(-2)
-        return View("keys", "values", tokens, filled * size, move=self.move(positions, chosen))
+        most = int(filled.max())
+        tokens = places[..., :most, None].clamp(min=0) * size + torch.arange(size, device=lists.device)
+        move = self.move(positions, lists[..., :most].clamp(min=0) * size)
+        return View("keys", "values", tokens.flatten(-2), filled * size, move=move)
 
     def move(self, positions: Tensor, begins: Tensor) -> Move | None:
         """Return how keys of segments that begin at `[rows or 1, 1 or kv_heads, (time,) segments]` are moved."""

@@ -25,6 +25,7 @@ CHOICES = {
     "cache": (True, False),
     "exclude_window": (False, True),
     "sink": (False, True),
+    "cache_tokens": (None, 16, 9),
     "weights": ("tied", "separate", "pretrained"),
     "local_norm": (True, False),
     "global_norm": (True, False),

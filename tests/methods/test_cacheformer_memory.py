@@ -44,6 +44,16 @@ CHOICES = {
     "packed for each token": {**MEANS, "packed": True, "selection": "prefix", "neighbors": 1, "topk": 3},
     "bounds": {**MEANS, "representatives": "bounds", "topk": 3},
     "bounds so far": {**MEANS, "representatives": "bounds", "selection": "prefix", "select_rows": 3, "topk": 1},
+    "budget": {"cache_tokens": 16, "sink": True},
+    "budget of means": {**MEANS, "cache_tokens": 16, "sink": True, "select_rows": 3, "far_distance": 5},
+    "budget of tokens, so far": {
+        **{**MEANS, "representatives": "tokens", "selection": "prefix"},
+        **{"cache_tokens": 9, "neighbors": 1, "select_rows": 3},
+    },
+    "budget of bounds of each token": {
+        **{**MEANS, "representatives": "bounds", "selection": "token"},
+        **{"cache_tokens": 9, "neighbors": 1, "sink": True, "packed": True},
+    },
     "no long": {"long": False, "pool_tokens": 2, "select_rows": 3},
     "compressed alone": {"cache": False},
     "window alone": {"cache": False, "overlap": False, "long": False},
