@@ -225,9 +225,10 @@ class MemoryCache(DocumentsCache):
         that it shows (not counting sinks). Matrices of constant size forget no token, but all tokens share them.
         """
         timeline, kept = self.timeline, []
+        shown = bool(self.local) or not self.state.own_layers  # to layers whose keys the state does not hold
         for row, read in enumerate(self.tokens_read):
             waiting = int(timeline.open[row].sum())
-            in_window = int((timeline.kept[row] & ~timeline.sink[row]).sum())
+            in_window = int((timeline.kept[row] & ~timeline.sink[row]).sum()) if shown else 0
             kept.append(min(read, waiting + max(self.state.kept(row, read - waiting), in_window)))
         return kept
 

@@ -253,10 +253,11 @@ class CacheFormerMemory(MemoryState):
 
     def kept(self, row: int, closed: int) -> int:
         options = self.options
-        gone = int(options.left(torch.tensor(closed))) * options.pool_tokens
-        if not gone or options.long or options.overlap:  # compressed vectors of all tokens are read
+        if not self.layers or options.long or options.overlap:  # compressed vectors of all tokens are read
             return closed
-        return closed - gone - options.sinks * options.pool_tokens
+        read = next(iter(self.layers.values())).tokens_read[row]
+        gone = int(options.left(torch.tensor(read)))
+        return closed - (gone + options.sinks) * options.pool_tokens if gone else closed
 
     def retrieved(self) -> dict[int, Tensor]:
         return {
