@@ -91,6 +91,6 @@ def full_memory(model: nn.Module, read: int | None = None) -> MemoryCache:
         for start in range(0, read, 16384):
             count = min(16384, read - start)
             values = None if ring.values is None else torch.randn(count, ring.values.shape[2])
-            ring.append(0, torch.nn.functional.normalize(torch.randn(count, ring.keys.shape[2])), values)
+            ring.append(0, torch.nn.functional.normalize(torch.randn(count, ring.width)), values)
     memory.timeline.tokens_read = [read or 0]
     return memory

@@ -47,7 +47,7 @@ def stores(memory: MemoryCache) -> dict[str, str]:
         for row in range(memory.batch_size):
             entries = ring.entries(row)
             lines[f"layer {layer}" + (f", row {row}" if memory.batch_size > 1 else "")] = (
-                f"{entries.count:,} entries (at most {ring.capacity:,}) of {ring.keys.shape[2]} numbers, "
+                f"{entries.count:,} entries (at most {ring.capacity:,}) of {ring.width} numbers, "
                 f"{str(ring.keys.dtype).removeprefix('torch.')}, of the tokens from {entries.first:,}"
             )
     return lines

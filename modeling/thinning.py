@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.origin import Source
+from cacheformers.modeling.search.store import unpacked
 
 OVERHEAD, OVERHEAD_OF_LAYER = 8 * 2**10, 2**11  # bytes of an index and of headers of files
 NEAR = 8  # tokens around a hit that are used with it
@@ -26,7 +27,7 @@ class Entries:
     """Entries of one document, oldest first.
 
     Attributes:
-        stores: keys `[entries, width]`, and values or None, by layer.
+        stores: keys `[entries, width]`, in float32 if they were int8, and values or None, by layer.
         source: the text, with a place for each entry; None if it was not saved.
     """
 
@@ -40,7 +41,7 @@ class Entries:
         stores, source = {}, memory.origin.sources[0]
         for layer, ring in memory.state.rings.items():
             found = ring.entries(0)
-            keys = torch.cat(found.spans)
+            keys = unpacked(torch.cat(found.spans))
             places = torch.arange(found.first, found.first + len(keys), device=keys.device) % max(ring.capacity, 1)
             stores[layer] = keys, None if ring.values is None else ring.values[ring.owner[0], places]
         if source is not None:
@@ -76,7 +77,7 @@ class Entries:
         for layer, ring in memory.state.rings.items():
             keys, values = self.stores[layer]
             ring.capacity, ring.written, ring.owner, ring.index = capacity, [self.count], [0], [{}]
-            ring.keys, ring.values = keys[None], None if values is None else values[None]
+            ring.keys, ring.values = ring.stored(keys)[None], None if values is None else values[None]
         memory.timeline.tokens_read = [self.count]
         memory.origin.sources, memory.origin.saved = [self.source], ""
         return memory
@@ -153,7 +154,8 @@ def thin(
     if rule == "unused" and used is None:
         raise ValueError("The rule 'unused' needs to know what is used: give questions to ask first.")
     entries = Entries.of(memory)
-    count = fitting(entries, most_bytes, int8)
+    stored = {ring.keys.dtype for ring in memory.state.rings.values()}
+    count = fitting(entries, most_bytes, int8 or torch.int8 in stored)
     if count < entries.count:
         if rule == "merge":
             entries = merged(entries, count, memory.state.key_size)

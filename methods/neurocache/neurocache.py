@@ -34,7 +34,7 @@ from cacheformers.methods.neurocache.options import NeurocacheOptions
 from cacheformers.modeling.memory import Gold, Reading, RingState, SegmentCall, keep_columns, token_numbers
 from cacheformers.modeling.method import PerHead, gathered, normalize, tenths
 from cacheformers.modeling.search import get_search
-from cacheformers.modeling.search.store import Ring, vectors
+from cacheformers.modeling.search.store import Ring, unpacked, vectors
 
 COMPRESSION_EPS = 1e-5
 
@@ -196,6 +196,11 @@ class NeurocacheState(RingState):
         cache_size: int | None = None,
     ) -> None:
         value_width = options.base.hidden_size if keep_values and options.compression_factor > 1 else None
+        if value_width is not None and options.cache_dtype == "int8":
+            raise ValueError(
+                "A memory in int8 cannot be trained: W_p needs the states that entries were made of. Train with "
+                "another cache_dtype and read with this one, in evaluation mode (model.eval())."
+            )
         capacity = options.cache_size if cache_size is None else cache_size
         rings = {
             storing: options.new_ring(rows, capacity, devices[storing], dtype, options.width, value_width)
@@ -219,7 +224,7 @@ class NeurocacheState(RingState):
         near = torch.full((asked, read), -1.0)
         for layer, queries in self.tensors["queries"].items():
             entries = self.rings[self.stores[layer]].entries(0)
-            keys = F.normalize(torch.cat(entries.spans).float(), dim=-1)
+            keys = F.normalize(unpacked(torch.cat(entries.spans)).float(), dim=-1)
             here = near[:, entries.first : entries.first + len(keys)]
             found = F.normalize(queries[0, -asked:].float(), dim=-1) @ keys[: here.shape[1]].T
             here.copy_(torch.maximum(here, found.cpu()))
@@ -265,7 +270,7 @@ def branch(
                 reading.losses[layer] = retrieval_loss(options, ring, reading.encoder, hidden, reading.gold)
         if layer in storing:
             ring = reading.stores[layer]
-            reading.new["keys"][layer] = entries.to(ring.keys.dtype)
+            reading.new["keys"][layer] = entries.to(ring.column_dtype)
             if ring.values is not None:
                 reading.new["values"][layer] = hidden.detach().to(ring.keys.dtype)
     if layer in options.attention_layers:
@@ -438,7 +443,7 @@ def fetch(
     """Fetch entries at `slots` `[rows, time, N]`, `[rows, time, N, d]`; in training, encode them again from their x."""
     slots = slots.to(ring.keys.device)
     if not (training and options.compression_factor > 1):
-        return vectors(ring.keys, options.width)[slots].to(dtype)
+        return unpacked(vectors(ring.keys, ring.keys.shape[-1])[slots]).to(dtype)
     if ring.values is None:
         raise ValueError(
             "This memory was begun in evaluation mode and keeps no values, so W_p would get no gradient. Begin it with "

@@ -20,6 +20,7 @@ from cacheformers.modeling.method import (
     setting,
 )
 from cacheformers.modeling.search import get_search
+from cacheformers.modeling.search.store import SCALE_BYTES
 
 
 @dataclass(repr=False)  # transformers prints a configuration
@@ -27,6 +28,12 @@ class NeurocacheSettings(SearchSettings, LocalWindowSettings):
     """Fields of `NeurocacheAdapterConfig` and `NeurocacheConfig`. Layers count from 0."""
 
     cache_size: int = setting(16384, "Entries that a document may keep (m); the oldest are dropped first.", free=True)
+    cache_dtype: str | None = setting(
+        None,
+        "Precision of what is stored. Default: float32 on the CPU, bfloat16 on a GPU. 'int8': 8 bits a number and a "
+        "scale for each entry, a quarter of float32's bytes, to read with; train with another.",
+        free=True,
+    )
     compression_factor: int = setting(4, "Hidden size over entry size (h/d). 1 stores states as they are.")
     topk: int = setting(16, "Entries that each token retrieves (k).", free=True)
     neighborhood_size: int = setting(2, "Entries that each hit brings along in time order (w): 1 or even.", free=True)
@@ -123,7 +130,7 @@ class NeurocacheOptions(StoreOptions, NeurocacheSettings, LocalWindowOptions):
             self,
             similarity=("l2", "dot"),
             gate=("zero", "none"),
-            cache_dtype=STORE_DTYPES,
+            cache_dtype=(*STORE_DTYPES, "int8"),
             compatibility=(None, "reference", "reference-fixed-heads"),
         )
         if self.compatibility is None:
@@ -137,6 +144,8 @@ class NeurocacheOptions(StoreOptions, NeurocacheSettings, LocalWindowOptions):
             raise ValueError("hit_order is a part of hit_scores: set hit_scores=True, too.")
         if self.compatibility is not None and self.hit_scores:
             raise ValueError("compatibility modes compute what was published: set hit_scores=False.")
+        if self.compatibility is not None and self.cache_dtype == "int8":
+            raise ValueError("compatibility modes compute what was published, which has no int8: set cache_dtype=None.")
         get_search(self.search)
 
     @property
@@ -146,8 +155,9 @@ class NeurocacheOptions(StoreOptions, NeurocacheSettings, LocalWindowOptions):
 
     @property
     def entry_numbers(self) -> int:
-        """The size of one token's entries in all layers that store."""
-        return self.width * len({storing for _, storing in self.retrieval_map})
+        """The size of one token's entries in all layers that store; in int8 with the bytes of their scales."""
+        size = self.width + (SCALE_BYTES if self.cache_dtype == "int8" else 0)
+        return size * len({storing for _, storing in self.retrieval_map})
 
     @property
     def window(self) -> LocalWindow:

@@ -250,13 +250,6 @@ def describe(tensor: Tensor) -> Held:
     return Held(NAMES[tensor.dtype], list(tensor.shape), digest(numbers.view(torch.uint8).numpy().data))
 
 
-def as_int8(entries: Tensor) -> tuple[Tensor, Tensor]:
-    """Round entries `[count, width]` to 8 bits; return them and the scale of each, `[count, 1]` in float32."""
-    exact = entries.float()
-    scale = exact.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
-    return (exact / scale).round().to(torch.int8), scale
-
-
 class Shards:
     """The tensors of a folder's files; raises MemoryFileError if a file is missing, or differs from the index.
 
@@ -295,9 +288,9 @@ class Shards:
         return tensor
 
     def entries(self, piece: Piece, dtype: torch.dtype) -> Tensor:
-        """Read entries; those that are kept as int8 in the given precision."""
+        """Read entries; those that only the file keeps as int8 in the given precision."""
         tensor = self.get(piece.file, piece.tensor)
-        if tensor.dtype != torch.int8:
+        if dtype == torch.int8 or tensor.dtype != torch.int8:
             return tensor
         return (tensor.float() * self.get(piece.file, f"{piece.tensor}.scale")).to(dtype)
 

@@ -24,13 +24,12 @@ from cacheformers.modeling.files.index import (
     Reader,
     Row,
     Store,
-    as_int8,
     describe,
     read_index,
     sync,
     write_file,
 )
-from cacheformers.modeling.search.store import Ring
+from cacheformers.modeling.search.store import Ring, as_int8
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def write(memory: Any, folder: Path, save: str, before: Index | None, int8: bool
             if stream.end > start:
                 pieces.append(Piece(new, f"{number}.{name}", start, stream.end - start))
                 taken, stored = stream.take(start, stream.end), f"{number}.{name}"
-                if int8 and name.startswith("rings."):
+                if int8 and name.startswith("rings.") and taken.dtype != torch.int8:
                     taken, fresh[f"{stored}.scale"] = as_int8(taken)
                 fresh[stored] = taken
             streams[name] = pieces

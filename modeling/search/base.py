@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cacheformers.modeling.search.store import Entries
+from cacheformers.modeling.search.store import Entries, unpacked
 
 SIMILARITIES = ("l2", "dot")
 TOLERANCE = 1e-6
@@ -70,14 +70,14 @@ def result_dtype(queries: Tensor) -> torch.dtype:
 
 
 def between(entries: Entries, start: int, stop: int) -> Tensor:
-    """Return entries `start` to `stop` (from the oldest), `[stop - start, width]`; a copy only across the seam."""
+    """Return entries `start` to `stop` (from the oldest), `[stop - start, width]`; int8 and across the seam a copy."""
     parts, seen = [], 0
     for span in entries.spans:
         part = span[max(start - seen, 0) : max(stop - seen, 0)]
         if len(part):
             parts.append(part)
         seen += len(span)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return unpacked(parts[0] if len(parts) == 1 else torch.cat(parts))
 
 
 def ranked(scores: Tensor, hits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ def recall(hits: Tensor, queries: Tensor, entries: Entries, topk: int, similarit
     Args:
         hits: `[n, topk]`, counted from the oldest entry; negative where nothing was found.
         queries: `[n, width]`.
-        entries: the searched ones, or more exact ones (the float32 entries of a bfloat16 store).
+        entries: the searched ones, or more exact ones (the float32 entries of a bfloat16 or int8 store).
     """
     count = entries.count
     wanted = min(topk, count)

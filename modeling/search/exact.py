@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cacheformers.modeling.search.base import Search, between, ranked, result_dtype
-from cacheformers.modeling.search.store import Entries
+from cacheformers.modeling.search.store import Entries, unpacked
 
 # Limits of one tile's buffers; with their temporaries they stay below 64 MiB together.
 ENTRY_BYTES = 8 << 20
@@ -251,12 +251,12 @@ def gathered(entries: Entries, numbers: Tensor) -> Tensor:
     """Return entries `[count, width]` by their numbers, counted from the oldest."""
     first, *rest = [span for span in entries.spans if len(span)]
     if not rest:
-        return first[numbers]
+        return unpacked(first[numbers])
     later = numbers >= len(first)
     found = first[numbers.masked_fill(later, 0)]
     for second in rest:
         found[later] = second[numbers[later] - len(first)]
-    return found
+    return unpacked(found)
 
 
 class Nearest:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cacheformers.modeling.search.base import Search, between, ranked, result_dtype
 from cacheformers.modeling.search.exact import ExactSearch, settle
-from cacheformers.modeling.search.store import Entries
+from cacheformers.modeling.search.store import Entries, unpacked
 
 # Bytes converted to float32 at a time if the store has another type.
 BLOCK_BYTES = 32 << 20
@@ -209,7 +209,7 @@ def _blocks(entries: Entries, start: int = 0) -> Iterator[Tensor]:
         if len(rest):
             size = len(rest) if rest.dtype == torch.float32 else max(BLOCK_BYTES // (4 * rest.shape[1]), 1)
             for block in rest.split(size):
-                yield block.float().contiguous()
+                yield unpacked(block).float().contiguous()
 
 
 def _metric(similarity: str) -> int:

@@ -17,8 +17,8 @@ class Entries:
     """One row's entries, oldest first.
 
     Attributes:
-        spans: one or two tensors `[count_i, width]`, which in this order are all entries. They are two if the ring's
-            seam is between them.
+        spans: one or two tensors `[count_i, width]`, which in this order are all entries; `packed` in int8. They are
+            two if the ring's seam is between them.
         first: lifelong number of the oldest entry (the number of entries dropped since the last reset).
         index: scratch of the row's store, where back ends keep what they need between calls.
     """
@@ -40,6 +40,34 @@ class Entries:
         return Entries(tuple(spans), self.first, self.index)
 
 
+SCALE_BYTES = 4  # of a float32
+
+
+def as_int8(entries: Tensor) -> tuple[Tensor, Tensor]:
+    """Round entries `[..., width]` to 8 bits; return them and the scale of each, `[..., 1]` in float32."""
+    exact = entries.float()
+    scale = exact.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    return (exact / scale).round().to(torch.int8), scale
+
+
+def packed(entries: Tensor) -> Tensor:
+    """Round entries `[..., width]` to 8 bits, with the bytes of their scales behind them: `[..., width + 4]`, int8."""
+    rounded, scale = as_int8(entries)
+    return torch.cat([rounded, compact(scale).view(torch.int8)], -1)
+
+
+def unpacked(stored: Tensor) -> Tensor:
+    """Return `packed` entries as float32 `[..., width]`, and others as they are."""
+    if stored.dtype != torch.int8:
+        return stored
+    return stored[..., :-SCALE_BYTES] * compact(stored[..., -SCALE_BYTES:]).view(torch.float32)
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """Copy a tensor, so that its bytes can be viewed in another dtype."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 class Ring:
     """First-in-first-out store of at most `capacity` entries per row (Neurocache, section 3.1).
 
@@ -51,7 +79,7 @@ class Ring:
         rows: number of batch rows.
         width: size of an entry.
         value_width: size of the second tensor stored with each entry (training encodes it again), None for none.
-        dtype, device: of both tensors.
+        dtype, device: of both tensors. In int8 each entry is `packed`, and there are no values.
     """
 
     def __init__(
@@ -63,8 +91,9 @@ class Ring:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.capacity = capacity
-        self.keys = torch.zeros(rows, 0, width, dtype=dtype, device=device)  # [physical rows, allocated, width]
+        self.capacity, self.width = capacity, width
+        stored = width + SCALE_BYTES if dtype == torch.int8 else width
+        self.keys = torch.zeros(rows, 0, stored, dtype=dtype, device=device)  # [physical rows, allocated, width]
         self.values = None if value_width is None else self.keys.new_zeros(rows, 0, value_width)
         self.written = [0] * rows  # entries ever written, per physical row
         self.owner = list(range(rows))  # batch row -> physical row
@@ -78,6 +107,15 @@ class Ring:
     @property
     def nbytes(self) -> int:
         return self.keys.nbytes + (0 if self.values is None else self.values.nbytes)
+
+    @property
+    def column_dtype(self) -> torch.dtype:
+        """The dtype of entries before they are written."""
+        return torch.float32 if self.keys.dtype == torch.int8 else self.keys.dtype
+
+    def stored(self, entries: Tensor) -> Tensor:
+        """Return entries `[..., width]` as they are stored."""
+        return packed(entries).to(self.keys.device) if self.keys.dtype == torch.int8 else entries.to(self.keys)
 
     def count(self, row: int) -> int:
         """Return the number of entries of a batch row."""
@@ -131,7 +169,7 @@ class Ring:
         for store, new in ((self.keys, keys), (self.values, values)):
             if store is None or new is None:
                 continue
-            new = new[skipped:].detach().to(store)
+            new = self.stored(new[skipped:].detach())
             store[physical, start : start + head] = new[:head]
             store[physical, : len(new) - head] = new[head:]
         self.written[physical] += length

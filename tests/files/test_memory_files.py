@@ -35,6 +35,7 @@ def logits(model, memory, ids):
 OPTIONS = (
     {"cache_dtype": "bfloat16"},
     {"cache_dtype": "float64"},
+    {"cache_dtype": "int8"},
     {"local_window": "sliding", "window_tokens": 7, "sink_tokens": 2},
     {"retrieval_map": {0: 1, 2: 2}},
     {"compression_factor": 1},

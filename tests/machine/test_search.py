@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cacheformers.modeling.search import ExactSearch, FaissExact, FaissIndex, get_search, recall
 from cacheformers.modeling.search import exact as exact_search
 from cacheformers.modeling.search.base import between
-from cacheformers.modeling.search.store import Entries, Ring
+from cacheformers.modeling.search.store import Entries, Ring, packed, unpacked
 
 SEEDS = st.integers(0, 2**20)
 SIMILARITY = st.sampled_from(["l2", "dot"])
@@ -124,6 +124,41 @@ def test_bfloat16_store(data, similarity, seed, back_end):
     assert scores.dtype == torch.float32
     assert recall(hits, queries, entries, 16, similarity) >= 0.999
     assert recall(hits, queries, Entries((everything[-1100:],)), 16, similarity) >= 0.99
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    data=DATA,
+    similarity=SIMILARITY,
+    seed=SEEDS,
+    back_end=st.sampled_from(["exact", "faiss", "auto"]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    width=st.sampled_from([8, 33, 128]),
+    asked=st.sampled_from([1, 17, 100]),
+    piece=st.integers(100, 700),
+)
+def test_int8_store(data, similarity, seed, back_end, dtype, width, asked, piece):
+    """What is found is the best of the rounded entries, of all of them."""
+    queries, everything = made(data, seed, asked, 1500, width=width, noise=1.0)
+    ring = Ring(1, 1100, width, dtype=torch.int8)
+    entries = fill(ring, everything, piece)
+    kept = everything[-1100:]
+    step = kept.abs().amax(1, keepdim=True) / 127
+    rounded = (kept / step).round() * step
+    scores, hits = get_search(back_end)(queries.to(dtype), entries, 16, similarity)
+    assert scores.dtype == dtype
+    assert recall(hits, queries, Entries((rounded,)), 16, similarity) == 1.0
+    size = queries.double().square().sum(1, keepdim=True) + rounded.double().square().sum(1)
+    error = (scores - scored(queries, rounded, similarity).gather(1, hits)).abs()
+    assert (error <= 3e-6 * size.gather(1, hits)).all()
+    assert ring.nbytes == 1100 * (width + 4)
+
+
+def test_int8_entries_of_zeros():
+    ring = Ring(2, 4, 8, dtype=torch.int8)
+    ring.append(1, torch.zeros(3, 8))
+    scores, hits = get_search("exact")(torch.ones(1, 8), ring.entries(1), 4, "l2")
+    assert scores.tolist() == [[0.0, 0.0, 0.0, -torch.inf]] and hits.tolist() == [[0, 1, 2, -1]]
 
 
 @pytest.mark.parametrize(
@@ -280,12 +315,19 @@ def test_memory_is_bounded():
 FACTORIES = ["IVF8,Flat", "HNSW16", "Flat", "PCA16,IVF4,Flat", "PQ8x4", "IVF4,PQ8x4fs", "SQ8"]
 
 
-@pytest.mark.parametrize("similarity", ["l2", "dot"])
-@pytest.mark.parametrize("factory", FACTORIES)
-def test_approximate_index_follows_the_store(factory, similarity):
+@pytest.mark.parametrize(
+    ("factory", "similarity", "dtype"),
+    [
+        *((factory, similarity, torch.float32) for factory in FACTORIES for similarity in ("l2", "dot")),
+        ("IVF8,Flat", "l2", torch.int8),
+        ("IVF4,PQ8x4fs", "dot", torch.int8),
+    ],
+)
+def test_approximate_index_follows_the_store(factory, similarity, dtype):
     capacity = 700
     _, everything = made(gaussian, 1, 0, 3000, width=32, noise=0.0)
-    ring, search = Ring(1, capacity, 32), get_search(f"faiss:{factory}")
+    everything = unpacked(packed(everything))  # which int8 holds exactly
+    ring, search = Ring(1, capacity, 32, dtype=dtype), get_search(f"faiss:{factory}")
     exact = factory in ("IVF8,Flat", "HNSW16", "Flat")
     # Reset once before the ring is full, when the old numbers would still look like living ones.
     for sizes in ([30, 400, 200], [1, 30, 400, 250, 90, 400, 900, 20, 333, 500]):

@@ -110,10 +110,16 @@ def test_what_is_left_of_the_newest_is_a_smaller_cache(make_model, tokenizer, id
     assert_equal(cacheformers.load_memory(tmp_path / "all", model), memory)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("int8", [True, False])
-def test_every_rule_fits_its_bytes_and_answers(make_model, tokenizer, tmp_path, method, int8):
-    model = make_model("llama_gqa", torch.float32, method=method, cache_size=2000)
+@pytest.mark.parametrize(
+    ("options", "int8"),
+    [
+        *(({"method": method}, int8) for method in METHODS for int8 in (True, False)),
+        ({"cache_dtype": "int8"}, False),
+    ],
+    ids=str,
+)
+def test_every_rule_fits_its_bytes_and_answers(make_model, tokenizer, tmp_path, options, int8):
+    model = make_model("llama_gqa", torch.float32, cache_size=2000, **options)
     memory = read(model, tokenizer, 1500)
     used = torch.arange(1500) % 7
     for most in (14_000, 30_000):
@@ -184,6 +190,20 @@ def test_int8_files(make_model, tokenizer, tmp_path):
             assert bool(((mine - exact).abs() <= exact.abs().amax(2, keepdim=True) / 253).all())
     back.save(tmp_path / "again", int8=True)
     assert_equal(cacheformers.load_memory(tmp_path / "again", model), back)
+
+
+def test_int8_stores(make_model, tokenizer, ids, tmp_path):
+    """What is put together or thinned is not rounded again, and files keep it as it is."""
+    model = make_model("llama_gqa", torch.float32, cache_dtype="int8", cache_size=400)
+    memory = read(model, tokenizer, 300)
+    for copy in (thin(memory, 10**6), thin(memory, 10**6, "merge"), together([memory])):
+        assert torch.equal(logits(model, copy, ids), logits(model, memory, ids))
+    memory.save(tmp_path / "m", int8=True)
+    back = cacheformers.load_memory(tmp_path / "m", model)
+    assert_equal(back, memory)
+    read_on = cacheformers.read_text(model, tokenizer, make_text(200), memory=back, progress=False)
+    read_on.save(tmp_path / "m", append=True)
+    assert_equal(cacheformers.load_memory(tmp_path / "m", model), read_on)
 
 
 def test_what_is_refused(make_model, tokenizer, ids):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from memories import chunked
 
+import cacheformers
 from cacheformers.methods.neurocache import neurocache
 from cacheformers.methods.neurocache.hit_scores import Found, HitScores
 from cacheformers.methods.neurocache.neurocache import in_few_lengths, naive
@@ -208,12 +209,24 @@ def test_several_retrieval_layers(make_model, ids):
 
 
 @torch.no_grad()
-def test_a_half_precision_store(make_model, ids):
-    model = make_model("llama_gqa", torch.float32, cache_dtype="bfloat16")
-    memory = model(ids).past_key_values
-    assert memory.state.rings[1].keys.dtype == torch.bfloat16
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_a_store_of_few_bits(make_model, ids, dtype):
+    model = make_model("llama_gqa", torch.float32, cache_dtype=dtype)
+    logits, memory = chunked(model, ids, 7)
+    assert memory.state.rings[1].keys.dtype == getattr(torch, dtype)
     exact = make_model("llama_gqa", torch.float32)(ids).logits
-    assert float((model(ids).logits - exact).abs().mean()) < 0.02
+    assert 0 < float((logits - exact).abs().mean()) < 0.02
+
+
+def test_int8_is_for_reading(make_model, ids):
+    model = make_model("llama_gqa", torch.float32, cache_dtype="int8")
+    with pytest.raises(ValueError, match=r"in int8 cannot be trained.*another cache_dtype.*model.eval\(\)"):
+        model.train()(ids, labels=ids)
+    trained = make_model("llama_gqa", torch.float32)
+    memory = cacheformers.read(trained, ids, progress=False)
+    model.eval()(ids[:, :5], past_key_values=memory)  # models that differ in it may share a memory
+    with pytest.raises(ValueError, match="compatibility modes .* has no int8"):
+        make_model("llama_gqa", torch.float32, cache_dtype="int8", compatibility="reference")
 
 
 @pytest.mark.parametrize("ablation", ["paper", "hit scores"])
