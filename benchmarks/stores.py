@@ -37,9 +37,9 @@ def main() -> None:
     given.add_argument("--book", type=Path, default=Path("../shared/data/books/valid.jsonl.gz"), help="its first row")
     given.add_argument("--memory", type=Path, default=Path("runs/stores.memory"), help="(default: %(default)s)")
     given.add_argument("--tokens", type=int, default=32768, help="of the memory (default: %(default)s)")
-    given.add_argument("--asked", type=int, default=512, help="tokens that come next (default: %(default)s)")
+    given.add_argument("--asked", type=int, default=256, help="tokens that come next (default: %(default)s)")
     given.add_argument("--topk", type=int, default=16, help="(default: %(default)s)")
-    given.add_argument("--rounds", type=int, default=5, help="of timing (default: %(default)s)")
+    given.add_argument("--rounds", type=int, default=3, help="of timing (default: %(default)s)")
     options = given.parse_args()
     base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, options.adapter).eval()
@@ -63,7 +63,8 @@ def measure(model: Any, memory: MemoryCache, ids: torch.Tensor, options: argpars
     layer = next(iter(memory.state.rings))
     exact = memory.state.rings[layer].entries(0)
     search = get_search("exact")
-    rings, rows = {}, []
+    rings: dict[str, Ring] = {}
+    rows: list[dict[str, Any]] = []
     for dtype in DTYPES:
         rounded = memory.clone()
         rings[str(dtype)] = ring = in_dtype(memory.state.rings[layer], dtype)
