@@ -16,6 +16,7 @@ from cacheformers.methods.cacheformer.cacheformer import (
 )
 from cacheformers.methods.cacheformer.selection import Chooser
 from cacheformers.methods.cacheformer.tiles import Run, Stores, TiledAttention
+from cacheformers.modeling.search.store import packed
 
 
 def attend(
@@ -93,10 +94,14 @@ def make_stores(
     nothing = (keys[:, :, :0], None if values is None else keys[:, :, :0])
     long = compress(0) if options.long or options.cache else nothing
     overlap = compress(half) if options.overlap else nothing
-    near = normed(parts.local_norm, keys).contiguous()
+    stores = Stores(normed(parts.local_norm, keys).contiguous(), long[0], overlap[0])
+    if options.rounds:
+        stores = stores._replace(cache_keys=packed(stores.keys.detach()))
     if values is None:
-        return Stores(near, long[0], overlap[0])
-    return Stores(near, long[0], overlap[0], normed(parts.local_norm, values).contiguous(), long[1], overlap[1])
+        return stores
+    near = normed(parts.local_norm, values).contiguous()
+    kept = packed(near.detach()) if options.rounds else None
+    return stores._replace(values=near, long_values=long[1], overlap_values=overlap[1], cache_values=kept)
 
 
 def document_batches(documents: Tensor, alike: bool = False) -> list[tuple[Tensor, Tensor]]:

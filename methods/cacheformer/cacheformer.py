@@ -67,6 +67,11 @@ class CacheFormerSettings:
         "Tokens of the segments that can be retrieved: the newest ones, and the first with `sink`. Older ones are "
         "forgotten. Default: all.",
     )
+    cache_int8: bool = setting(
+        False,
+        "Keep what can be retrieved in 8 bits, with a scale for each token and head; only windows stay exact. "
+        "No gradient reaches what is rounded.",
+    )
     shared_projection: bool = setting(True, "Compress overlapping segments by the same projection.")
     wide_blocks: bool = setting(
         False,
@@ -230,17 +235,29 @@ class CacheFormerOptions(CacheFormerSettings):
         return torch.zeros_like(position) if self.long else self.gone(position)
 
     def left(self, position: Tensor) -> Tensor:
-        """Count the segments after the sinks of which no token from a position on reads a key."""
+        """Count the segments after the sinks of which no token from a position on retrieves a key."""
         before = self.window_start(position) // self.pool_tokens
         return torch.minimum(self.gone(position), (before - self.sinks).clamp(min=0)) if self.cache else before
 
     @property
+    def rounds(self) -> bool:
+        """Whether windows and the cache read different stores."""
+        return self.cache and self.cache_int8
+
+    def window_left(self, position: Tensor) -> Tensor:
+        """The same for keys of the store that windows read."""
+        return self.window_start(position) // self.pool_tokens if self.rounds else self.left(position)
+
+    @property
     def most_tokens(self) -> int | None:
-        """Tokens whose keys are held between forwards, at most; None without a bound."""
-        if not self.cache:
-            return 2 * self.window_tokens + self.pool_tokens
-        recent = 2 * self.window_tokens + max(self.window_tokens, self.block_rows) + self.pool_tokens
-        return None if self.cache_tokens is None else self.cache_tokens + recent
+        """Tokens that can be retrieved or are near, at most; None without a bound."""
+        near = 2 * self.window_tokens + max(self.window_tokens, self.block_rows) + self.pool_tokens
+        return None if self.cache_tokens is None else self.cache_tokens + near
+
+    @property
+    def most_window_tokens(self) -> int | None:
+        """The same for keys of the store that windows read."""
+        return 2 * self.window_tokens + self.pool_tokens if self.rounds or not self.cache else self.most_tokens
 
     @property
     def most_vectors(self) -> int | None:

@@ -28,6 +28,7 @@ def naive(
         values = keys if projected.v is None else projected.v[0, kv_head]
         source = projected.pooled_keys(options)[0, kv_head]
         near = list(zip(normed(parts.local_norm, keys), normed(parts.local_norm, values), strict=True))
+        kept = [(rounded(key), rounded(value)) for key, value in near] if options.cache_int8 else near
         segments, half = time // options.pool_tokens, options.pool_tokens // 2
         heads = range(kv_head * group, (kv_head + 1) * group)
         if options.representatives == "compressed":
@@ -57,7 +58,7 @@ def naive(
                 branches["cache"] = [
                     (moved(key, shift(options, start, c, len(found) - rank), rotate), value)
                     for rank, c in enumerate(found)
-                    for key, value in near[c * s : (c + 1) * s]
+                    for key, value in kept[c * s : (c + 1) * s]
                 ]
                 seen = [branches[name] for name in options.branches]
                 gate = None if gates is None else gates[0, head, t]
@@ -78,6 +79,13 @@ def moved(key: Tensor, shift: int, rotate: Rotate | None) -> Tensor:
     if rotate is None or shift <= 0:
         return key
     return rotate(key[None, None, None], torch.tensor([[shift]], dtype=torch.float64))[0, 0, 0]
+
+
+def rounded(vector: Tensor) -> Tensor:
+    """Round a vector to multiples of its largest number's 127th part, which is a number of float32."""
+    exact = vector.detach().float()
+    step = exact.abs().max().clamp(min=1e-30) / 127
+    return ((exact / step).round() * step).to(vector.dtype)
 
 
 def represent(options: CacheFormerOptions, keys: Tensor, queries: Tensor, number: int) -> Vectors:

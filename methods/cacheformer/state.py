@@ -24,6 +24,9 @@ from cacheformers.methods.cacheformer.tiles import Run, Stores, TiledAttention, 
 from cacheformers.modeling.cache import DocumentsCache
 from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.modeling.memory import joined, keep_columns, part
+from cacheformers.modeling.search.store import SCALE_BYTES, packed
+
+SEGMENTS = {"long_keys", "long_values", "overlap_keys", "overlap_values"}  # the stores whose vectors are of segments
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,12 @@ class CacheFormerState:
         self.tokens_read = [0] * rows
         blank = torch.zeros(rows, options.kv_heads, 0, options.head_dim, dtype=dtype, device=device)
         names = [name for name in Stores._fields if not (options.tied and name.endswith("values"))]
+        names = [name for name in names if options.rounds or not name.startswith("cache")]
         self.shelves = dict.fromkeys(names, Shelf(blank))
+        for name in names:
+            if name.startswith("cache"):
+                shape = (rows, options.kv_heads, 0, options.head_dim + SCALE_BYTES)
+                self.shelves[name] = Shelf(blank.new_zeros(shape, dtype=torch.int8))
         found_by = width(options.representatives, options.head_dim)
         self.shelves["long_keys"] = Shelf(blank.new_zeros(rows, options.kv_heads, 0, found_by))
         shape = (rows, options.kv_heads, options.pool_tokens, options.head_dim)
@@ -146,12 +154,13 @@ class CacheFormerState:
         options, time = self.options, projected.q.shape[2]
         alike = len(set(self.tokens_read)) == 1
         starts = tuple(self.tokens_read[:1] if alike else self.tokens_read)
-        dropped = tuple(options.left(torch.tensor(starts)).tolist())
+        first = torch.tensor(starts)
         new = {"keys": projected.k} if projected.v is None else {"keys": projected.k, "values": projected.v}
-        begin = [start - options.pool_tokens * missing for start, missing in zip(starts, dropped, strict=True)]
         for name, tokens in new.items():
             tokens = normed(parts.local_norm, tokens)
-            self.shelves[name] = self.shelves[name].written(begin, tokens, options.most_tokens)
+            self.write(name, first, tokens)
+            if options.rounds:
+                self.write(f"cache_{name}", first, packed(tokens.detach()))
         strengths = projected.strengths(options)
         sides = {**new, "keys": projected.pooled_keys(options)}
         if strengths is not None:
@@ -159,45 +168,60 @@ class CacheFormerState:
         self.compress(parts, sides, rotate, starts, counts)
 
         # Raw tokens are taken one by one; of segments, a row's last one would show nothing before the next token.
-        counts_held = self.counts(torch.tensor(starts) + time - 1, torch.tensor(dropped))
-        stores = {
-            name: shelf.vectors[:, :, : int(counts_held[name].max())] if "_" in name else shelf.vectors
-            for name, shelf in self.shelves.items()
-        }
+        stores = {name: shelf.vectors for name, shelf in self.shelves.items()}
+        for name in SEGMENTS & stores.keys():
+            complete = self.held(name, first + time - 1, self.missing(name, first))
+            stores[name] = stores[name][:, :, : int(complete.max())]
         ragged = len(set(counts)) > 1
         real = torch.arange(time) < torch.tensor(counts)[:, None] if ragged else None
         asking = projected.asking(options)
-        run = Run(options, starts, time, projected.scale, self.chooser, real, asking, rotate, dropped)
+        dropped, window_dropped = (tuple(of(first).tolist()) for of in (options.left, options.window_left))
+        run = Run(options, starts, time, projected.scale, self.chooser, real, asking, rotate, dropped, window_dropped)
         gates = projected.gates(parts)
         read: Tensor = TiledAttention.apply(run, projected.q, gates, *Stores(**stores))  # type: ignore[no-untyped-call]
         if run.lists:  # none without a cache or without tokens
             self.taken = run.chosen().transpose(1, 2).flatten(2)
-        before = options.left(torch.tensor(self.tokens_read))
+        earlier = self.tokens_read
         self.tokens_read = [before + count for before, count in zip(self.tokens_read, counts, strict=True)]
-        self.forget(before)
+        self.forget(earlier)
         return read
 
-    def counts(self, tokens: Tensor, dropped: Tensor) -> dict[str, Tensor]:
-        """Count what each row's shelves hold, where it has read `tokens` and dropped segments, both `[rows]`."""
-        options, size = self.options, self.options.pool_tokens
-        segments = tokens // size - (0 if options.long else dropped)
-        near, long = tokens - dropped * size, segments * options.pool_vectors
-        overlap = (tokens + size // 2) // size * options.pool_vectors
-        kinds = {"keys": near, "values": near, "long": long, "overlap": overlap}
-        return {name: kinds[name.partition("_")[0]] for name in self.shelves}
+    def missing(self, name: str, tokens: Tensor) -> Tensor:
+        """Count the segments after the sinks that a shelf does not hold any more, where rows have read so much."""
+        options = self.options
+        if name in ("keys", "values"):
+            return options.window_left(tokens)
+        if name.startswith("cache") or (name.startswith("long") and not options.long):
+            return options.left(tokens)
+        return torch.zeros_like(tokens)
 
-    def forget(self, before: Tensor) -> None:
-        """Forget segments that no later token reads; the shelves lack `before` of each row."""
+    def held(self, name: str, tokens: Tensor, missing: Tensor) -> Tensor:
+        """Count the vectors on a shelf, where rows have read so much and these segments are missing, all `[rows]`."""
+        size, vectors = self.options.pool_tokens, self.options.pool_vectors
+        if name.startswith("long"):
+            return (tokens // size - missing) * vectors
+        return (tokens + size // 2) // size * vectors if name.startswith("overlap") else tokens - missing * size
+
+    def write(self, name: str, starts: Tensor, new: Tensor) -> None:
+        """Put new vectors of rows that have read `starts` tokens on a shelf."""
+        options = self.options
+        most = options.most_window_tokens if name in ("keys", "values") else options.most_tokens
+        if name in SEGMENTS:
+            most = None if options.long or name.startswith("overlap") else options.most_vectors
+        begin = self.held(name, starts, self.missing(name, starts))
+        self.shelves[name] = self.shelves[name].written(begin.tolist(), new, most)
+
+    def forget(self, earlier: Sequence[int]) -> None:
+        """Forget segments that no later token reads, after rows had read `earlier` tokens."""
         options, tokens = self.options, torch.tensor(self.tokens_read)
-        left = options.left(tokens)
-        if torch.equal(left, before):
-            return
-        for name, count in self.counts(tokens, left).items():
-            unit, shelf = options.pool_vectors if "_" in name else options.pool_tokens, self.shelves[name]
-            leaves = "_" not in name or (name.startswith("long") and not options.long)
-            if leaves and shelf.vectors.shape[2]:  # some kinds of representatives have no values
-                fewer = (left - before)[:, None] * unit
-                self.shelves[name] = shelf.forgotten(options.sinks * unit, fewer, count[:, None])
+        for name, shelf in self.shelves.items():
+            missing = self.missing(name, tokens)
+            fewer = (missing - self.missing(name, torch.tensor(earlier)))[:, None]
+            if bool(fewer.any()) and shelf.vectors.shape[2]:  # some kinds of representatives have no values
+                unit = options.pool_vectors if name in SEGMENTS else options.pool_tokens
+                sinks = 0 if options.rounds and name in ("keys", "values") else options.sinks
+                left = self.held(name, tokens, missing)[:, None]
+                self.shelves[name] = shelf.forgotten(sinks * unit, fewer * unit, left)
 
     def compress(
         self,
@@ -229,13 +253,7 @@ class CacheFormerState:
             pooled = pool(options, parts, cut[0], cut_values, numbers.to(cut[0].device), shift > 0, rotate, queries)
             for side, vectors in zip(("keys", "values"), pooled, strict=True):
                 if vectors is not None:
-                    shelf = self.shelves[f"{name}_{side}"]
-                    begin, most = first[:, 0], None
-                    if name == "long" and not options.long:
-                        begin = begin - options.left(torch.tensor(starts))
-                        most = options.most_vectors
-                    begin = begin * options.pool_vectors
-                    self.shelves[f"{name}_{side}"] = shelf.written(begin.tolist(), vectors, most)
+                    self.write(f"{name}_{side}", begins[:, 0], vectors)
         last = torch.tensor(counts)[:, None] + torch.arange(size)
         self.tail = [keep_columns(side, last, 2) for side in tokens]
 
@@ -304,12 +322,12 @@ class CacheFormerState:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return everything held, by name, without unused room."""
-        tokens = torch.tensor(self.tokens_read)
-        counts = self.counts(tokens, self.options.left(tokens))
-        held = {}
+        tokens, held = torch.tensor(self.tokens_read), {}
         for name, tensor in self.tensors().items():
-            count = counts.get(name.removeprefix("shelves."))
-            held[name] = (tensor if count is None else tensor[:, :, : int(count.max())]).clone()
+            shelf = name.removeprefix("shelves.")
+            if shelf in self.shelves:
+                tensor = tensor[:, :, : int(self.held(shelf, tokens, self.missing(shelf, tokens)).max())]
+            held[name] = tensor.clone()
         return {**held, "tokens_read": tokens}
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
@@ -318,9 +336,9 @@ class CacheFormerState:
         self.replace({name: tensor.to(device) for name, tensor in tensors.items() if name != "tokens_read"})
         self.tokens_read = tensors["tokens_read"].tolist()
         tokens = tensors["tokens_read"]
-        left = self.options.left(tokens)
-        if self.shelves["keys"].vectors.shape[2] > int(self.counts(tokens, left)["keys"].max()):
-            self.forget(torch.zeros_like(left))  # earlier releases kept the keys of all tokens without a cache
+        most = int(self.held("keys", tokens, self.missing("keys", tokens)).max())
+        if self.shelves["keys"].vectors.shape[2] > most:  # earlier releases kept all keys without a cache, too
+            self.forget([0] * self.rows)
 
 
 class CacheFormerCache(DocumentsCache):

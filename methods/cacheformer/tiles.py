@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions, Rotate
 from cacheformers.methods.cacheformer.selection import Chooser
+from cacheformers.modeling.search.store import unpacked
 
 TILE_TOKENS = 128
 # Scores held at once, unless one key-value head has more: they fit a processor's cache, or keep a GPU busy.
@@ -37,6 +38,7 @@ class Stores(NamedTuple):
         keys, values: of a row's tokens, normed, `[rows, kv_heads, tokens, head_dim]`.
         long_keys, overlap_keys, long_values, overlap_values: of segments, `[rows, kv_heads, segments*r_s, head_dim]`;
             empty where no branch needs them.
+        cache_keys, cache_values: what the cache retrieves instead of keys and values, with `cache_int8` (`packed`).
     """
 
     keys: Tensor
@@ -45,6 +47,8 @@ class Stores(NamedTuple):
     values: Tensor | None = None
     long_values: Tensor | None = None
     overlap_values: Tensor | None = None
+    cache_keys: Tensor | None = None
+    cache_values: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -112,11 +116,13 @@ class View(NamedTuple):
 
         Where values are not wanted, or keys are values, keys are returned twice.
         """
-        keys = take(getattr(stores, self.keys), heads, self.of(heads)).to(dtype)
+        keys = unpacked(take(getattr(stores, self.keys), heads, self.of(heads))).to(dtype)
         if self.move is not None:
             keys = self.move(keys, heads)
         values = getattr(stores, self.values)
-        return keys, take(values, heads, self.of(heads)).to(dtype) if read and values is not None else keys
+        if values is None or not read:
+            return keys, keys
+        return keys, unpacked(take(values, heads, self.of(heads))).to(dtype)
 
     def hide(self, scores: Tensor, heads: slice, value: float) -> None:
         """Overwrite some heads' scores of columns that a token does not see."""
@@ -233,6 +239,7 @@ class Run:
         rotate: turns keys, for `far_distance` and `packed`.
         dropped: how many segments after the sinks the stores do not hold any more, like `starts`; of compressed ones
             only without `long`.
+        window_dropped: the same for `Stores.keys` and `Stores.values`.
         lists: the segments that each tile retrieved; `forward` fills it.
     """
 
@@ -245,6 +252,7 @@ class Run:
     asking: Tensor | None = None
     rotate: Rotate | None = None
     dropped: tuple[int, ...] = (0,)
+    window_dropped: tuple[int, ...] = (0,)
     lists: list[Tensor] = field(default_factory=list)
 
     def tiles(self) -> Iterator[tuple[int, int]]:
@@ -269,7 +277,8 @@ class Run:
         dropped = torch.tensor(self.dropped)[:, None]
         begin, last = options.window_start(positions[:, :1]), positions[:, -1:]
         limit = positions - begin + 1
-        begin, last = begin - dropped * size, last - dropped * size
+        missing = torch.tensor(self.window_dropped)[:, None] * size
+        begin, last = begin - missing, last - missing
         where: tuple[int, int] | Tensor = (int(begin[0]), int(last[0]) + 1)
         if len(begin) > 1:
             window = (begin + torch.arange(int(limit.max()))).minimum(last)
@@ -294,6 +303,7 @@ class Run:
     def retrieved(self, positions: Tensor, lists: Tensor) -> View:
         """Return a view of the tokens of the listed segments."""
         options, size = self.options, self.options.pool_tokens
+        keys, values = ("cache_keys", "cache_values") if options.rounds else ("keys", "values")
         filled, dropped = options.filled(positions), torch.tensor(self.dropped, device=lists.device)
         places = torch.where(lists < options.sinks, lists, lists - dropped.view(-1, *[1] * (lists.dim() - 1)))
         segments = int((options.admissible(options.block_start(positions)) - dropped.cpu()[:, None]).max())
@@ -304,11 +314,11 @@ class Run:
             numbers = torch.arange(segments, device=lists.device)
             numbers = torch.where(numbers < options.sinks, numbers, numbers + dropped[:, None])
             move = self.move(positions, numbers[:, None] * size)
-            return View("keys", "values", (0, segments * size), filled * size, seen[..., :segments], move)
+            return View(keys, values, (0, segments * size), filled * size, seen[..., :segments], move)
         most = int(filled.max())
         tokens = places[..., :most, None].clamp(min=0) * size + torch.arange(size, device=lists.device)
         move = self.move(positions, lists[..., :most].clamp(min=0) * size)
-        return View("keys", "values", tokens.flatten(-2), filled * size, move=move)
+        return View(keys, values, tokens.flatten(-2), filled * size, move=move)
 
     def move(self, positions: Tensor, begins: Tensor) -> Move | None:
         """Return how keys of segments that begin at `[rows or 1, 1 or kv_heads, (time,) segments]` are moved."""
@@ -417,7 +427,7 @@ class Run:
         to_queries = torch.zeros_like(queries, dtype=dtype)
         to_gates = None if gates is None else torch.zeros_like(gates)
         to_stores = {
-            name: None if store is None else store.new_zeros(store.shape, dtype=dtype)
+            name: None if store is None or store.dtype == torch.int8 else store.new_zeros(store.shape, dtype=dtype)
             for name, store in stores._asdict().items()
         }
         for number, (begin, end) in enumerate(self.tiles()):
@@ -481,11 +491,12 @@ class Run:
             means.append(unfold(mean, time, own).flatten(1, 2))
             to_scores = weights.mul_(to_weights.sub_(mean[..., None]))
             to_queries[:, here] += unfold(to_scores @ keys, time, own).flatten(1, 2)
+            key_gradient, value_gradient = to_stores[view.keys], to_stores[view.values]
+            if key_gradient is None:  # rounded
+                continue
             to_keys = to_scores.transpose(-1, -2) @ tile
             if view.move is not None:
                 to_keys = view.move(to_keys, heads, back=True)
-            key_gradient, value_gradient = to_stores[view.keys], to_stores[view.values]
-            assert key_gradient is not None
             if value_gradient is None:
                 to_keys += to_values
             else:
