@@ -26,6 +26,7 @@ CHOICES = {
     "exclude_window": (False, True),
     "sink": (False, True),
     "cache_tokens": (None, 16, 9),
+    "cache_int8": (False, True),
     "weights": ("tied", "separate", "pretrained"),
     "local_norm": (True, False),
     "global_norm": (True, False),

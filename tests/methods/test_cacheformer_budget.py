@@ -9,6 +9,7 @@ from cacheformer_models import random_ids, tiny_model
 import cacheformers
 from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions
 from cacheformers.methods.cacheformer.naive import naive
+from cacheformers.methods.cacheformer.rounding import unpacked
 from cacheformers.methods.cacheformer.state import CacheFormerState
 
 SIZES = {"kv_heads": 2, "window_tokens": 8, "pool_tokens": 4, "pool_vectors": 2, "topk": 2, "neighbors": 1}
@@ -18,6 +19,7 @@ BUDGETS = {
     "small blocks": {"cache_tokens": 9, "select_rows": 3, "weights": "pretrained", "local_norm": False},
     "each token": {"cache_tokens": 16, "selection": "token", "sink": True},
     "scored alone": {"cache_tokens": 16, "selection": "prefix", "sink": True, "long": False, "overlap": False},
+    "8 bits": {"cache_tokens": 16, "cache_int8": True, "sink": True, "weights": "separate"},
     "no cache": {"cache": False, "sink": True},
     "window alone": {"cache": False, "long": False, "overlap": False},
 }
@@ -47,7 +49,7 @@ def test_what_is_forgotten_takes_no_room(name):
     options = make_options(SIZES | BUDGETS[name])
     parts, inputs = random_parts(options), random_inputs(options, 200)
     number = 1 if options.tied else 2
-    most = options.most_tokens * number * options.kv_heads * options.head_dim * 8
+    most = options.most_window_tokens * number * options.kv_heads * options.head_dim * 8
     sizes = {}
     for step in (1, 40):
         for tokens in (120, 200):
@@ -87,6 +89,22 @@ def test_rows_that_are_selected_saved_and_begin_again(name):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("weights", ["tied", "separate"])
+def test_eight_bits_take_the_room_of_a_window_and_of_bytes(weights):
+    """Beside the windows: a byte for each number, and four for a vector, instead of four a number."""
+    options = make_options(SIZES | {"weights": weights, "cache_int8": True})
+    inputs = random_inputs(options, 200)
+    state = state_after(options, random_parts(options), inputs, 200, 200).state_dict()
+    for name in ("keys", "values")[: 1 if options.tied else 2]:
+        assert state[f"shelves.{name}"].shape == (1, 2, 8, 4)  # of the last window; the next one begins
+        rounded = state[f"shelves.cache_{name}"]
+        assert rounded.dtype == torch.int8 and rounded.nbytes == 200 * options.kv_heads * (options.head_dim + 4)
+        near = unpacked(rounded[:, :, 192:], torch.float64)
+        exact = state[f"shelves.{name}"]
+        assert 0 < float((near - exact).abs().max()) <= float(exact.abs().max()) / 254 + 1e-6
+
+
+@torch.no_grad()
 def test_keys_that_earlier_releases_kept_are_forgotten():
     options = make_options(SIZES | BUDGETS["no cache"])
     parts, inputs = random_parts(options), random_inputs(options, 60)
@@ -103,7 +121,7 @@ def test_keys_that_earlier_releases_kept_are_forgotten():
 @pytest.mark.parametrize("selection", ["previous_block", "token"])
 def test_beams_of_padded_rows(selection):
     """From scratch: what is decoded with a cache is what whole documents give."""
-    model = tiny_model(selection=selection, cache_tokens=16, sink=True)
+    model = tiny_model(selection=selection, cache_tokens=16, sink=True, cache_int8=selection == "token")
     ids = random_ids(2, 60)
     mask = torch.ones_like(ids)
     mask[0, :21] = 0
@@ -118,6 +136,7 @@ def test_beams_of_padded_rows(selection):
 def test_a_memory_file_holds_the_budget(make_model, ids, tmp_path):
     """On a base, whose other layer sees everything; rows of different lengths. Without that one text is forgotten."""
     chosen = {"representatives": "mean", "long": False, "overlap": False, "sink": True, "cache_tokens": 16}
+    chosen["cache_int8"] = True
     model = make_model("llama_gqa", method="cacheformer_on_base", neighbors=1, layers=[0, 2], **chosen)
     mask = torch.ones_like(ids)
     mask[1, :13] = 0
@@ -125,8 +144,8 @@ def test_a_memory_file_holds_the_budget(make_model, ids, tmp_path):
     assert memory.tokens_kept == memory.tokens_read == [75, 62]
     memory.save(tmp_path / "memory")
     loaded = cacheformers.load_memory(tmp_path / "memory", model)
-    shelf = loaded.state.layers[0].shelves["keys"].vectors
-    assert shelf.shape[2] < 40
+    shelf = loaded.state.layers[0].shelves["cache_keys"].vectors
+    assert shelf.shape[2] < 40 and shelf.dtype == torch.int8
     question = ids[:, :9].flip(1)
     assert torch.equal(
         model(question, past_key_values=loaded.clone()).logits, model(question, past_key_values=memory.clone()).logits

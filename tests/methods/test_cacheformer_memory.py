@@ -54,6 +54,11 @@ CHOICES = {
         **{**MEANS, "representatives": "bounds", "selection": "token"},
         **{"cache_tokens": 9, "neighbors": 1, "sink": True, "packed": True},
     },
+    "8 bits": {"cache_int8": True, "aggregation": "gated"},
+    "8 bits of a budget of means": {
+        **{**MEANS, "cache_int8": True, "selection": "prefix"},
+        **{"cache_tokens": 16, "sink": True, "far_distance": 5},
+    },
     "no long": {"long": False, "pool_tokens": 2, "select_rows": 3},
     "compressed alone": {"cache": False},
     "window alone": {"cache": False, "overlap": False, "long": False},
