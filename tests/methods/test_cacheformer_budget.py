@@ -9,8 +9,8 @@ from cacheformer_models import random_ids, tiny_model
 import cacheformers
 from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions
 from cacheformers.methods.cacheformer.naive import naive
-from cacheformers.methods.cacheformer.rounding import unpacked
 from cacheformers.methods.cacheformer.state import CacheFormerState
+from cacheformers.modeling.search.store import unpacked
 
 SIZES = {"kv_heads": 2, "window_tokens": 8, "pool_tokens": 4, "pool_vectors": 2, "topk": 2, "neighbors": 1}
 BUDGETS = {
@@ -99,7 +99,7 @@ def test_eight_bits_take_the_room_of_a_window_and_of_bytes(weights):
         assert state[f"shelves.{name}"].shape == (1, 2, 8, 4)  # of the last window; the next one begins
         rounded = state[f"shelves.cache_{name}"]
         assert rounded.dtype == torch.int8 and rounded.nbytes == 200 * options.kv_heads * (options.head_dim + 4)
-        near = unpacked(rounded[:, :, 192:], torch.float64)
+        near = unpacked(rounded[:, :, 192:]).double()
         exact = state[f"shelves.{name}"]
         assert 0 < float((near - exact).abs().max()) <= float(exact.abs().max()) / 254 + 1e-6
 
