@@ -180,7 +180,7 @@ def draw_lines(path: Path, panels: Sequence[Sequence[Panel]], log: bool = True) 
             axes.set_ylim(0, 1.2 * axes.get_ylim()[1])
         axes.grid(alpha=0.3)
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
-    figure.savefig(path, dpi=100)
+    write(figure, path)
 
 
 def draw_bars(path: Path, panels: dict[str, dict[str, dict[str, float]]], asked: dict[str, float]) -> None:
@@ -207,4 +207,12 @@ def draw_bars(path: Path, panels: dict[str, dict[str, dict[str, float]]], asked:
         axes.set_yticklabels(names)
         axes.margins(x=0.18)
     grid[0, 0].invert_yaxis()
+    write(figure, path)
+
+
+def write(figure: Any, path: Path) -> None:
+    """Write a figure as a PNG of 64 colors, which takes a quarter of the bytes."""
+    from PIL import Image
+
     figure.savefig(path, dpi=100)
+    Image.open(path).convert("RGB").quantize(64, method=Image.Quantize.FASTOCTREE).save(path, optimize=True)
