@@ -31,31 +31,41 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 @torch.no_grad()
 def main() -> None:
     """Read, ask in each precision, print, write."""
-    given = parser(__doc__)
-    given.add_argument("--base", default="data/smollm2-135m-instruct", help="(default: %(default)s)")
-    given.add_argument("--adapter", default="model_cards/answers_questions", help="(default: %(default)s)")
-    given.add_argument("--book", type=Path, default=Path("../shared/data/books/valid.jsonl.gz"), help="its first row")
-    given.add_argument("--memory", type=Path, default=Path("runs/stores.memory"), help="(default: %(default)s)")
-    given.add_argument("--tokens", type=int, default=32768, help="of the memory (default: %(default)s)")
-    given.add_argument("--asked", type=int, default=256, help="tokens that come next (default: %(default)s)")
-    given.add_argument("--topk", type=int, default=16, help="(default: %(default)s)")
-    given.add_argument("--rounds", type=int, default=3, help="of timing (default: %(default)s)")
-    options = given.parse_args()
-    base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, options.adapter).eval()
-    with gzip.open(options.book, "rt", encoding="utf-8") as file:
-        text = json.loads(file.readline())["text"]
-    ids = AutoTokenizer.from_pretrained(options.base)(text, return_tensors="pt").input_ids
-    if not options.memory.exists():
-        cacheformers.read(model, ids[:, : options.tokens]).save(options.memory)
-    memory = cacheformers.load_memory(options.memory, model)
-    asked = ids[:, options.tokens : options.tokens + options.asked]
+    options = book_parser(__doc__, tokens=32768, asked=256).parse_args()
+    model, memory, asked = read_book(options)
     rows = measure(model, memory, asked, options)
     for row in rows:
         print("{dtype}: {bytes:,} bytes, recall {recall:.4f}, loss {loss:.4f}, time ".format(**row) + shown(row))
     nothing = float(model(asked, labels=asked, past_key_values=cacheformers.new_memory(model, 1)).loss)
     print(f"loss without a memory {nothing:.4f}")
     save("stores", options, {"rows": rows, "loss without a memory": nothing}, indent=None)
+
+
+def book_parser(doc: str | None, tokens: int, asked: int) -> argparse.ArgumentParser:
+    """Return a parser of what `read_book` needs, and of the options that searches share."""
+    given = parser(doc)
+    given.add_argument("--base", default="data/smollm2-135m-instruct", help="(default: %(default)s)")
+    given.add_argument("--adapter", default="model_cards/answers_questions", help="(default: %(default)s)")
+    given.add_argument("--book", type=Path, default=Path("../shared/data/books/valid.jsonl.gz"), help="its first row")
+    given.add_argument("--memory", type=Path, default=Path("runs/stores.memory"), help="(default: %(default)s)")
+    given.add_argument("--tokens", type=int, default=tokens, help="of the memory (default: %(default)s)")
+    given.add_argument("--asked", type=int, default=asked, help="tokens that come next (default: %(default)s)")
+    given.add_argument("--topk", type=int, default=16, help="(default: %(default)s)")
+    given.add_argument("--rounds", type=int, default=3, help="of timing (default: %(default)s)")
+    return given
+
+
+def read_book(options: argparse.Namespace) -> tuple[Any, MemoryCache, torch.Tensor]:
+    """Return the model, its memory of the book, which is read once, and the ids `[1, asked]` that come next."""
+    base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, options.adapter).eval()
+    with gzip.open(options.book, "rt", encoding="utf-8") as file:
+        text = json.loads(file.readline())["text"]
+    ids = AutoTokenizer.from_pretrained(options.base)(text, return_tensors="pt").input_ids
+    if not options.memory.exists():
+        cacheformers.read(model, ids[:, : options.tokens], cache_size=options.tokens).save(options.memory)
+    memory = cacheformers.load_memory(options.memory, model)
+    return model, memory, ids[:, options.tokens : options.tokens + options.asked]
 
 
 def measure(model: Any, memory: MemoryCache, ids: torch.Tensor, options: argparse.Namespace) -> list[dict[str, Any]]:
