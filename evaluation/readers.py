@@ -51,9 +51,8 @@ class Remembering:
     together: int = 0
 
     def read(self, model: nn.Module, ids: list[Tensor], segment_tokens: int) -> Iterator[Tensor]:
-        whole: Any = unwrap(model) if is_whole(unwrap(model)) else None
-        memory = whole.model.new_cache(len(ids)) if whole else new_memory(model, len(ids), self.cache_size)
-        kept = whole is not None or not memory.state.forward_is_segment
+        memory = new_memory(model, len(ids), self.cache_size)
+        kept = not memory.state.forward_is_segment
         for start in range(0, len(ids[0]) - 1, segment_tokens):
             going = unfinished(ids, start)
             if len(going) < memory.batch_size:

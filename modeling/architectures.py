@@ -197,7 +197,7 @@ WRAPPED_AS = ("_orig_mod", "module", "base_model", "model")  # by torch.compile,
 class WholeConfig(SavedConfig):
     """The configuration of a model whose own attention is its memory, without a base model.
 
-    The model's class without a head has `new_cache(rows)`, which returns an empty cache for documents.
+    Its attention modules are `layers[...].self_attn.memory`, each a `MethodOnLayer`, as on a base model.
     """
 
     segment_tokens: int  # of a row when it is trained from scratch and evaluated in rows
@@ -222,8 +222,8 @@ def architecture(config: PretrainedConfig) -> Architecture:
     model_type = getattr(config, "model_type", None)
     if isinstance(config, WholeConfig):
         raise ValueError(
-            f"This {model_type} is a model of its own: its memory is what its forward and generate() return as "
-            "past_key_values (docs/cacheformer.md). Memories of this kind are for pretrained models."
+            f"This {model_type} is a model of its own: its attention is its memory (docs/cacheformer.md), beside which "
+            "no other is possible. Put this memory on a pretrained model."
         )
     if model_type in UNSUPPORTED:
         raise ValueError(UNSUPPORTED[model_type])
@@ -303,6 +303,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def find_decoder(model: nn.Module) -> nn.Module:
     """Find the module that loops over the layers; raise ValueError if the model is not supported."""
+    if is_whole(model):
+        return model.base_model  # type: ignore[return-value]  # without its head
     model = getattr(model, "base_language_model", model)  # in this package's model classes
     path = architecture(model.config).decoder  # type: ignore[arg-type]
     for prefix in (path, path.partition(".")[2], ""):
@@ -317,7 +319,7 @@ def find_decoder(model: nn.Module) -> nn.Module:
 
 def attention_modules(decoder: nn.Module) -> list[nn.Module]:
     """Return the self-attention of every layer."""
-    name = architecture(decoder.config).attention  # type: ignore[arg-type]
+    name = "self_attn" if is_whole(decoder) else architecture(decoder.config).attention  # type: ignore[arg-type]
     return [getattr(layer, name) for layer in decoder.layers]  # type: ignore[union-attr]
 
 

@@ -398,6 +398,12 @@ class MemoryCache(DocumentsCache):
             if columns.shape[1]
         }
 
+    def count(self, real: Tensor) -> None:
+        """Count columns `[rows, time]` that a model without a base has read; its state alone holds them."""
+        self.visible += real.shape[1]
+        read = zip(self.tokens_read, real.sum(1).tolist(), strict=True)
+        self.timeline.tokens_read = [before + new for before, new in read]
+
     def forget_columns(self) -> None:
         """Drop local keys and values and open segments; the memory stays."""
         self.timeline.clear(self.batch_size)

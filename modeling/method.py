@@ -59,6 +59,7 @@ class MemoryMethod:
         starts: by name, ways to start the memory from a model with an adapter and segments of text.
         statistics: takes the active parts of each layer and the memories of a training step; returns numbers to log.
         former_names: the method's names in older adapters and memory files.
+        whole: class of the options of its models without a base; None if there are no such models.
         test_settings: settings for the shared tests, with tiny models of 3 layers and segments of 16 tokens.
     """
 
@@ -88,6 +89,7 @@ class MemoryMethod:
     starts: Mapping[str, Callable[..., None]] = field(default_factory=dict)
     statistics: Callable[[Sequence[Any], Sequence[MemoryCache]], dict[str, Any]] = lambda parts, memories: {}
     former_names: tuple[str, ...] = ()
+    whole: Any = None
     test_settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -137,7 +139,13 @@ def retrieving_methods() -> str:
 
 def method_of(options: Any) -> MemoryMethod:
     """Find the method that resolved options belong to."""
-    return next(method for method in METHODS.values() if type(options) is method.options)
+    return next(method for method in METHODS.values() if type(options) in (method.options, method.whole))
+
+
+def options_named(name: str) -> Any:
+    """Find the class of the options that files know by a name (`MethodOptions.kind`); raise KeyError if unknown."""
+    wholes = (method.whole for method in METHODS.values() if method.whole is not None)
+    return next((options for options in wholes if options.kind == name), None) or method_named(name).options
 
 
 def setting(default: Any, help: str, free: bool = False) -> Any:
@@ -261,11 +269,16 @@ class MethodOptions:
         return window.positions
 
     @property
+    def kind(self) -> str:
+        """The name by which files tell what has read: the method's; models without a base have another."""
+        return self.method.name
+
+    @property
     def signature(self) -> dict[str, Any]:
         """The options that two models must share to exchange a memory: all that are not marked as free to differ."""
         values = asdict(self)
         shared = {option.name: values[option.name] for option in fields(self) if not option.metadata.get("free")}
-        return {"method": self.method.name, **shared}
+        return {"method": self.kind, **shared}
 
     def new_state(
         self,

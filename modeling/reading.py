@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from cacheformers.modeling.architectures import find_decoder, unwrap
+from cacheformers.modeling.architectures import find_decoder, is_whole, unwrap
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.modeling.method import required_options
@@ -59,11 +59,11 @@ def read(
         if cache_size is not None:
             raise ValueError("cache_size is for an empty memory; this one has its size already.")
         match_rows(decoder, memory, len(ids), options)
-    most = decoder.config.max_position_embeddings
+    most = options.base.max_positions
     longest = max(before + count for before, count in zip(memory.tokens_read, lengths.tolist(), strict=True))
     if options.positions > most and longest > most:
         warnings.warn(
-            f"This method does not restart positions, and the base model has {most:,}: it has not learned to read the "
+            f"This method does not restart positions, and the model has {most:,}: it has not learned to read the "
             f"tokens after them, up to {longest:,}.",
             stacklevel=2,
         )
@@ -86,7 +86,7 @@ def read(
             bar.update(int(real.sum()))
     if memory.state.forward_is_segment:
         memory.forget_columns()
-    elif flush:
+    elif flush and not is_whole(decoder):
         close_segments(decoder, memory, range(memory.batch_size))
     memory.forget_ids()
     return memory

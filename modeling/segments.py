@@ -24,6 +24,7 @@ from cacheformers.modeling.architectures import (
     architecture,
     attention_modules,
     find_decoder,
+    is_whole,
     unwrap,
 )
 from cacheformers.modeling.attention import former_attention, keep_inputs
@@ -370,19 +371,23 @@ def wanted(decoder: nn.Module, kwargs: dict[str, Any], name: str) -> bool:
 
 def match_rows(decoder: nn.Module, memory: MemoryCache, rows: int, options: Any) -> None:
     """Raise ValueError unless a memory fits model and batch; expand it if its rows divide the batch (beams)."""
-    if memory.options is not options and memory.signature != options.signature:
-        ours, theirs = options.signature, memory.signature
+    if memory.options is not options:
+        check_signature(options.signature, memory.signature)
+    if memory.fingerprint and not decoder.training and memory.fingerprint != active_memories(decoder)[0].fingerprint:
+        other = "other weights" if is_whole(decoder) else "another adapter, or with this one in another precision"
+        raise ValueError(f"This memory was made with {other}: read the text again.")
+    check_origin(decoder, memory)
+    memory.match_rows(rows)
+
+
+def check_signature(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Raise ValueError unless a model's options (`MethodOptions.signature`) are those of a memory."""
+    if ours != theirs:
         differing = sorted(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
         raise ValueError(
             "This memory was made with another model or adapter configuration; they differ in: "
             + "; ".join(f"{key} ({theirs.get(key)} in the memory, {ours.get(key)} here)" for key in differing)
         )
-    if memory.fingerprint and not decoder.training and memory.fingerprint != active_memories(decoder)[0].fingerprint:
-        raise ValueError(
-            "This memory was made with another adapter, or with this one in another precision: read the text again."
-        )
-    check_origin(decoder, memory)
-    memory.match_rows(rows)
 
 
 def check_origin(decoder: nn.Module, memory: MemoryCache) -> None:
@@ -391,11 +396,12 @@ def check_origin(decoder: nn.Module, memory: MemoryCache) -> None:
         return
     if memory.origin.identity:
         here = identity(decoder)
-        names = {"config": "base model's configuration", "base": "base model's weights", "adapter": "adapter"}
+        kind = "model" if is_whole(decoder) else "base model"
+        names = {"config": f"{kind}'s configuration", "base": f"{kind}'s weights", "adapter": "adapter"}
         differing = [names[kind] for kind, value in memory.origin.identity.items() if here.get(kind) != value]
         if differing:
             raise ValueError(
                 f"This memory was made with another model; it differs in the {' and the '.join(differing)}. Load the "
-                "base model and the adapter that it was read with, or read the text again."
+                "model that it was read with, base and adapter, or read the text again."
             )
     memory.origin.checked = True

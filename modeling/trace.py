@@ -62,7 +62,8 @@ class Trace(LogitsProcessor):
         if not self.chosen:
             # The rest of the prompt is in closed segments.
             new = self.memory.visible - self.before
-            columns = min(int(self.memory.timeline.open.sum()), new, retrieved[0].shape[1])
+            held = int(self.memory.timeline.open.sum()) if self.memory.columns else new
+            columns = min(held, new, retrieved[0].shape[1])
             self.asked = [numbers(retrieved, column, together) for column in range(-columns, -1)]
         self.chosen.append(numbers(retrieved, -1, together))
         return scores

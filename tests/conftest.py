@@ -12,6 +12,7 @@ import datasets
 import pytest
 import torch
 import toy_method  # noqa: F401  # registers itself, and so goes through every shared test
+from cacheformer_models import tiny_model
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, get_peft_model
 from recipe import WORDS, write_documents
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -104,6 +105,12 @@ OTHERS = [method for method in METHODS if method != "neurocache"]
 ENLARGED = {"recurrent_memory": 100}
 # They attend to everything in a way of their own.
 OWN_WINDOW = [name for name, method in method_registry.METHODS.items() if method.stores == "everything"]
+# Models whose own attention is their memory. The last holds few tokens, in 8 bits.
+WHOLE = {
+    "cacheformer": {"neighbors": 2},
+    "transformer_ls": {"overlap": False, "cache": False},
+    "cacheformer_int8": {"cache_tokens": 16, "cache_int8": True, "sink": True, "tied": False},
+}
 # CacheFormer's cache with nothing to train, read within a base's positions: with partial rotary (phi), too.
 RETRIEVAL = {"method": "cacheformer_on_base", "long": False, "overlap": False, "selection": "prefix"}
 UNTRAINED = [
@@ -208,9 +215,14 @@ def trained_base(dtype, attn_implementation="sdpa"):
 
 @pytest.fixture(scope="session")
 def make_model(make_base):
-    """Build a tiny base with an adapter (default: Neurocache's) whose gates are open, so that the memory shows."""
+    """Build a tiny base with an adapter (default: Neurocache's) whose gates are open, so that the memory shows.
+
+    Or a model of `WHOLE`, which has no adapter.
+    """
 
     def build(name, dtype=torch.float64, base=None, **options):
+        if name in WHOLE:
+            return tiny_model(dtype, vocab_size=COMMON["vocab_size"], **{**WHOLE[name], **options})
         model = get_peft_model(make_base(name, dtype, **(base or {})), adapter_config(**options))
         open_gates(model)
         return model.eval()

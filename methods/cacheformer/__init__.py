@@ -13,6 +13,7 @@ from cacheformers.methods.cacheformer.cacheformer import CacheFormerParts, make_
 from cacheformers.methods.cacheformer.configuration import CacheFormerConfig
 from cacheformers.methods.cacheformer.memory import (
     CacheFormerMemory,
+    CacheFormerModelOptions,
     CacheFormerOnBaseOptions,
     CacheFormerOnBaseSettings,
     attend_inputs,
@@ -82,6 +83,7 @@ register(
         stores="everything",
         retrieves="for each key-value head {topk} segments of {pool_tokens} tokens, uncompressed, u = {neighbors}",
         former_names=("cacheformer",),
+        whole=CacheFormerModelOptions,
         test_settings={"window_tokens": 8, "pool_tokens": 4, "pool_vectors": 2, "topk": 2, "neighbors": 2},
     )
 )

@@ -6,7 +6,8 @@ import warnings
 from dataclasses import fields
 from typing import Any, Self
 
-from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions, CacheFormerSettings
+from cacheformers.methods.cacheformer.cacheformer import CacheFormerSettings
+from cacheformers.methods.cacheformer.memory import CacheFormerModelOptions
 from cacheformers.modeling.architectures import WholeConfig
 from cacheformers.modeling.memory import BaseShape
 
@@ -108,20 +109,9 @@ class CacheFormerConfig(CacheFormerSettings, WholeConfig):
         return self.attention_options().causal
 
     def base_shape(self) -> BaseShape:
-        options = self.attention_options()
-        return BaseShape(
-            model_type=self.model_type,
-            hidden_size=self.hidden_size,
-            heads=options.heads,
-            kv_heads=options.kv_heads,
-            head_dim=options.head_dim,
-            layers=self.num_hidden_layers,
-            vocab_size=self.vocab_size,
-            max_positions=self.segment_tokens,
-            rotary=True,
-        )
+        return self.attention_options().base
 
-    def attention_options(self) -> CacheFormerOptions:
+    def attention_options(self) -> CacheFormerModelOptions:
         """Return the options of every layer; raise ValueError if they contradict each other."""
         assert self.num_key_value_heads is not None and self.head_dim is not None
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "segment_tokens"):
@@ -131,7 +121,21 @@ class CacheFormerConfig(CacheFormerSettings, WholeConfig):
         if self.head_dim % 2:
             raise ValueError(f"Rotary positions turn pairs of channels: head_dim must be even, got {self.head_dim}.")
         settings = {field.name: getattr(self, field.name) for field in fields(CacheFormerSettings)}
-        return CacheFormerOptions(
+        base = BaseShape(
+            model_type=self.model_type,
+            hidden_size=self.hidden_size,
+            heads=self.num_attention_heads,
+            kv_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            layers=self.num_hidden_layers,
+            vocab_size=self.vocab_size,
+            max_positions=self.segment_tokens,
+            rotary=True,
+        )
+        return CacheFormerModelOptions(
+            base=base,
+            segment_tokens=self.segment_tokens,
+            rope_theta=self.rope_theta,
             heads=self.num_attention_heads,
             kv_heads=self.num_key_value_heads,
             head_dim=self.head_dim,

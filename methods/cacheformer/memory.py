@@ -166,6 +166,29 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
         return LocalWindow(self.segment_tokens if self.causal else EVERYTHING, EVERYTHING)
 
 
+@dataclass(kw_only=True)
+class CacheFormerModelOptions(CacheFormerOptions, MethodOptions):
+    """The options of a CacheFormer from scratch, whose every layer has this attention.
+
+    Attributes:
+        segment_tokens: tokens of a row in training; a longer text is read in pieces of so many.
+    """
+
+    kind = "cacheformer_from_scratch"  # adapters of earlier releases are called cacheformer
+
+    segment_tokens: int = setting(1024, "Tokens of a row in training, and of one forward.", free=True)
+    rope_theta: float = 10000.0
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(range(self.base.layers))
+
+    @property
+    def window(self) -> LocalWindow:
+        """Everything stays visible; the attention itself tells near from far."""
+        return LocalWindow(self.segment_tokens, EVERYTHING)
+
+
 def attend(
     options: CacheFormerOnBaseOptions, layer: int, parts: CacheFormerParts, projected: Projected, call: SegmentCall
 ) -> Tensor:
@@ -230,7 +253,7 @@ class CacheFormerMemory(MemoryState):
 
     def __init__(
         self,
-        options: CacheFormerOnBaseOptions,
+        options: CacheFormerOnBaseOptions | CacheFormerModelOptions,
         rows: int,
         devices: dict[int, torch.device],
         dtype: torch.dtype,

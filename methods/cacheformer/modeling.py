@@ -27,18 +27,20 @@ from cacheformers.methods.cacheformer.attention import attend, selected_segments
 from cacheformers.methods.cacheformer.cacheformer import (
     NORM_EPS,
     BranchGate,
-    CacheFormerOptions,
     CacheFormerParts,
     Projected,
     make_parts,
 )
 from cacheformers.methods.cacheformer.configuration import CacheFormerConfig
-from cacheformers.methods.cacheformer.state import CacheFormerCache, CacheFormerState
-from cacheformers.modeling.cache import check_blank
+from cacheformers.methods.cacheformer.memory import CacheFormerModelOptions, CacheFormerReading
+from cacheformers.methods.cacheformer.state import CacheFormerState
+from cacheformers.modeling.cache import MemoryCache, check_blank
 from cacheformers.modeling.inputs import check_shape, real_tokens, refuse_looking_ahead
-from cacheformers.modeling.offloading import device_of, keep_in_memory
+from cacheformers.modeling.method import MemoryMethod, MethodOnLayer, first_numbers
+from cacheformers.modeling.offloading import keep_in_memory
 from cacheformers.modeling.pretrained import ForwardWithHead, MemoryPreTrainedModel
 from cacheformers.modeling.rotary import Rotation
+from cacheformers.modeling.segments import match_rows, new_memory
 
 
 def rotation_at(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotation:
@@ -110,10 +112,42 @@ def continued(real: Tensor, position_ids: Tensor | None, tokens_read: list[int])
     return Places(positions, real=None if bool(real.all()) else real)
 
 
+class CacheFormerLayerParts(MethodOnLayer, nn.ModuleDict):
+    """The trained parts of one layer's attention beside its projections, by name."""
+
+    options: Any = None
+
+    def __init__(self, options: CacheFormerModelOptions, layer: int) -> None:
+        super().__init__(make_parts(options))
+        self.options, self.layer = options, layer
+
+    @property
+    def method(self) -> MemoryMethod:  # type: ignore[override]  # set elsewhere
+        return self.options.method
+
+    @property
+    def active_parts(self) -> CacheFormerParts:
+        return CacheFormerParts(**dict(self.items()))  # type: ignore[arg-type]
+
+    @property
+    def fingerprint(self) -> tuple[float, ...]:
+        """A few trained numbers, the same in every precision."""
+        return first_numbers(*(parameter.to(torch.bfloat16) for parameter in self.parameters()))
+
+    def check_loaded(self) -> None:
+        """Raise ValueError if LoRA was put on one of the parts, where it has no effect."""
+        wrapped = [name for name, part in self.items() if hasattr(part, "base_layer")]
+        if wrapped:
+            raise ValueError(
+                f"LoRA was put on memory.{wrapped[0]}, where it has no effect: name projections in target_modules "
+                "(q_proj, kv_proj, o_proj, up_proj, down_proj). To train the rest: modules_to_save=['memory']."
+            )
+
+
 class CacheFormerSelfAttention(nn.Module):
     """CacheFormer's attention with its projections; `memory` holds `CacheFormerParts`."""
 
-    def __init__(self, config: CacheFormerConfig, options: CacheFormerOptions) -> None:
+    def __init__(self, config: CacheFormerConfig, options: CacheFormerModelOptions, layer: int) -> None:
         super().__init__()
         self.options = options
         wide, narrow = options.heads * options.head_dim, options.kv_heads * options.head_dim
@@ -124,19 +158,14 @@ class CacheFormerSelfAttention(nn.Module):
             self.k_proj = nn.Linear(config.hidden_size, narrow, bias=False)
             self.v_proj = nn.Linear(config.hidden_size, narrow, bias=False)
         self.o_proj = nn.Linear(wide, config.hidden_size)
-        self.memory = nn.ModuleDict(make_parts(options))
+        self.memory = CacheFormerLayerParts(options, layer)
 
     @property
     def parts(self) -> CacheFormerParts:
         """The trained parts; raise ValueError if LoRA was put on one of them, where it has no effect."""
-        wrapped = [name for name, part in self.memory.items() if hasattr(part, "base_layer")]
-        if wrapped:
-            raise ValueError(
-                f"LoRA was put on memory.{wrapped[0]}, where it has no effect: name projections in target_modules "
-                "(q_proj, kv_proj, o_proj, up_proj, down_proj). To train the rest: modules_to_save=['memory']."
-            )
+        self.memory.check_loaded()
         keep_in_memory(self.memory)
-        return CacheFormerParts(**dict(self.memory.items()))  # type: ignore[arg-type]
+        return self.memory.active_parts
 
     def project(self, hidden: Tensor, rotation: Rotation) -> Projected:
         """Compute q, k and v of `[rows, time, hidden_size]`. Values are rotated only where keys are values."""
@@ -186,10 +215,10 @@ class CacheFormerFeedForward(nn.Module):
 class CacheFormerLayer(GradientCheckpointingLayer):
     """Attention and a feed-forward block, each with a LayerNorm before it and a residual connection."""
 
-    def __init__(self, config: CacheFormerConfig, options: CacheFormerOptions) -> None:
+    def __init__(self, config: CacheFormerConfig, options: CacheFormerModelOptions, layer: int) -> None:
         super().__init__()
         self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=NORM_EPS)
-        self.self_attn = CacheFormerSelfAttention(config, options)
+        self.self_attn = CacheFormerSelfAttention(config, options, layer)
         self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=NORM_EPS)
         self.mlp = CacheFormerFeedForward(config)
 
@@ -234,7 +263,8 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
         super().__init__(config)
         self.options = config.attention_options()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(CacheFormerLayer(config, self.options) for _ in range(config.num_hidden_layers))
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(CacheFormerLayer(config, self.options, layer) for layer in layers)
         self.norm = nn.LayerNorm(config.hidden_size, eps=NORM_EPS)
         self.gradient_checkpointing = False
         self.post_init()  # type: ignore[no-untyped-call]
@@ -255,7 +285,7 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
         Args:
             attention_mask: `[rows, time]`, 0 for padding; with a cache also of all ids that it has seen.
             position_ids: `[rows or 1, time]`; only needed to pack documents: each begins where they restart at 0.
-            past_key_values: a `CacheFormerCache` to go on with.
+            past_key_values: a `MemoryCache` of this model to go on with.
             inputs_embeds: `[rows, time, hidden_size]`, instead of ids.
             use_cache: make a cache if none is passed. A cache carries no gradient.
 
@@ -272,12 +302,12 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
             raise ValueError("Pass either input_ids or inputs_embeds.")
         check_shape(input_ids)
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cache, places = self.prepare(hidden, attention_mask, position_ids, past_key_values, bool(use_cache))
+        cache, reading, places = self.prepare(hidden, attention_mask, position_ids, past_key_values, bool(use_cache))
         rotation = rotation_at(places.positions, self.options.head_dim, self.config.rope_theta, hidden.dtype)
         for number, layer in enumerate(self.layers):
-            hidden = layer(hidden, rotation, places, None if cache is None else cache.states[number])
+            hidden = layer(hidden, rotation, places, None if reading is None else reading.after[number])
         if cache is not None:
-            cache.visible += hidden.shape[1]
+            store(cache, reading, hidden, places.real)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=cache)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -288,31 +318,46 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
         position_ids: Tensor | None,
         past_key_values: Cache | None,
         use_cache: bool,
-    ) -> tuple[CacheFormerCache | None, Places]:
-        """Return the cache to read into, and the tokens' places; see `forward`."""
-        cache = None
+    ) -> tuple[MemoryCache | None, CacheFormerReading | None, Places]:
+        """Return the cache to read into, the states of its layers, and the tokens' places; see `forward`."""
+        cache = reading = None
         if use_cache or past_key_values is not None:
             if torch.is_grad_enabled():
                 raise ValueError(
                     "A cache carries no gradient: decode under torch.no_grad(), or leave use_cache and past_key_values "
                     "out."
                 )
-            if isinstance(past_key_values, CacheFormerCache):
+            refuse_looking_ahead(self.options)
+            if isinstance(past_key_values, MemoryCache):
                 cache = past_key_values
-                if cache.states[0].options != self.options or len(cache) != len(self.layers):
-                    raise ValueError("This cache was made by a model with another configuration.")
-                cache.match_rows(len(hidden))
             else:
                 check_blank(past_key_values)
-                cache = self.new_cache(len(hidden))
+                cache = new_memory(self, len(hidden))
+            match_rows(self, cache, len(hidden), self.options)
+            reading = cache.state.begin()
+            reading.after = {layer: state.successor() for layer, state in reading.before.items()}
         real = real_tokens(attention_mask, hidden[..., 0], 0 if cache is None else cache.visible)
         places = documents_of(real, position_ids) if cache is None else continued(real, position_ids, cache.tokens_read)
-        return cache, places._replace(positions=places.positions.to(hidden.device))
+        return cache, reading, places._replace(positions=places.positions.to(hidden.device))
 
-    def new_cache(self, rows: int) -> CacheFormerCache:
-        """Make an empty cache for a batch of documents; raise ValueError with `selection="paper_block"`."""
-        devices = [device_of(layer) for layer in self.layers]
-        return CacheFormerCache(self.options, rows, self.dtype, devices)
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def store(cache: MemoryCache, reading: CacheFormerReading | None, hidden: Tensor, real: Tensor | None) -> None:
+    """Let a cache hold what a forward read, whose last hidden states `[rows, time, hidden_size]` must be finite.
+
+    Args:
+        real: which columns are not padding, `[rows, time]` on the host; None for all.
+    """
+    real = torch.ones(hidden.shape[:2], dtype=torch.bool) if real is None else real
+    finite = torch.isfinite(hidden).all(-1).cpu() | ~real
+    if not bool(finite.all()):
+        rows = (~finite).any(1).nonzero()[:, 0].tolist()
+        raise ValueError(
+            f"The new tokens of rows {rows} give NaN or Inf; nothing was stored, and the memory is unchanged. Check "
+            "the model's weights and dtype (float16 overflows in many models: use bfloat16)."
+        )
+    cache.state.end(reading)
+    cache.count(real)
 
 
 class CacheFormerForCausalLM(ForwardWithHead, CacheFormerPreTrainedModel, GenerationMixin):

@@ -1,11 +1,10 @@
-"""CacheFormer while it decodes: the state of one layer, how it reads the next tokens, and the cache of all layers."""
+"""CacheFormer while it decodes: the state of one layer, and how it reads the next tokens."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from cacheformers.methods.cacheformer.cacheformer import (
 from cacheformers.methods.cacheformer.representatives import width
 from cacheformers.methods.cacheformer.selection import Chooser
 from cacheformers.methods.cacheformer.tiles import Run, Stores, TiledAttention, after_sinks, take
-from cacheformers.modeling.cache import DocumentsCache
 from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.modeling.memory import joined, keep_columns, part
 from cacheformers.modeling.search.store import SCALE_BYTES, packed
@@ -339,60 +337,3 @@ class CacheFormerState:
         most = int(self.held("keys", tokens, self.missing("keys", tokens)).max())
         if self.shelves["keys"].vectors.shape[2] > most:  # earlier releases kept all keys without a cache, too
             self.forget([0] * self.rows)
-
-
-class CacheFormerCache(DocumentsCache):
-    """The decoding state of a CacheFormer model for a batch of documents.
-
-    A forward with `use_cache=True` makes one; `clone()` it to go on from it more than once.
-
-    Attributes:
-        states: one per layer.
-    """
-
-    def __init__(
-        self, options: CacheFormerOptions, rows: int, dtype: torch.dtype, devices: Sequence[torch.device]
-    ) -> None:
-        super().__init__()
-        self.states = [CacheFormerState(options, rows, dtype, device) for device in devices]
-
-    @property
-    def tokens_read(self) -> list[int]:
-        return self.states[0].tokens_read
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(state.nbytes for state in self.states)
-
-    def __len__(self) -> int:
-        return len(self.states)
-
-    def __repr__(self) -> str:
-        read = ", ".join(f"{tokens:,}" for tokens in self.tokens_read)
-        return f"CacheFormerCache(tokens_read=[{read}], nbytes={self.nbytes:,})"
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        raise RuntimeError("A CacheFormerCache was given to another model: only CacheFormer models can use it.")
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Raise ValueError: tokens cannot be removed."""
-        raise ValueError("A CacheFormerCache cannot forget tokens. To go back, clone() it before they are read.")
-
-    def select(self, rows: Sequence[int]) -> None:
-        for state in self.states:
-            state.select(rows)
-
-    def reset(self, rows: Sequence[int] | None = None) -> None:
-        """Forget what the given rows (default: all) have read, so that a new document can begin there."""
-        if rows is None:
-            self.visible = 0
-            rows = range(self.batch_size)
-        for state in self.states:
-            state.reset(rows)
-
-    def clone(self) -> CacheFormerCache:
-        """Return an independent copy."""
-        twin = copy.copy(self)
-        twin.states = [state.clone() for state in self.states]
-        return twin

@@ -14,10 +14,10 @@ from cacheformers.modeling.architectures import find_decoder, unwrap
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import DTYPES, Index, MemoryFileError, Piece, Row, Shards, Store, read_index
 from cacheformers.modeling.memory import BaseShape
-from cacheformers.modeling.method import method_named, required_options
+from cacheformers.modeling.method import options_named, required_options
 from cacheformers.modeling.offloading import device_of, layer_devices
 from cacheformers.modeling.origin import Origin, Source, tokenizer_hash
-from cacheformers.modeling.segments import match_rows
+from cacheformers.modeling.segments import check_signature, match_rows
 
 
 def load_memory(
@@ -59,20 +59,24 @@ def assemble(
         )
     try:
         values = {name: frozen(value) for name, value in index.reader.options.items()}
-        options = method_named(index.reader.method).options(**{**values, "base": BaseShape(**values["base"])})
+        options = options_named(index.reader.method)(**{**values, "base": BaseShape(**values["base"])})
     except (KeyError, TypeError, ValueError) as error:
         raise MemoryFileError(
             f"{folder} was read with options that this release does not know ({error}). Use the release that wrote "
             "it, or read the text again."
         ) from error
     decoder: Any = None if model is None else find_decoder(unwrap(model))
-    memory = empty_memory(folder, index, options, decoder)
-    if decoder is not None:
-        active = required_options(decoder)
-        try:
+    active = None if decoder is None else required_options(decoder)
+    try:
+        if active is not None:
+            check_signature(active.signature, options.signature)
+        memory = empty_memory(folder, index, options, decoder)
+        if active is not None:
             match_rows(decoder, memory, memory.batch_size, active)
-        except ValueError as error:
-            raise MemoryFileError(f"{folder}: {error}") from error
+    except MemoryFileError:
+        raise
+    except ValueError as error:
+        raise MemoryFileError(f"{folder}: {error}") from error
 
     shards = Shards(folder, index.files, verify)
     try:

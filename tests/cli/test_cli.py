@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import save_adapter
+from conftest import WHOLE, save_adapter
 from memories import assert_equal
 from recipe import make_text
-from transformers import LogitsProcessorList
+from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 import cacheformers
 from cacheformers.cli.ask import shown_text
@@ -81,6 +81,42 @@ def test_from_book_to_answer(folder, model, tokenizer):
     assert seen.returncode == 0, seen.stderr
     assert f"{WORDS} tokens" in seen.stdout and "40 entries (at most 40) of 8 numbers" in seen.stdout
     assert f"of the tokens from {WORDS - 40}" in seen.stdout and "book.txt" in seen.stdout
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_model_from_scratch(folder, make_model, tokenizer, monkeypatch, capsys, name):
+    """Read, stopped and gone on, inspected, asked, with what was retrieved where tokens retrieve."""
+    monkeypatch.chdir(folder)
+    model = make_model(name, torch.float32, segment_tokens=32)
+    model.save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    Path("book.txt").write_text(make_text(WORDS))
+    model = AutoModelForCausalLM.from_pretrained("model").eval()
+    read = cacheformers.read_text(model, tokenizer, make_text(WORDS), progress=False)
+    begun = cacheformers.read(model, tokenizer(make_text(WORDS)).input_ids[:64], progress=False)
+    begun.origin.sources, begun.origin.tokenizer = read.origin.sources, read.origin.tokenizer
+    begun.save("book.memory")
+    main(["read", "book.txt", "-o", "book.memory", "--model", "model"])
+    assert "holds the first 64 tokens of book.txt: going on" in capsys.readouterr().out
+    main(["read", "book.txt", "-o", "book.memory", "--model", "model", "--overwrite"])
+    memory = cacheformers.load_memory("book.memory", model, tokenizer=tokenizer)
+    question = torch.tensor([opening(tokenizer, "w5 w6 ?")])
+    with torch.no_grad():
+        expected = model(question, past_key_values=read.clone()).logits
+        torch.testing.assert_close(model(question, past_key_values=memory.clone()).logits, expected)
+
+    answer = cacheformers.Conversation(model, tokenizer, memory).ask(
+        "w5 w6 ?", max_new_tokens=5, explain=memory.state.retrieves
+    )
+    capsys.readouterr()
+    main(["ask", "book.memory", "w5 w6 ?", "--max-new-tokens", "5"])
+    output = capsys.readouterr().out
+    assert f"Q: w5 w6 ?\nA: {answer.text}" in output
+    assert len(answer.asked) == (question.shape[1] - 1 if memory.state.retrieves else 0)
+    assert len(answer.retrieved_most) == output.count(" times): ") == (3 if memory.state.retrieves else 0)
+    main(["inspect", "book.memory"])
+    shown = capsys.readouterr().out
+    assert "cacheformer_from_scratch, segments of 32 tokens" in shown and f"{WORDS} tokens read" in shown
 
 
 def test_a_conversation_on_the_terminal(folder, model, tokenizer, monkeypatch, capsys):

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from conftest import OTHERS, UNTRAINED, every_method
+from conftest import OTHERS, UNTRAINED, WHOLE, every_method
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memories import assert_equal
@@ -48,6 +48,7 @@ OPTIONS = (
     [
         *every_method(["llama_gqa", "opt"]),
         *UNTRAINED,
+        *(pytest.param(name, {}, id=name) for name in WHOLE),
         *(pytest.param("llama_gqa", {"dtype": torch.float32, **options}, id=str(options)) for options in OPTIONS),
     ],
 )
@@ -64,9 +65,15 @@ def test_loaded_memory_is_the_saved_one(make_model, ids, tmp_path, name, options
         assert torch.equal(logits(model, loaded, ids), logits(model, memory, ids))
 
 
-@pytest.mark.parametrize("method", OTHERS)
-def test_another_method_appends_and_knows_its_model(make_model, opener, ids, tmp_path, method):
-    model = make_model("llama_gqa", method=method)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(pytest.param("llama_gqa", {"method": method}, id=method) for method in OTHERS),
+        *(pytest.param(name, {}, id=name) for name in WHOLE),
+    ],
+)
+def test_another_method_appends_and_knows_its_model(make_model, ids, tmp_path, name, options):
+    model = make_model(name, **options)
     memory = read(model, ids[:1, :40], flush=False)
     memory.save(tmp_path / "m")
     again = cacheformers.load_memory(tmp_path / "m", model)
@@ -75,19 +82,21 @@ def test_another_method_appends_and_knows_its_model(make_model, opener, ids, tmp
     whole = read(model, ids[:1])
     for kept in (again, cacheformers.load_memory(tmp_path / "m", model)):
         assert torch.allclose(logits(model, kept, ids), logits(model, whole, ids), atol=1e-9)
-    other = make_model("llama_gqa", method=method)
-    for name, parameter in other.named_parameters():
-        if "lora_" in name:
+    other = make_model(name, **options)
+    for part, parameter in other.named_parameters():
+        if "lora_" in part or "up_proj" in part:
             parameter.data.add_(0.5)
-    with pytest.raises(MemoryFileError, match="differs in the adapter|another adapter"):
+    with pytest.raises(MemoryFileError, match="differs in the .*(adapter|model's weights)|another adapter"):
         cacheformers.load_memory(tmp_path / "m", other)
-    with pytest.raises(MemoryFileError, match="method"):
-        cacheformers.load_memory(tmp_path / "m", make_model("llama_gqa"))
+    for foreign in {"llama_gqa", "cacheformer"} - ({name} if name in WHOLE else set()):
+        with pytest.raises(MemoryFileError, match="method"):
+            cacheformers.load_memory(tmp_path / "m", make_model(foreign))
 
 
-def test_rows(make_model, ids, tmp_path):
+@pytest.mark.parametrize("name", ["llama_gqa", *WHOLE])
+def test_rows(make_model, ids, tmp_path, name):
     """Of different lengths, shared, chosen again, and an empty one."""
-    model = make_model("llama_gqa")
+    model = make_model(name)
     mask = torch.ones_like(ids)
     mask[1, 30:] = 0
     memory = read(model, ids, attention_mask=mask)
@@ -98,20 +107,19 @@ def test_rows(make_model, ids, tmp_path):
     loaded = cacheformers.load_memory(tmp_path / "m", model)
     assert loaded.tokens_read == [30, 30, 75, 75, 0, 0]
     assert_equal(loaded, memory)
-    assert len(loaded.state.rings[1].written) == 3, "rows that share are loaded once"
+    assert all(len(ring.written) == 3 for ring in loaded.state.rings.values()), "rows that share are loaded once"
     more = ids[:1, :20].expand(6, -1)
     assert_equal(read(model, more, memory=loaded), read(model, more, memory=memory))
 
 
-def test_unread_and_capacity_zero(make_model, ids, tmp_path):
-    model = make_model("llama_gqa")
-    for name, memory in {
-        "unread": cacheformers.new_memory(model, 2),
-        "nothing": read(model, ids, cache_size=0),
-        "small": read(model, ids, cache_size=7),
-    }.items():
-        memory.save(tmp_path / name)
-        loaded = cacheformers.load_memory(tmp_path / name, model)
+@pytest.mark.parametrize("name", ["llama_gqa", *WHOLE])
+def test_unread_and_capacity_zero(make_model, ids, tmp_path, name):
+    model = make_model(name)
+    sizes = {} if name in WHOLE else {"nothing": 0, "small": 7}
+    memories = {size: read(model, ids, cache_size=entries) for size, entries in sizes.items()}
+    for path, memory in {"unread": cacheformers.new_memory(model, 2), **memories}.items():
+        memory.save(tmp_path / path)
+        loaded = cacheformers.load_memory(tmp_path / path, model)
         assert_equal(loaded, memory)
         assert_equal(read(model, ids, memory=loaded), read(model, ids, memory=memory))
 
@@ -174,8 +182,9 @@ def test_what_left_the_ring_leaves_the_folder(make_model, ids, tmp_path):
         assert len(names) == 2 and names == set(read_index(tmp_path / "m").files)
 
 
-def test_append_only_to_what_it_goes_on_from(make_model, ids, tmp_path):
-    model = make_model("llama_gqa")
+@pytest.mark.parametrize("name", ["llama_gqa", "cacheformer"])
+def test_append_only_to_what_it_goes_on_from(make_model, ids, tmp_path, name):
+    model = make_model(name)
     memory = read(model, ids)
     memory.save(tmp_path / "m")
     twin = memory.clone()
@@ -195,8 +204,9 @@ def test_append_only_to_what_it_goes_on_from(make_model, ids, tmp_path):
 # Texts
 
 
-def test_entries_lead_back_to_their_text(make_model, tokenizer, tmp_path):
-    model, words = make_model("llama_gqa", cache_size=40), make_text(90).split()
+@pytest.mark.parametrize(("name", "options"), [("llama_gqa", {"cache_size": 40}), ("cacheformer", {})])
+def test_entries_lead_back_to_their_text(make_model, tokenizer, tmp_path, name, options):
+    model, words = make_model(name, **options), make_text(90).split()
     memory = cacheformers.read_text(model, tokenizer, " ".join(words[:50]) + " ", "book.txt", progress=False)
     memory.save(tmp_path / "m")
     memory = cacheformers.load_memory(tmp_path / "m", model, tokenizer=tokenizer)
@@ -227,33 +237,50 @@ def test_texts_are_not_mixed_up(make_model, tokenizer, ids):
 # Refusals
 
 
-def test_another_base_adapter_or_tokenizer(make_model, tokenizer, ids, tmp_path):
-    model = make_model("llama_gqa")
-    cacheformers.read_text(model, tokenizer, make_text(40), progress=False).save(tmp_path / "m")
+def foreign_models(make_model, name):
+    """Models that did not read the memory of `make_model(name)`, by what is said of them."""
 
     def changed(part):
         """The same but for one tensor."""
-        other = make_model("llama_gqa")
-        next(parameter for name, parameter in other.named_parameters() if part in name).data.mul_(1.1)
+        other = make_model(name)
+        next(parameter for path, parameter in other.named_parameters() if part in path).data.mul_(1.1)
         return other
 
+    if name in WHOLE:
+        return {
+            "method": make_model("llama_gqa"),
+            "cache_tokens": make_model(name, cache_tokens=20),
+            "cache_int8": make_model(name, cache_int8=not WHOLE[name].get("cache_int8")),
+            "base .*layers": make_model(name, num_hidden_layers=1),
+            "rope_theta": make_model(name, rope_theta=500.0),
+            "differs in the model's weights": changed("model.layers.0.mlp.up_proj.weight"),
+            "other weights": changed("memory.pool"),
+        }
     theta = {"rope_theta": 500.0, "rope_type": "default"}
-    foreign = {
+    return {
         "model_type": make_model("mistral"),
-        "segment_tokens": make_model("llama_gqa", segment_tokens=8),
+        "segment_tokens": make_model(name, segment_tokens=8),
         "base model's weights": changed("model.layers.0.mlp.gate_proj.weight"),
-        "base model's configuration": make_model("llama_gqa", base={"rope_parameters": theta}),
+        "base model's configuration": make_model(name, base={"rope_parameters": theta}),
         "the adapter": changed("lora_A"),
         "another adapter": changed("lora_mem_down"),
     }
-    for message, other in foreign.items():
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama_gqa", "cacheformer", "cacheformer_int8"])
+def test_another_base_adapter_or_tokenizer(make_model, tokenizer, ids, tmp_path, name):
+    model = make_model(name)
+    cacheformers.read_text(model, tokenizer, make_text(40), progress=False).save(tmp_path / "m")
+
+    for message, other in foreign_models(make_model, name).items():
         for verify in (True, False):
             with pytest.raises(MemoryFileError, match=message):
                 cacheformers.load_memory(tmp_path / "m", other, verify=verify)
         unchecked = cacheformers.load_memory(tmp_path / "m")
         with pytest.raises(ValueError, match=message):
             other(ids[:1, :5], past_key_values=unchecked)
-    cacheformers.load_memory(tmp_path / "m", make_model("llama_gqa"), tokenizer=tokenizer)
+    cacheformers.load_memory(tmp_path / "m", make_model(name), tokenizer=tokenizer)
 
     shifted = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, pad_token="<pad>")
     shifted.add_tokens(["w999"])
@@ -261,10 +288,13 @@ def test_another_base_adapter_or_tokenizer(make_model, tokenizer, ids, tmp_path)
         cacheformers.load_memory(tmp_path / "m", tokenizer=shifted)
 
 
-def test_the_precision_of_the_base_may_differ(make_model, ids, tmp_path):
-    read(make_model("llama_gqa", torch.float32), ids).save(tmp_path / "m")
-    loaded = cacheformers.load_memory(tmp_path / "m", make_model("llama_gqa", torch.bfloat16))
-    assert loaded.state.rings[1].keys.dtype == torch.float32
+@pytest.mark.parametrize("name", ["llama_gqa", *WHOLE])
+def test_the_precision_of_the_base_may_differ(make_model, ids, tmp_path, name):
+    read(make_model(name, torch.float32), ids).save(tmp_path / "m")
+    model = make_model(name, torch.bfloat16)
+    loaded = cacheformers.load_memory(tmp_path / "m", model)
+    assert {tensor.dtype for tensor in loaded.state.state_dict().values()} <= {torch.float32, torch.int64, torch.int8}
+    assert bool(torch.isfinite(logits(model, loaded, ids)).all())
 
 
 def test_folders_of_something_else(make_model, ids, tmp_path):
@@ -282,8 +312,9 @@ def test_folders_of_something_else(make_model, ids, tmp_path):
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_another_version_and_unknown_options(make_model, ids, tmp_path):
-    read(make_model("llama_gqa"), ids).save(tmp_path / "m")
+@pytest.mark.parametrize("name", ["llama_gqa", "cacheformer"])
+def test_another_version_and_unknown_options(make_model, ids, tmp_path, name):
+    read(make_model(name), ids).save(tmp_path / "m")
     path = tmp_path / "m" / "index.json"
     original = json.loads(path.read_text())
     for change, message in (
@@ -298,9 +329,10 @@ def test_another_version_and_unknown_options(make_model, ids, tmp_path):
             cacheformers.load_memory(tmp_path / "m")
 
 
-def test_killed_at_any_moment_of_a_save(make_model, ids, tmp_path):
+@pytest.mark.parametrize("name", ["llama_gqa", "cacheformer"])
+def test_killed_at_any_moment_of_a_save(make_model, ids, tmp_path, name):
     """Every state that a save leaves behind on its way: the old memory, or the new one."""
-    model = make_model("llama_gqa")
+    model = make_model(name)
     memory = read(model, ids[:, :40])
     memory.save(tmp_path / "m")
     shutil.copytree(tmp_path / "m", tmp_path / "before")
@@ -308,13 +340,13 @@ def test_killed_at_any_moment_of_a_save(make_model, ids, tmp_path):
     read(model, ids[:, 40:], memory=memory).save(tmp_path / "m", append=True)
     new = {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()}
     added = [name for name in new if not (tmp_path / "before" / name).exists()]
-    assert len(added) == 2
-    for complete in range(3):
+    assert len(added) == (1 if name in WHOLE else 2)
+    for complete in range(len(added) + 1):
         folder = tmp_path / f"killed{complete}"
         shutil.copytree(tmp_path / "before", folder)
-        for number, name in enumerate([*added, "index.json.tmp"][: complete + 1]):
-            data = new.get(name, new["index.json"])
-            (folder / name).write_bytes(data if number < complete else data[: len(data) // 2])
+        for number, file in enumerate([*added, "index.json.tmp"][: complete + 1]):
+            data = new.get(file, new["index.json"])
+            (folder / file).write_bytes(data if number < complete else data[: len(data) // 2])
         assert_equal(cacheformers.load_memory(folder), old)
         continuing = cacheformers.load_memory(folder, model)
         read(model, ids[:, 40:], memory=continuing).save(folder, append=True)
@@ -344,8 +376,9 @@ def test_loading_while_it_is_saved(make_model, ids, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_full_disk_leaves_the_memory_as_it_was(make_model, ids, tmp_path):
-    model = make_model("llama_gqa")
+@pytest.mark.parametrize("name", ["llama_gqa", "cacheformer"])
+def test_a_full_disk_leaves_the_memory_as_it_was(make_model, ids, tmp_path, name):
+    model = make_model(name)
     memory = read(model, ids)
     memory.save(tmp_path / "m")
     names = sorted(path.name for path in (tmp_path / "m").iterdir())
@@ -369,10 +402,10 @@ except OSError as error:
 # Fuzzing
 
 
-@pytest.fixture
-def saved(make_model, tokenizer, tmp_path):
+@pytest.fixture(params=["llama_gqa", "cacheformer_int8"])
+def saved(make_model, tokenizer, tmp_path, request):
     """A memory in several pieces with open segments and a text, what it must be equal to, and its model."""
-    model = make_model("llama_gqa")
+    model = make_model(request.param)
     memory = cacheformers.read_text(model, tokenizer, make_text(40), "book", flush=False, progress=False)
     memory.save(tmp_path / "m")
     cacheformers.read_text(model, tokenizer, " " + make_text(25), flush=False, progress=False, memory=memory)

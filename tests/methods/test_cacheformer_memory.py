@@ -380,7 +380,7 @@ def test_where_far_distance_cannot_help(make_base, make_model, ids):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         cacheformers.read(bounded, ids, progress=False)
-    with pytest.warns(UserWarning, match="the base model has 64"):
+    with pytest.warns(UserWarning, match="the model has 64"):
         cacheformers.read(make_model("llama_gqa", layers=[0, 2], **far), ids, progress=False)
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     with pytest.raises(ValueError, match=r"rotation \(dynamic\) changes with the length"):
