@@ -101,10 +101,15 @@ def documents_of(real: Tensor, position_ids: Tensor | None) -> Places:
     return Places(positions, None if alone else documents)
 
 
-def continued(real: Tensor, position_ids: Tensor | None, tokens_read: list[int]) -> Places:
-    """Find the places of tokens that follow `tokens_read` tokens in each row; raise ValueError for a new document."""
-    positions = (torch.tensor(tokens_read)[:, None] + real.cumsum(1) - 1).clamp(min=0)
-    if position_ids is not None and bool((real & (position_ids.cpu() == 0) & (positions > 0)).any()):
+def continued(real: Tensor, position_ids: Tensor | None, cache: MemoryCache) -> Places:
+    """Find the places of tokens that follow what a cache has read; raise ValueError for a new document.
+
+    `generate` counts the positions of its prompt from 0, although it may follow on what `read` has read.
+    """
+    count = real.cumsum(1)
+    positions = (torch.tensor(cache.tokens_read)[:, None] + count - 1).clamp(min=0)
+    inside = positions > 0 if cache.visible else count > 1
+    if position_ids is not None and bool((real & (position_ids.cpu() == 0) & inside).any()):
         raise ValueError(
             "position_ids restart, but with a cache every row goes on with its document: leave them out, and call "
             "cache.reset([row]) before a new document."
@@ -337,7 +342,7 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
             reading = cache.state.begin()
             reading.after = {layer: state.successor() for layer, state in reading.before.items()}
         real = real_tokens(attention_mask, hidden[..., 0], 0 if cache is None else cache.visible)
-        places = documents_of(real, position_ids) if cache is None else continued(real, position_ids, cache.tokens_read)
+        places = documents_of(real, position_ids) if cache is None else continued(real, position_ids, cache)
         return cache, reading, places._replace(positions=places.positions.to(hidden.device))
 
 

@@ -113,7 +113,8 @@ def test_a_model_from_scratch(folder, make_model, tokenizer, monkeypatch, capsys
     output = capsys.readouterr().out
     assert f"Q: w5 w6 ?\nA: {answer.text}" in output
     assert len(answer.asked) == (question.shape[1] - 1 if memory.state.retrieves else 0)
-    assert len(answer.retrieved_most) == output.count(" times): ") == (3 if memory.state.retrieves else 0)
+    assert len(answer.retrieved_most) == output.count(" times): ")
+    assert bool(answer.retrieved_most) == memory.state.retrieves
     main(["inspect", "book.memory"])
     shown = capsys.readouterr().out
     assert "cacheformer_from_scratch, segments of 32 tokens" in shown and f"{WORDS} tokens read" in shown
