@@ -374,8 +374,11 @@ def match_rows(decoder: nn.Module, memory: MemoryCache, rows: int, options: Any)
     if memory.options is not options:
         check_signature(options.signature, memory.signature)
     if memory.fingerprint and not decoder.training and memory.fingerprint != active_memories(decoder)[0].fingerprint:
-        other = "other weights" if is_whole(decoder) else "another adapter, or with this one in another precision"
-        raise ValueError(f"This memory was made with {other}: read the text again.")
+        if is_whole(decoder):
+            raise ValueError("This memory was made with other weights of this model: read the text again.")
+        raise ValueError(
+            "This memory was made with another adapter, or with this one in another precision: read the text again."
+        )
     check_origin(decoder, memory)
     memory.match_rows(rows)
 
