@@ -62,6 +62,9 @@ class LessonOptions:
     prompt_tokens: int = option(896, help="Length to which that prompt is cut. Answers follow in the same segment.")
     chunk_words: int = option(200, help="With --prompt retrieved: words (Chinese: characters) of a chunk.")
     chunks: int = option(7, help="With --prompt retrieved: how many chunks the prompt gets.")
+    text_order: bool = option(
+        False, help="With --prompt retrieved: chunks in the order of the text. Default: nearest first."
+    )
     chat: bool = option(False, help="Put prompts into the tokenizer's chat template, as eval_longbench.py --chat does.")
     distill: float = option(
         0.0,
@@ -158,6 +161,7 @@ class Lessons(DocumentRow):
             memory_prompt=options.prompt,
             chunk_words=options.chunk_words,
             chunks=options.chunks,
+            text_order=options.text_order,
         )
         name = MEMORY_PROMPTS[options.prompt]
         shown = None if name is None else Method(name, name, None, options.prompt_tokens, segment_tokens - 64)

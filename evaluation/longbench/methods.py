@@ -77,6 +77,11 @@ class AnsweringOptions:
     retriever: str = option("bm25", help="'bm25', or an encoder for embeddings: a folder or a Hub id.")
     chunk_words: int = option(200, help="Retrieval: words (Chinese: characters) of a chunk.")
     chunks: int = option(7, help="Retrieval: how many chunks the prompt gets.")
+    text_order: bool = option(
+        False,
+        help="Retrieval: show chunks in the order of the text, for questions about what came last. Default: "
+        "nearest first, as the official code does.",
+    )
     rope_factor: float | None = option(None, help="Position interpolation: by how much positions are squeezed.")
     forget: bool = option(
         False, help="Memory: let it forget the beginning of contexts that it cannot hold. Default: that is an error."
@@ -311,7 +316,7 @@ class PromptMaker:
         # Without a question there is nothing to recall by, so the prompt is cut.
         if self.retriever is not None and (name == "retrieval" or (name in RECALLING and asked)):
             query, how = asked or after_context(template, record), self.options
-            context = retrieved(self.source(record), query, self.retriever, how.chunk_words, how.chunks)
+            context = retrieved(self.source(record), query, self.retriever, how.chunk_words, how.chunks, how.text_order)
         elif self.method.content == "other":
             context = self.source(record)
         prompt, limit, room = fill(template, record, context), self.method.max_length, self.method.room(record.form)
@@ -411,13 +416,16 @@ def model_settings(model: ModelOptions, config: PretrainedConfig, adapter: str |
     }
 
 
+CHUNKS = ("chunk_words", "chunks", "text_order")  # which options say how passages are shown
+
+
 def method_settings(method: Method, answering: dict[str, Any], options: AnsweringOptions) -> dict[str, Any]:
     """Describe what predictions depend on, except the records, for JSON, from `model_settings` and the options."""
     more: dict[str, Any] = {}
     if method.name == "recalled":
-        more = {name: getattr(options, name) for name in ("chunk_words", "chunks")}
+        more = {name: getattr(options, name) for name in CHUNKS}
     elif method.retrieves and not method.remembers:
-        more = {name: getattr(options, name) for name in ("retriever", "chunk_words", "chunks")}
+        more = {name: getattr(options, name) for name in ("retriever", *CHUNKS)}
         if options.retriever != "bm25":
             encoder = AutoConfig.from_pretrained(options.retriever)
             more["retriever_weights"] = weights_identity(options.retriever, encoder)

@@ -23,10 +23,17 @@ EMBEDDED_TOGETHER = 32
 ASKING = "Question:"  # before a query to a memory
 
 
-def retrieved(context: str, query: str, retriever: Retriever, chunk_words: int, count: int) -> str:
-    """Join the `count` chunks of a context that are nearest the query, nearest first, as in the official baseline."""
+def retrieved(
+    context: str, query: str, retriever: Retriever, chunk_words: int, count: int, text_order: bool = False
+) -> str:
+    """Join the `count` chunks of a context that are nearest the query, nearest first, as in the official baseline.
+
+    With `text_order` they follow one another as in the context.
+    """
     texts = chunks(context, chunk_words)
     nearest = np.argsort(-np.asarray(retriever.scores(query, texts)), kind="stable")[:count]
+    if text_order:
+        nearest = np.sort(nearest)
     return "\n\n".join(texts[place].strip() for place in nearest)
 
 

@@ -259,6 +259,16 @@ def test_bm25_finds_the_passage(language):
     assert fact.strip() in found.split("\n\n")[0] and len(UNIT.findall(found)) <= 60
 
 
+def test_passages_in_the_order_of_the_text():
+    """The same passages, in the order in which they stand: what was said last comes last."""
+    text = "Mary went home. Rain fell on the roof. Mary and John went to the garden with Mary. John slept. Rain fell."
+    retriever = make_retriever("bm25", torch.device("cpu"))
+    nearest = retrieved(text, "Mary", retriever, 5, 3).split("\n\n")
+    ordered = retrieved(text, "Mary", retriever, 5, 3, text_order=True).split("\n\n")
+    assert sorted(nearest) == sorted(ordered) and nearest != ordered
+    assert [text.index(each) for each in ordered] == sorted(text.index(each) for each in ordered)
+
+
 def test_an_encoder_retrieves_by_cosine(tmp_path, tokenizer):
     """Texts that are the query come first, whatever they are batched with."""
     torch.manual_seed(0)

@@ -146,9 +146,12 @@ def test_memory_and_bm25_together(bench, config_factory):
     texts = chunks(record.context, 10)
     order = (-Hybrid(recalling, BM25()).scores(record.input, texts)).argsort(kind="stable")[:7]
     assert "\n\n".join(texts[place].strip() for place in order) in maker.tokenizer.decode(shown.asked)
-    run(bench, bench / "together", "--memory_prompt=hybrid", "--chunk_words=10")
+    maker = replace(maker, options=replace(maker.options, text_order=True))
+    (shown,) = answers.recalled(model, maker, memory, [record], prompts)
+    assert "\n\n".join(texts[place].strip() for place in sorted(order)) in maker.tokenizer.decode(shown.asked)
+    run(bench, bench / "together", "--memory_prompt=hybrid", "--chunk_words=10", "--text_order=true")
     settings = result(bench, "together-memory-hybrid")["settings"]["memory_prompt"]
-    assert settings["retriever"] == "bm25" and settings["chunk_words"] == 10
+    assert settings["retriever"] == "bm25" and settings["chunk_words"] == 10 and settings["text_order"]
 
 
 def test_the_tail_is_the_end_of_the_prompt(bench, closed):
