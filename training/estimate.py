@@ -102,6 +102,7 @@ class Work:
     Attributes:
         lanes: documents that it reads side by side.
         accumulation: micro-batches a step; each reads `lanes / accumulation` rows.
+        questions: rows of the step for each lane, which share what it has read (several questions side by side).
         backprop_segments: segments that a forward reads before the backward.
         max_tokens: how much is read of each document; None for all.
         dtype: of the base's weights and of activations.
@@ -116,6 +117,7 @@ class Work:
     lanes: int
     segment_tokens: int
     accumulation: int = 1
+    questions: int = 1
     backprop_segments: int = 1
     max_tokens: int | None = None
     dtype: torch.dtype = torch.bfloat16
@@ -219,7 +221,7 @@ def rehearse(
 
     def read(segments: int) -> Tensor:
         ids = torch.randint(3, base.config.vocab_size, (rows, segments * work.segment_tokens))
-        output = model(input_ids=ids, past_key_values=batch.memory, use_cache=batch.memory is not None)
+        output = model(input_ids=ids, past_key_values=batch.asked, use_cache=batch.asked is not None)
         return token_losses(output.logits, ids)
 
     give_gradients()
@@ -238,6 +240,9 @@ def rehearse(
         del losses
         optimizer.zero_grad()
     others = (work.accumulation - 1) * tracker.live["memory"]  # what the other micro-batches remember
+    if work.questions > 1:
+        rows *= work.questions
+        batch.ask(rows)
     if work.accumulation > 1:
         give_gradients()
     for parameter in trained:

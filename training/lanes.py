@@ -218,9 +218,14 @@ class Group:
         memory.drop(batch.drop)
         self.asked = memory
         if len(batch.pieces) > memory.batch_size:
-            self.asked = memory.clone()
-            self.asked.select([0] * len(batch.pieces))
+            self.ask(len(batch.pieces))
         self.asked.state.gold = batch.gold
+
+    def ask(self, questions: int) -> None:
+        """Give each of several questions a row of the memory, which stays as it is."""
+        if self.memory is not None:
+            self.asked = self.memory.clone()
+            self.asked.select([0] * questions)
 
     def own_loss(self) -> Tensor | float:
         """Return the term that a method adds to the loss (gated attention does), a mean over `own_targets` tokens."""

@@ -200,6 +200,7 @@ def estimated(options: Options) -> Estimate:
     work = Work(
         lanes=train.lanes // processes,
         segment_tokens=memory.segment_tokens,
+        questions=options.lessons.questions_per_step if options.lessons.questions else 1,
         max_tokens=options.data.max_tokens,
         dtype=dtype,
         quantize=None if options.model.quantize == "none" else options.model.quantize,

@@ -322,7 +322,7 @@ def answered(model: nn.Module, maker: PromptMaker, batch: Batch) -> tuple[list[s
     start, task, prompts = time.perf_counter(), batch[0].form, [maker(record) for record in batch]
     hits: list[dict[str, dict[str, float]]] = [{} for _ in batch]
     if maker.method.remembers and not is_whole(unwrap(model)):
-        memory = remembered(model, prompts, maker.method.content)
+        memory = remembered(model, prompts, maker.method.content, maker.method.cache_size)
         if maker.method.recalls:
             prompts = recalled(model, maker, memory, batch, prompts)
         memory = ready(memory, prompts, task)

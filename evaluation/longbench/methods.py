@@ -83,6 +83,9 @@ class AnsweringOptions:
         "nearest first, as the official code does.",
     )
     rope_factor: float | None = option(None, help="Position interpolation: by how much positions are squeezed.")
+    cache_size: int | None = option(
+        None, help="Memory: entries that it holds. Default: as many as the adapter was trained with."
+    )
     forget: bool = option(
         False, help="Memory: let it forget the beginning of contexts that it cannot hold. Default: that is an error."
     )
@@ -114,7 +117,7 @@ class AnsweringOptions:
                 f"{self.memory_content!r}, use memory_prompt 'cut'."
             )
         given = asdict(self)
-        for name, least in (("max_length", 2), ("batch", 1), ("chunk_words", 1), ("chunks", 1)):
+        for name, least in (("max_length", 2), ("batch", 1), ("chunk_words", 1), ("chunks", 1), ("cache_size", 1)):
             if given[name] is not None and given[name] < least:
                 raise ValueError(f"{name} must be at least {least}, got {given[name]}.")
         if "position-interpolation" in self.methods and (self.rope_factor is None or self.rope_factor <= 1):
@@ -180,6 +183,7 @@ class Method:
         shown: the method whose prompt self-attention sees after the memory has read. None: the question alone.
         content: what the memory reads, one of `MEMORY_CONTENTS`.
         segment_tokens: of the memory.
+        cache_size: entries that it holds, instead of the configured number.
     """
 
     name: str
@@ -191,6 +195,7 @@ class Method:
     shown: Method | None = None
     content: str = "own"
     segment_tokens: int = 0
+    cache_size: int | None = None
 
     @property
     def retrieves(self) -> bool:
@@ -227,12 +232,16 @@ def make_method(
     if name == "memory":
         if memory is None:
             raise ValueError("The method memory takes a model with a memory: give an --adapter that has one.")
-        held = None if options.forget else getattr(memory, "cache_size", None)
+        configured = getattr(memory, "cache_size", None)
+        if configured is None and options.cache_size is not None:
+            raise ValueError("cache_size is for a memory of limited size, which this model does not have.")
+        held = None if options.forget else options.cache_size or configured
         title = f"{Path(options.adapter).name if options.adapter else model}-memory"
         title += "" if options.memory_prompt == "question" else f"-{options.memory_prompt}"
         title += "" if options.memory_content == "own" else f"-{options.memory_content}"
         own = Method(name, title, options.adapter, options.max_length, counted_positions(config, memory), held)
-        own = replace(own, content=options.memory_content, segment_tokens=config_options(config, memory).segment_tokens)
+        own = replace(own, content=options.memory_content, cache_size=options.cache_size)
+        own = replace(own, segment_tokens=config_options(config, memory).segment_tokens)
         return own if options.memory_prompt == "question" else with_prompt(own, options, config, memory)
     if memory is config:
         raise ValueError(f"{base} has a memory that cannot be taken off: only the method memory can use it.")
@@ -372,8 +381,8 @@ class PromptMaker:
         if method.capacity is not None and encoded.question > method.capacity:
             raise ValueError(
                 f"{what}: {encoded.question:,} tokens stand before the question, but the memory holds "
-                f"{method.capacity:,}. Cut prompts with --max_length, let it forget their beginning with --forget, or "
-                "use an adapter with a larger cache_size."
+                f"{method.capacity:,}. Give a larger --cache_size, cut prompts with --max_length, or let it "
+                "forget their beginning with --forget."
             )
 
 
@@ -433,6 +442,8 @@ def method_settings(method: Method, answering: dict[str, Any], options: Answerin
         more = {"rope_factor": options.rope_factor}
     elif method.remembers:
         more = {"forget": options.forget}
+        if method.cache_size is not None:
+            more["cache_size"] = method.cache_size
         if method.shown is not None:
             more["memory_prompt"] = method_settings(method.shown, answering, options)
         if method.content != "own":

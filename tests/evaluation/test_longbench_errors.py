@@ -2,11 +2,12 @@
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-from longbench_cases import arguments, predictions, row, write_rows
-from peft import PeftModel
+from longbench_cases import arguments, predictions, result, row, write_rows
+from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from cacheformers import eval_longbench
@@ -90,9 +91,28 @@ def test_prompts_that_do_not_fit(bench, remembering, error_of):
     memory = [*given, "--methods", "memory", f"--adapter={remembering}"]
     said = error_of(memory)
     assert "hotpotqa-1: " in said and "tokens stand before the question, but the memory holds 800" in said
+    assert "the memory holds 900. Give a larger --cache_size" in error_of([*memory, "--cache_size=900"])
     assert not (bench / "out").exists()
     eval_longbench.main([*memory, "--forget=true", "--tasks", "hotpotqa"])
     assert len(predictions(bench, "remembering-memory")["hotpotqa.jsonl"].splitlines()) == 2
+
+
+def test_a_larger_memory_than_the_adapter_has(bench, remembering, config_factory, error_of):
+    """Answers after as many entries as asked for are those of an adapter that is configured with them."""
+    write_rows(bench / "data" / "hotpotqa.jsonl", [row("hotpotqa", 0, 500)])
+    given = [*arguments(bench, method="memory"), "--max_length=8000", "--tasks", "hotpotqa"]
+    shutil.copytree(remembering, bench / "larger")
+    config = json.loads((bench / "larger" / "adapter_config.json").read_text())
+    (bench / "larger" / "adapter_config.json").write_text(json.dumps({**config, "cache_size": 8192}))
+    eval_longbench.main([*given, f"--adapter={bench / 'larger'}"])
+    eval_longbench.main([*given, f"--adapter={remembering}", "--cache_size=8192"])
+    assert predictions(bench, "remembering-memory") == predictions(bench, "larger-memory")
+    assert result(bench, "remembering-memory")["settings"]["cache_size"] == 8192
+    eval_longbench.main([*given, f"--adapter={remembering}", "--forget=true", "--overwrite"])
+    assert predictions(bench, "remembering-memory") != predictions(bench, "larger-memory")
+    base = AutoModelForCausalLM.from_pretrained(bench / "base")
+    get_peft_model(base, config_factory(method="infini_attention", segment_tokens=32)).save_pretrained(bench / "matrix")
+    assert "memory of limited size" in error_of([*given, f"--adapter={bench / 'matrix'}", "--cache_size=8192"])
 
 
 def test_a_folder_of_other_settings(bench, error_of):

@@ -116,7 +116,9 @@ def test_the_estimate_matches_a_real_step_on_every_base(kind, dtype):
     check_against_real(small(kind, layers=3), "neurocache", dtype, backprop_segments=2)
 
 
-@pytest.mark.parametrize("more", [{"optimizer": "adafactor"}, {"accumulation": 2}, {"quantize": "int8"}])
+@pytest.mark.parametrize(
+    "more", [{"optimizer": "adafactor"}, {"accumulation": 2}, {"quantize": "int8"}, {"questions": 3, "lanes": 1}]
+)
 def test_the_estimate_matches_other_ways_to_train(more):
     check_against_real(small("llama", layers=3), "neurocache", torch.bfloat16, **more)
 

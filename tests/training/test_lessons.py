@@ -68,7 +68,7 @@ def pool(byte_folder):
     return byte_folder
 
 
-def lessons(pool, tokenizer, seed=0, **options):
+def lessons(pool, tokenizer, seed=0, segment=SEGMENT, **options):
     chosen = LessonOptions(
         **{
             **{"questions": [str(pool / "pool")], "shortest_context": 300, "longest_context": 700},
@@ -76,7 +76,7 @@ def lessons(pool, tokenizer, seed=0, **options):
         }
     )
     books = open_documents([str(pool / "train.jsonl")], tokenizer, DataOptions(train=[]))
-    return Lessons(chosen, books, tokenizer, SEGMENT, POSITIONS - SEGMENT, seed)
+    return Lessons(chosen, books, tokenizer, segment, POSITIONS - SEGMENT, seed)
 
 
 @pytest.mark.parametrize("task", LAYOUTS)
@@ -151,6 +151,25 @@ def test_questions_are_asked_as_in_the_evaluation(pool, byte_tokenizer):
     prompt, asked = made.maker(record), made.pieces(0)[1]
     assert torch.equal(asked.tokens[: len(prompt.asked)], torch.tensor(prompt.asked)) and len(prompt.asked) <= 150
     assert len(asked.inputs) <= SEGMENT and asked.teacher is not None and len(asked.teacher) > len(asked.tokens)
+
+
+def test_passages_of_lessons_may_be_in_the_order_of_the_text(pool, byte_tokenizer):
+    """The same passages by nearness and in the text's order: another prompt, and only with the option."""
+    how = {"prompt": "retrieved", "chunk_words": 5, "chunks": 3, "books_share": 0.0, "prompt_tokens": 900}
+    nearest, ordered = (lessons(pool, byte_tokenizer, segment=1024, text_order=order, **how) for order in (False, True))
+    moved = 0
+    for index in range(40):
+        exercise = nearest.exercises.make(index)
+        for number in range(len(exercise.questions)):
+            shown = []
+            for made in (nearest, ordered):
+                prompt, _ = made.asked(exercise, number)
+                text = byte_tokenizer.decode(prompt.asked)
+                chosen = [part for part in text.split("\n\n") if part and part in exercise.context][:3]
+                shown.append([exercise.context.index(part) for part in chosen])
+            assert shown[1] == sorted(shown[1])
+            moved += shown[0] != sorted(shown[0])
+    assert moved
 
 
 def test_stories_are_asked_about_as_by_babilong(pool, byte_tokenizer):

@@ -38,7 +38,7 @@ ESTIMATED = {
     "passkey": ("smollm2-135m", 1, 2),
     "qlora_7b": ("mistral-7b", 1, 24),
     "smollm2_answers": ("smollm2-135m", 1, 3),
-    "smollm2_babi": ("smollm2-135m", 1, 2),
+    "smollm2_babi": ("smollm2-135m", 1, 6),
     "smollm2_books": ("smollm2-135m", 1, 2),
     "smollm2_facts": ("smollm2-135m", 1, 3),
 }
