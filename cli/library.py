@@ -6,11 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
+from accelerate.utils import gather_object
+
 from cacheformers.adapters.folders import own_base
 from cacheformers.cli.ask import chat, say
 from cacheformers.cli.main import add_model, questions_anywhere
 from cacheformers.cli.model import lasting_name, load_model
 from cacheformers.common.library import Library, reader_of
+from cacheformers.evaluation.loading import make_state
 from cacheformers.modeling.thinning import RULES
 
 DESCRIPTION = """Keep memory files in a folder, and ask one, several or all of them.
@@ -23,6 +26,10 @@ DESCRIPTION = """Keep memory files in a folder, and ask one, several or all of t
   cacheformers library DIR ask                                         # a conversation
   cacheformers library DIR compress BOOK --bytes 400K                  # fewer entries, in 8 bits
   cacheformers library DIR remove BOOK
+
+A launcher's processes share the documents to add, for example one for each GPU:
+
+  torchrun --nproc_per_node 2 -m cacheformers library DIR add *.txt --adapter ADAPTER
 
 Memories are searched together if one model read them, and its method keeps an entry for each token and searches them
 (Neurocache, Memorizing Transformer). Memories of other methods are asked one by one.
@@ -108,19 +115,47 @@ def with_model(library: Library, options: argparse.Namespace) -> Library:
 
 
 def add(library: Library, options: argparse.Namespace) -> None:
-    """Read documents."""
+    """Read documents, in each of the processes that a launcher has started its share of them."""
     if options.name and len(options.documents) > 1:
         raise ValueError("--name is for one document: leave it out, or add the documents one by one.")
+    names = [options.name or Path(path).stem for path in options.documents]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"Two documents would be called {twice[0]}: add one of them by itself, with --name.")
+    if not options.overwrite:
+        for name in names:
+            library.check_new(name)
+    state = make_state(options.device or "")
     library = with_model(library, options)
-    for path in options.documents:
-        held = library.add(
-            path,
-            options.name or "",
-            overwrite=options.overwrite,
-            cache_size=options.cache_size,
-            encoding=options.encoding,
-        )
-        print(f"{held.name}: {held.tokens:,} tokens, {held.bytes / 2**20:.2f} MiB")
+    state.wait_for_everyone()  # nobody writes before all have seen which model reads
+    failures: list[str] = []
+    for path in share(options.documents, state.process_index, state.num_processes):
+        try:
+            held = library.add(
+                path,
+                options.name or "",
+                overwrite=options.overwrite,
+                cache_size=options.cache_size,
+                progress=state.is_main_process,
+                encoding=options.encoding,
+            )
+            print(f"{held.name}: {held.tokens:,} tokens, {held.bytes / 2**20:.2f} MiB", flush=True)
+        except (OSError, ValueError, ModuleNotFoundError) as error:
+            failures.append(str(error))
+    failures = gather_object(failures)
+    state.destroy_process_group()
+    if failures and state.is_main_process:
+        raise ValueError("\n".join(failures))
+    if failures:
+        sys.exit(2)
+
+
+def share(documents: list[str], process: int, processes: int) -> list[str]:
+    """Return the documents that one of several processes reads; the largest files are dealt out first."""
+    if processes == 1:
+        return documents
+    sizes = {path: Path(path).stat().st_size if Path(path).is_file() else 0 for path in documents}
+    return sorted(documents, key=lambda path: -sizes[path])[process::processes]
 
 
 def remove(library: Library, options: argparse.Namespace) -> None:

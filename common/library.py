@@ -67,13 +67,14 @@ class Library:
 
     def contents(self) -> list[Held]:
         """Describe all memories, by name; raise MemoryFileError for a damaged one."""
-        found = []
-        for name in self.names:
-            index = read_index(self.path(name))
-            row = index.rows[0]
-            size = sum(path.stat().st_size for path in self.path(name).iterdir())
-            found.append(Held(name, row.source or "", row.tokens_read, size, index.reader))
-        return found
+        return [self.describe(name) for name in self.names]
+
+    def describe(self, name: str) -> Held:
+        """Describe one memory; raise MemoryFileError if it is damaged."""
+        index = read_index(self.path(name))
+        row = index.rows[0]
+        size = sum(path.stat().st_size for path in self.path(name).iterdir())
+        return Held(name, row.source or "", row.tokens_read, size, index.reader)
 
     @property
     def names(self) -> list[str]:
@@ -110,13 +111,13 @@ class Library:
         """
         model, tokenizer = self._required()
         name = name or Path(path).stem
-        if self.path(name).exists() and not overwrite:
-            raise ValueError(f"{self.folder} has a memory {name} already: choose another name, or overwrite it.")
+        if not overwrite:
+            self.check_new(name)
         source, found = (path, text) if text is not None else load_text(path, encoding=encoding)
         memory = read_text(model, tokenizer, found, name=source, progress=progress, cache_size=cache_size)
         memory.origin.base, memory.origin.adapter = self.base, self.adapter
         memory.save(self.path(name))
-        return next(held for held in self.contents() if held.name == name)
+        return self.describe(name)
 
     def remove(self, name: str) -> None:
         """Delete a memory; raise ValueError if there is none of that name."""
@@ -194,7 +195,12 @@ class Library:
             retrieved = [numbers for answer in answers for numbers in (*answer.asked, *answer.retrieved)]
             used = retrievals(retrieved, memory.tokens_read[0])
         thin(memory, most_bytes, rule, int8, used).save(self.path(name), int8=int8)
-        return next(held for held in self.contents() if held.name == name)
+        return self.describe(name)
+
+    def check_new(self, name: str) -> None:
+        """Raise ValueError if there is a memory of this name."""
+        if self.path(name).exists():
+            raise ValueError(f"{self.folder} has a memory {name} already: choose another name, or overwrite it.")
 
     def check(self, names: Sequence[str] = ()) -> list[str]:
         """Return the names, or all if there are none; raise ValueError for one that is not there."""

@@ -36,6 +36,7 @@ from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
 from cacheformers.modeling.memory import ColumnState, Reading, joined, part
 from cacheformers.modeling.method import LocalWindowOptions, LocalWindowSettings, MemoryMethod, chosen_layers, setting
+from cacheformers.modeling.search.store import stacked
 
 CHUNK = 64  # tokens that `fold` solves at once
 FIRST_ALPHA = 0.9999  # what decays alone is halved in 7,000 tokens
@@ -208,6 +209,12 @@ class DeltaState(ColumnState):
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         super().change(function)
         self.held = {layer: function(held) for layer, held in self.held.items()}
+
+    def join(self, others: Sequence[DeltaState]) -> None:
+        super().join(others)
+        self.held = {
+            layer: stacked([held, *(other.held[layer] for other in others)]) for layer, held in self.held.items()
+        }
 
     @property
     def nbytes(self) -> int:

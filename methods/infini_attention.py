@@ -35,6 +35,7 @@ from cacheformers.modeling.method import (
     setting,
     share_statistics,
 )
+from cacheformers.modeling.search.store import stacked
 
 
 @dataclass(repr=False)  # transformers prints a configuration
@@ -193,6 +194,12 @@ class InfiniState(ColumnState):
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         super().change(function)
         self.held = {layer: held.each(function) for layer, held in self.held.items()}
+
+    def join(self, others: Sequence[InfiniState]) -> None:
+        super().join(others)
+        for layer, held in self.held.items():
+            together = zip(held, *(other.held[layer] for other in others), strict=True)
+            self.held[layer] = Compressed(*map(stacked, together))
 
     @property
     def nbytes(self) -> int:

@@ -157,6 +157,10 @@ class MemorizingState(RingState):
         super().select(rows)
         self.last = {layer: hits[torch.tensor(rows, device=hits.device)] for layer, hits in self.last.items()}
 
+    def join(self, others: Sequence[MemorizingState]) -> None:
+        super().join(others)
+        self.last = {}
+
 
 def unit(states: Tensor) -> Tensor:
     """Scale vectors to length 1, so that keys of different ages and heads differ in direction alone."""

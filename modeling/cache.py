@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from cacheformers.modeling.files.save import save_memory
 from cacheformers.modeling.memory import LocalWindow, MemoryState, SegmentCall, joined, keep_columns, part
 from cacheformers.modeling.origin import Origin
+from cacheformers.modeling.search.store import stacked
 from cacheformers.modeling.timeline import SeenIds, Timeline
 
 
@@ -245,6 +246,48 @@ class MemoryCache(DocumentsCache):
             for layer, (keys, values) in self.local.items()
         }
 
+    def join(self, others: Sequence[MemoryCache]) -> None:
+        """Append the rows of other memories, so that their documents are a batch. The others stay as they are.
+
+        Raises:
+            ValueError: they are of different models, adapters, tokenizers or sizes, or a segment is open in some and
+                the others hold no column.
+        """
+        memories = [self, *(other.clone() for other in others)]
+        if any(other.described() != self.described() for other in memories):
+            raise ValueError(
+                "These memories were read with different models, adapters, tokenizers or cache sizes: a batch is read "
+                "by one model."
+            )
+        columns = [memory.columns for memory in memories]
+        if 0 in columns and any(columns):
+            raise ValueError(
+                "Some of these memories have an open segment, and others hold none: read() with flush=True."
+            )
+        for memory in memories:
+            memory._add_unused(max(columns) - memory.columns)
+        first, *rest = memories
+        first.state.join([memory.state for memory in rest])
+        first.timeline.join([memory.timeline for memory in rest])
+        first.origin.join([memory.origin for memory in rest])
+        first.seen.join([memory.seen for memory in rest])
+        first.visible = 0
+        first.local = {
+            layer: (
+                stacked([memory.local[layer][0] for memory in memories]),
+                stacked([memory.local[layer][1] for memory in memories]),
+            )
+            for layer in first.local
+        }
+
+    def described(self) -> list[object]:
+        """What is the same in memories whose rows can be a batch."""
+        rings = {
+            layer: (ring.capacity, ring.keys.dtype, ring.values is None) for layer, ring in self.state.rings.items()
+        }
+        origin = self.origin
+        return [self.signature, self.fingerprint, origin.identity, origin.tokenizer, origin.parts, self.window, rings]
+
     def reset(self, rows: Sequence[int] | None = None) -> None:
         """Forget everything that the given rows (default: all) have read, so that new documents can begin there."""
         if rows is None:
@@ -382,6 +425,15 @@ class MemoryCache(DocumentsCache):
             if rotate is not None and bool(shift.any()):
                 moved = rotate(moved, shift[None], layer)
             self.local[layer] = (with_row(keys, row, moved), with_row(values, row, values[row : row + 1].detach()))
+
+    def _add_unused(self, columns: int) -> None:
+        """Put columns that hold nothing before all others."""
+        if columns:
+            first = torch.cat([torch.zeros(columns, dtype=torch.long), torch.arange(self.columns)])
+            first = first.expand(self.batch_size, -1)
+            self.timeline.keep(first)
+            self.timeline.unuse_first(columns)
+            self._keep_columns(first)
 
     def _drop_columns(self) -> None:
         columns = self.timeline.needed()

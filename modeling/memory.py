@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from cacheformers.modeling.search.store import Ring
+from cacheformers.modeling.search.store import Ring, stacked
 
 
 @dataclass(frozen=True)
@@ -255,6 +255,16 @@ class MemoryState(ABC):
         """Make row i what row `rows[i]` was; a row may be taken several times."""
         self.change(lambda tensor: tensor[torch.tensor(rows, dtype=torch.long, device=tensor.device)])
 
+    def join(self, others: Sequence[Self]) -> None:
+        """Append the rows of other states with the same options, which hold as many columns."""
+        self.tensors = {
+            name: {
+                layer: stacked([tensor, *(other.tensors[name][layer] for other in others)])
+                for layer, tensor in held.items()
+            }
+            for name, held in self.tensors.items()
+        }
+
     def clone(self) -> Self:
         """Return an independent copy; tensors that are never changed in place may be shared."""
         twin = copy.copy(self)
@@ -386,6 +396,11 @@ class RingState(ColumnState):
         super().select(rows)
         for ring in self.rings.values():
             ring.select(rows)
+
+    def join(self, others: Sequence[Self]) -> None:
+        super().join(others)
+        for layer, ring in self.rings.items():
+            ring.join([other.rings[layer] for other in others])
 
     def clone(self) -> Self:
         twin = super().clone()

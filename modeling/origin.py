@@ -8,6 +8,7 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ CONFIG_FACTS = (
     "sliding_window",
     "layer_types",
 )
+_HASHES: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, list[int], str]] = WeakKeyDictionary()
 PROBE = "Call me Ishmael. 1851: “Loomings” — naïve\n\n  (3.14)"
 
 
@@ -86,6 +88,10 @@ class Origin:
         """Make row i what row `rows[i]` was."""
         self.sources, self.saved = [self.sources[row] for row in rows], ""
 
+    def join(self, others: Sequence[Origin]) -> None:
+        """Append the rows of others."""
+        self.sources, self.saved = [source for origin in (self, *others) for source in origin.sources], ""
+
     def reset(self, rows: Sequence[int]) -> None:
         """Forget the texts of the given rows."""
         self.sources = [None if row in rows else source for row, source in enumerate(self.sources)]
@@ -124,9 +130,13 @@ def digest(*parts: bytes | memoryview) -> str:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash a tokenizer's vocabulary, and how it cuts one line."""
-    facts = [sorted(tokenizer.get_vocab().items()), tokenizer(PROBE).input_ids]
-    return digest(json.dumps(facts).encode())
+    """Hash a tokenizer's vocabulary, and how it cuts one line. A vocabulary takes 0.2 s, so hashes are remembered."""
+    ids = tokenizer(PROBE).input_ids
+    known = _HASHES.get(tokenizer)
+    if known is None or known[:2] != (len(tokenizer), ids):
+        facts = [sorted(tokenizer.get_vocab().items()), ids]
+        known = _HASHES[tokenizer] = (len(tokenizer), ids, digest(json.dumps(facts).encode()))
+    return known[2]
 
 
 def identify(decoder: nn.Module, adapters: Collection[str]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from cacheformers.modeling.offloading import device_of
 from cacheformers.modeling.origin import tokenized, tokenizer_hash
 from cacheformers.modeling.segments import close_segments, identity, match_rows, new_memory, reader
 
+PADDING = 128  # tokens of padding that take less time than one more forward
+
 
 @torch.no_grad()
 def read(
@@ -29,10 +31,12 @@ def read(
     progress: bool = True,
     memory: MemoryCache | None = None,
     cache_size: int | None = None,
+    batch_size: int | None = None,
 ) -> MemoryCache:
     """Read documents segment by segment, and return the memory of them (Neurocache, section 3.1).
 
-    Only what the method remembers grows with the length of the documents.
+    Only what the method remembers grows with the length of the documents. Documents are read side by side, the longest
+    first, and each leaves the batch where it ends, so that next to nothing is computed of padding.
 
     Args:
         model: a causal language model with an active memory adapter (PeftModel or not).
@@ -43,24 +47,29 @@ def read(
         progress: show a progress bar.
         memory: continue with this memory instead of an empty one.
         cache_size: number of entries of the empty memory, instead of the configured one.
+        batch_size: most documents that are read side by side; None for all. The memory returned holds all of them, in
+            their order.
 
     Raises:
         ValueError: an empty document, an id outside the vocabulary, no active memory adapter, or a memory of another
             model.
     """
     decoder: Any = find_decoder(unwrap(model))
-    ids, lengths = pack(input_ids, attention_mask)
-    check_ids(ids, lengths, decoder.config.vocab_size)
+    documents = rows_of(input_ids, attention_mask)
+    check_ids(documents, decoder.config.vocab_size)
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
     options = required_options(decoder)
     refuse_looking_ahead(options)
     if memory is None:
-        memory = new_memory(model, len(ids), cache_size)
+        memory = new_memory(model, len(documents), cache_size)
     else:
         if cache_size is not None:
             raise ValueError("cache_size is for an empty memory; this one has its size already.")
-        match_rows(decoder, memory, len(ids), options)
+        match_rows(decoder, memory, len(documents), options)
     most = options.base.max_positions
-    longest = max(before + count for before, count in zip(memory.tokens_read, lengths.tolist(), strict=True))
+    lengths = [len(document) for document in documents]
+    longest = max(before + count for before, count in zip(memory.tokens_read, lengths, strict=True))
     if options.positions > most and longest > most:
         warnings.warn(
             f"This method does not restart positions, and the model has {most:,}: it has not learned to read the "
@@ -69,27 +78,86 @@ def read(
         )
     if not (decoder.training or memory.origin.identity):
         memory.origin.identity = identity(decoder)
-    device = device_of(decoder)
+    order = sorted(range(len(documents)), key=lambda row: -lengths[row])
+    size = batch_size or len(order)
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
     step = options.segment_tokens
-    time = torch.arange(ids.shape[1])
-    run = reader(decoder, memory) if flush else decoder
-    with tqdm(total=int(lengths.sum()), unit=" tokens", unit_scale=True, desc="Reading", disable=not progress) as bar:
-        for start in range(0, ids.shape[1], step):
-            real = time[start : start + step] < lengths[:, None]
-            run(
-                input_ids=ids[:, start : start + step].to(device),
-                attention_mask=None if bool(real.all()) else real.to(device),
-                past_key_values=memory,
-                use_cache=not memory.state.forward_is_segment,
-                memory_keep=1,
-            )
-            bar.update(int(real.sum()))
-    if memory.state.forward_is_segment:
-        memory.forget_columns()
-    elif flush and not is_whole(decoder):
-        close_segments(decoder, memory, range(memory.batch_size))
+    with tqdm(total=sum(lengths), unit=" tokens", unit_scale=True, desc="Reading", disable=not progress) as bar:
+        if len(batches) == len(set(lengths)) == 1:
+            read_batch(decoder, memory, documents, step, flush, bar)
+        else:
+            parts = []
+            for rows in batches:
+                part = memory.clone()
+                part.select(rows)
+                parts += read_batch(decoder, part, [documents[row] for row in rows], step, flush, bar)
+            whole, *others = parts
+            whole.join(others)
+            whole.select(torch.tensor(order).argsort().tolist())
+            vars(memory).update(vars(whole))  # only now, so that an error leaves it as it was
     memory.forget_ids()
     return memory
+
+
+def read_batch(
+    decoder: Any, memory: MemoryCache, documents: Sequence[Tensor], step: int, flush: bool, bar: tqdm[Any]
+) -> list[MemoryCache]:
+    """Read documents `[tokens]`, the longest first, side by side into a memory.
+
+    Args:
+        step: tokens of a segment.
+
+    Returns:
+        Memories that together hold the rows in their order. The first is `memory`, without the documents that ended
+        before the longest.
+    """
+    device, uncut = device_of(decoder), memory.state.forward_is_segment
+    run = reader(decoder, memory) if flush else decoder
+    lengths = torch.tensor([len(document) for document in documents])
+    ended: list[MemoryCache] = []
+    start = 0
+    while len(lengths):
+        end = start + step if uncut else next_end(lengths, start, step)
+        ids = nn.utils.rnn.pad_sequence(
+            [document[start:end] for document in documents[: len(lengths)]], batch_first=True
+        )
+        real = torch.arange(start, start + ids.shape[1]) < lengths[:, None]
+        run(
+            input_ids=ids.to(device),
+            attention_mask=None if bool(real.all()) else real.to(device),
+            past_key_values=memory,
+            use_cache=not uncut,
+            memory_keep=1,
+        )
+        bar.update(int(real.sum()))
+        start = end
+        rows, stay = len(lengths), int((lengths > end).sum())
+        if stay < rows:
+            left = memory
+            if stay:
+                left = memory.clone()
+                left.select(range(stay, rows))
+                memory.select(range(stay))
+            if uncut:
+                left.forget_columns()
+            elif flush and not is_whole(decoder):
+                close_segments(decoder, left, range(left.batch_size))
+            ended.insert(0, left)
+            lengths = lengths[:stay]
+    return ended
+
+
+def next_end(lengths: Tensor, start: int, step: int) -> int:
+    """Return where the next forward of all rows ends: with the segment, or before it, where rows end.
+
+    Args:
+        lengths: of the rows, `[rows]`; all are longer than `start`.
+        step: tokens of a segment.
+    """
+    closing = start - start % step + step
+    ends = sorted({*lengths[lengths < closing].tolist(), min(closing, int(lengths.max()))})
+    fitting = [end for end in ends if int((end - lengths).clamp(min=0).sum()) <= PADDING]
+    return fitting[-1]
 
 
 def read_text(
@@ -134,45 +202,43 @@ def read_text(
     return memory
 
 
-def pack(documents: Tensor | list[list[int]] | list[Tensor], attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the documents as one tensor `[documents, longest]`, padded on the right, and their lengths."""
+def rows_of(documents: Tensor | list[list[int]] | list[Tensor], attention_mask: Tensor | None) -> list[Tensor]:
+    """Return the ids of each document, `[tokens]`, on the CPU."""
     if isinstance(documents, Tensor):
         documents = documents[None] if documents.dim() == 1 else documents
         if documents.dim() != 2:
             raise ValueError(f"input_ids must be [tokens] or [documents, tokens], got shape {tuple(documents.shape)}.")
         if attention_mask is None:
-            return documents.cpu(), torch.full((len(documents),), documents.shape[1])
+            return list(documents.cpu())
         if attention_mask.shape != documents.shape:
             raise ValueError(
                 f"attention_mask {tuple(attention_mask.shape)} and input_ids {tuple(documents.shape)} differ in shape."
             )
-        rows = [row[mask.bool()].cpu() for row, mask in zip(documents, attention_mask, strict=True)]
-    else:
-        if isinstance(documents, str | Mapping) or any(isinstance(row, str) for row in documents):
-            raise ValueError(
-                "Documents must be token ids, a tensor or a list: pass tokenizer(text).input_ids, or use read_text()."
-            )
-        if attention_mask is not None:
-            raise ValueError("A list of documents needs no attention_mask: leave padding out of the lists.")
-        documents = [documents] if documents and isinstance(documents[0], int) else documents
-        rows = [torch.as_tensor(row).cpu() for row in documents]
-        if any(row.dim() != 1 for row in rows):
-            raise ValueError("Each document of a list must be a list or tensor of ids, [tokens].")
-        rows = [row if len(row) else row.long() for row in rows]
-    if not rows:
+        return [row[mask.bool()].cpu() for row, mask in zip(documents, attention_mask, strict=True)]
+    if isinstance(documents, str | Mapping) or any(isinstance(row, str) for row in documents):
+        raise ValueError(
+            "Documents must be token ids, a tensor or a list: pass tokenizer(text).input_ids, or use read_text()."
+        )
+    if attention_mask is not None:
+        raise ValueError("A list of documents needs no attention_mask: leave padding out of the lists.")
+    documents = [documents] if documents and isinstance(documents[0], int) else documents
+    rows = [torch.as_tensor(row).cpu() for row in documents]
+    if any(row.dim() != 1 for row in rows):
+        raise ValueError("Each document of a list must be a list or tensor of ids, [tokens].")
+    return [row if len(row) else row.long() for row in rows]
+
+
+def check_ids(documents: Sequence[Tensor], vocab_size: int) -> None:
+    """Raise ValueError for no or empty documents, and for ids that the model has no embedding for."""
+    if not documents:
         raise ValueError("There is no document to read.")
-    lengths = torch.tensor([len(row) for row in rows])
-    return nn.utils.rnn.pad_sequence(rows, batch_first=True), lengths
-
-
-def check_ids(ids: Tensor, lengths: Tensor, vocab_size: int) -> None:
-    """Raise ValueError for empty documents, and for ids that the model has no embedding for."""
-    empty = (lengths == 0).nonzero()[:, 0].tolist()
-    if empty or ids.numel() == 0:
-        raise ValueError(f"Documents {empty or [0]} are empty: there is nothing to read.")
-    if ids.is_floating_point():
-        raise ValueError(f"input_ids must be integers, got {ids.dtype}.")
-    low, high = int(ids.min()), int(ids.max())
+    empty = [row for row, document in enumerate(documents) if not len(document)]
+    if empty:
+        raise ValueError(f"Documents {empty} are empty: there is nothing to read.")
+    for document in documents:
+        if document.is_floating_point():
+            raise ValueError(f"input_ids must be integers, got {document.dtype}.")
+    low, high = min(int(document.min()) for document in documents), max(int(document.max()) for document in documents)
     if low < 0 or high >= vocab_size:
         raise ValueError(
             f"Token ids range from {low} to {high}, but the vocabulary has {vocab_size} entries: was the text "

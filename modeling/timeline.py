@@ -81,6 +81,18 @@ class Timeline:
             setattr(self, name, getattr(self, name)[index])
         self.closed, self.tokens_read = [self.closed[i] for i in rows], [self.tokens_read[i] for i in rows]
 
+    def join(self, others: Sequence[Timeline]) -> None:
+        """Append the rows of others, which have as many columns."""
+        for name in self.COLUMNS:
+            setattr(self, name, torch.cat([getattr(timeline, name) for timeline in (self, *others)]))
+        for name in self.ROWS:
+            setattr(self, name, [count for timeline in (self, *others) for count in getattr(timeline, name)])
+
+    def unuse_first(self, columns: int) -> None:
+        """Mark the first columns as unused, in every row."""
+        for name in ("open", "kept", "sink", "memory"):
+            getattr(self, name)[:, :columns] = False
+
     def keep(self, columns: Tensor) -> None:
         """Keep only the columns `[rows, kept]`, chosen for each row."""
         for name in self.COLUMNS:
@@ -237,6 +249,11 @@ class SeenIds:
         self.recent = self.recent[rows.to(self.recent.device)]
         if self.total is not None:
             self.total = self.total[rows.to(self.total.device)]
+
+    def join(self, others: Sequence[SeenIds]) -> None:
+        """Append the rows of others, which have as many columns, and forget all ids."""
+        self.recent = torch.cat([self.recent, *(other.recent.to(self.recent.device) for other in others)])
+        self.forget()
 
     def clone(self) -> SeenIds:
         return copy.copy(self)  # its tensors are replaced, never changed in place

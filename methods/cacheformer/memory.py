@@ -302,6 +302,10 @@ class CacheFormerMemory(MemoryState):
         for state in self.layers.values():
             state.select(rows)
 
+    def join(self, others: Sequence[CacheFormerMemory]) -> None:
+        for layer, state in self.layers.items():
+            state.join([other.layers[layer] for other in others])
+
     def clone(self) -> CacheFormerMemory:
         twin = copy.copy(self)
         twin.layers = {layer: state.clone() for layer, state in self.layers.items()}

@@ -22,7 +22,7 @@ from cacheformers.methods.cacheformer.selection import Chooser
 from cacheformers.methods.cacheformer.tiles import Run, Stores, TiledAttention, after_sinks, take
 from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.modeling.memory import joined, keep_columns, part
-from cacheformers.modeling.search.store import SCALE_BYTES, packed
+from cacheformers.modeling.search.store import SCALE_BYTES, packed, stacked
 
 SEGMENTS = {"long_keys", "long_values", "overlap_keys", "overlap_values"}  # the stores whose vectors are of segments
 
@@ -281,6 +281,16 @@ class CacheFormerState:
         self.change(lambda tensor: tensor[index.to(tensor.device)], private=True)
         self.taken = None if self.taken is None else self.taken[index.to(self.taken.device)]
         self.tokens_read = [self.tokens_read[row] for row in rows]
+
+    def join(self, others: Sequence[CacheFormerState]) -> None:
+        """Append the rows of other states with the same options."""
+        theirs = [other.tensors() for other in others]
+        self.replace(
+            {name: stacked([tensor, *(held[name] for held in theirs)]) for name, tensor in self.tensors().items()},
+            private=True,
+        )
+        self.taken = None
+        self.tokens_read = [tokens for state in (self, *others) for tokens in state.tokens_read]
 
     def reset(self, rows: Sequence[int]) -> None:
         """Forget what the given rows have read."""

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cacheformers.methods.gated_attention.near_far import one_pass, two_passes
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.memory import MemoryState, SegmentCall, joined, keep_columns, part
+from cacheformers.modeling.search.store import stacked
 
 LEAST_ROOM = 64  # columns
 
@@ -95,6 +97,10 @@ class KeyValues:
         if torch.is_grad_enabled():
             return self.each(lambda tensor: tensor[:, :, start:], columns)
         return self.each(lambda tensor: tensor[:, :, start:].clone(), columns)
+
+    def with_dropped(self) -> KeyValues:
+        """Put zeros in the place of what has been forgotten."""
+        return self.each(lambda tensor: F.pad(tensor, (0, 0, self.dropped, 0)), dropped=0) if self.dropped else self
 
     def each(self, change: Callable[[Tensor], Tensor], dropped: int | None = None) -> KeyValues:
         """Apply a function to keys and values."""
@@ -271,6 +277,12 @@ class GatedState(MemoryState):
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         self.held = {key: held.each(function) for key, held in self.held.items()}
+
+    def join(self, others: Sequence[GatedState]) -> None:
+        for key in self.held:
+            rows = [state.held[key].with_dropped() for state in (self, *others)]
+            self.held[key] = KeyValues.of(stacked([row.keys for row in rows]), stacked([row.values for row in rows]))
+        self.last = None
 
     def clone(self) -> GatedState:
         twin = copy.copy(self)

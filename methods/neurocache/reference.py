@@ -107,6 +107,10 @@ class ReferenceState(MemoryState):
         super().select(rows)
         self.written = self.written[list(rows)]
 
+    def join(self, others: Sequence[ReferenceState]) -> None:
+        super().join(others)
+        self.written = torch.cat([state.written for state in (self, *others)])
+
     def clone(self) -> ReferenceState:
         twin = super().clone()
         twin.written = self.written.clone()

@@ -72,8 +72,8 @@ class Ring:
     """First-in-first-out store of at most `capacity` entries per row (Neurocache, section 3.1).
 
     Batch rows share a physical row until one of them writes (`owner`), so that beams cost nothing. Allocated memory
-    doubles up to the capacity. Writes are in place, except while an autograd graph may still read the tensors: then
-    they are copied first.
+    doubles up to the capacity. Writes are in place, except while an autograd graph or a clone may still read the
+    tensors: then they are copied first.
 
     Args:
         rows: number of batch rows.
@@ -98,7 +98,7 @@ class Ring:
         self.written = [0] * rows  # entries ever written, per physical row
         self.owner = list(range(rows))  # batch row -> physical row
         self.index: list[dict[str, Any]] = [{} for _ in range(rows)]
-        self._read_by_graph = False
+        self._shared = False
 
     @property
     def rows(self) -> int:
@@ -125,7 +125,7 @@ class Ring:
         """Return a view of the store that later writes to `self` do not change while gradients are recorded."""
         view = copy.copy(self)
         view.written, view.owner, view.index = list(self.written), list(self.owner), list(self.index)
-        self._read_by_graph = self._read_by_graph or torch.is_grad_enabled()
+        self._shared = self._shared or torch.is_grad_enabled()
         return view
 
     def entries(self, row: int) -> Entries:
@@ -196,14 +196,14 @@ class Ring:
         return fresh
 
     def _make_writable(self) -> None:
-        if self._read_by_graph or self.keys.is_inference():
+        if self._shared or self.keys.is_inference():
             self._replace(torch.clone)
 
     def _replace(self, make: Callable[[Tensor], Tensor]) -> None:
-        """Replace both tensors by new ones, which no graph reads."""
+        """Replace both tensors by new ones, which nothing else reads."""
         self.keys = make(self.keys)
         self.values = None if self.values is None else make(self.values)
-        self._read_by_graph = False
+        self._shared = False
 
     def reset(self, rows: Sequence[int]) -> None:
         """Forget everything of the given batch rows."""
@@ -224,11 +224,24 @@ class Ring:
             self.owner = [used.index(physical) for physical in self.owner]
 
     def clone(self) -> Ring:
-        """Return an independent copy, without the indexes of back ends."""
+        """Return an independent copy, without indexes of back ends; tensors are copied when either of them writes."""
+        self._shared = True
         twin = copy.copy(self)
-        twin._replace(torch.clone)
         twin.written, twin.owner, twin.index = list(self.written), list(self.owner), [{} for _ in self.index]
         return twin
+
+    def join(self, others: Sequence[Ring]) -> None:
+        """Append the batch rows of other rings with the same arguments."""
+        rings = [self, *others]
+        self.keys = stacked([ring.keys for ring in rings])
+        values = [ring.values for ring in rings if ring.values is not None]
+        self.values = stacked(values) if values else None
+        self.owner = [
+            sum(len(r.written) for r in rings[:place]) + row for place, ring in enumerate(rings) for row in ring.owner
+        ]
+        self.written = [count for ring in rings for count in ring.written]
+        self.index = [{} for _ in self.written]
+        self._shared = False
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all tensors; the indexes of back ends are built again."""
@@ -252,11 +265,23 @@ class Ring:
         self.values = None if self.values is None else tensors["values"].to(self.values.device)
         self.written, self.owner = tensors["written"].tolist(), tensors["owner"].tolist()
         self.index = [{} for _ in self.written]
-        self._read_by_graph = False
+        self._shared = False
 
     def to(self, device: torch.device | str) -> None:
         self.keys = self.keys.to(device)
         self.values = None if self.values is None else self.values.to(device)
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate rows `[rows, ...]`, with zeros at the end of those that are shorter than others in a dimension."""
+    sizes = [max(lengths) for lengths in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+    together = tensors[0].new_zeros(sum(len(tensor) for tensor in tensors), *sizes)
+    start = 0
+    for tensor in tensors:
+        place = tuple(slice(length) for length in tensor.shape[1:])
+        together[(slice(start, start + len(tensor)), *place)] = tensor
+        start += len(tensor)
+    return together
 
 
 def vectors(store: Tensor, size: int) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipe import make_text
+from recipe import Recipe, make_text, run
 
 import cacheformers
 from cacheformers.cli import library as command
@@ -116,6 +116,50 @@ def test_the_command(library, folder, monkeypatch, capsys, refused):
     command.main(["shelf"])
     assert capsys.readouterr().out == "low is removed.\nhigh is removed.\n"
     assert "holds no memory yet" in refused(command.main, ["shelf", "remove", "low"])
+
+
+def test_documents_that_cannot_be_read_do_not_stop_the_others(library, folder, monkeypatch, refused):
+    monkeypatch.chdir(folder)
+    (folder / "empty.txt").write_text("")
+    message = refused(command.main, ["shelf", "add", "empty.txt", "low.txt", "none.txt", "--adapter", "adapter"])
+    assert "empty.txt is empty" in message and "none.txt" in message
+    assert cacheformers.Library("shelf").names == ["low"]
+    (folder / "low.md").write_text(HIGH)
+    for documents in (["high.md", "low.txt"], ["high.md", "low.md"]):
+        assert "has a memory low already" in refused(command.main, ["shelf", "add", *documents, "--adapter", "adapter"])
+    assert "Two documents would be called low" in refused(command.main, ["other", "add", "low.md", "low.txt"])
+    assert cacheformers.Library("shelf").names == ["low"]
+
+
+def test_two_processes_share_the_documents(library, folder):
+    """Each writes the memory files of its share; an error of one is told by the first."""
+    lengths = {"one": 90, "two": 20, "three": 70, "four": 33}
+    for name, length in lengths.items():
+        (folder / f"{name}.txt").write_text(make_text(length, length))
+    added = ["shelf", "add", *(f"{name}.txt" for name in lengths), "--adapter", "adapter", "--device", "cpu"]
+    done = run(added, folder / "two.log", 2, recipe="cli.library")
+    lines = [
+        {line.partition(":")[0] for line in done.output(rank).splitlines() if " tokens, " in line} for rank in (0, 1)
+    ]
+    assert lines == [{"one", "four"}, {"three", "two"}]
+    shelf = cacheformers.Library(folder / "shelf", library.model, library.tokenizer)
+    assert {held.name: held.tokens for held in shelf.contents()} == lengths
+    for name in lengths:
+        alone = cacheformers.Library(folder / "alone", library.model, library.tokenizer)
+        alone.add(str(folder / f"{name}.txt"), progress=False)
+        assert_same_entries(shelf.memory(name), alone.memory(name))
+    (folder / "empty.txt").write_text("")
+    failing = ["other", "add", "empty.txt", "two.txt", "--adapter", "adapter", "--device", "cpu"]
+    started = Recipe(failing, folder / "failing.log", 2, recipe="cli.library")
+    assert started.wait() == [2, 2]
+    assert "empty.txt is empty" in started.output(0) and "empty.txt" not in started.output(1)
+    assert cacheformers.Library(folder / "other").names == ["two"]
+
+
+def assert_same_entries(one, other):
+    for layer, ring in one.state.rings.items():
+        found, expected = (torch.cat(each.entries(0).spans) for each in (ring, other.state.rings[layer]))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)  # loaded weights lie elsewhere, and round so
 
 
 def stopped(arguments):
