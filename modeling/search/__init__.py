@@ -33,5 +33,5 @@ def get_search(name: str) -> Search:
         return FaissIndex(name.removeprefix("faiss:"))
     raise ValueError(
         f"unknown search {name!r}: it must be 'auto', 'exact', 'faiss' or 'faiss:' and a faiss "
-        "index_factory string such as 'faiss:IVF4096,Flat' or 'faiss:HNSW32'"
+        "index_factory string such as 'faiss:IVF4096,PQ72x4fs' or 'faiss:HNSW32'"
     )

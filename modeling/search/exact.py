@@ -251,9 +251,9 @@ def gathered(entries: Entries, numbers: Tensor) -> Tensor:
     """Return entries `[count, width]` by their numbers, counted from the oldest."""
     first, *rest = [span for span in entries.spans if len(span)]
     if not rest:
-        return unpacked(first[numbers])
+        return unpacked(first.index_select(0, numbers))
     later = numbers >= len(first)
-    found = first[numbers.masked_fill(later, 0)]
+    found = first.index_select(0, numbers.masked_fill(later, 0))
     for second in rest:
         found[later] = second[numbers[later] - len(first)]
     return unpacked(found)

@@ -13,14 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cacheformers.modeling.search.base import Search, between, ranked, result_dtype
-from cacheformers.modeling.search.exact import ExactSearch, settle
+from cacheformers.modeling.search.base import Search, ranked, result_dtype
+from cacheformers.modeling.search.exact import ExactSearch, gathered, settle
 from cacheformers.modeling.search.store import Entries, unpacked
 
 # Bytes converted to float32 at a time if the store has another type.
 BLOCK_BYTES = 32 << 20
+# Bytes of candidates that are scored at a time, few enough for a core's cache.
+CACHED_BYTES = 1 << 20
 # faiss wants this many training points per centroid.
 POINTS_PER_CENTROID = 39
+# Entries that an index proposes for each one that is asked for. Codes of one bit a number (`PQ72x4fs` of 288 numbers)
+# put 0.96 of the 16 nearest among their best 64, and 0.99 among their best 128 (docs/results/costs.md).
+CANDIDATES = 8
 # Half the root of the number of an inverted file's lists are searched, but at least this many.
 MIN_LISTS = 8
 # Nodes kept while a graph index is searched; faiss's default of 16 loses a tenth of the hits.
@@ -91,12 +96,16 @@ class _Index:
 class FaissIndex(Search):
     """Approximate search with the index that a `faiss.index_factory` string names, on the host.
 
+    The index proposes `CANDIDATES * topk` entries, and the store's own entries decide among them. So an index may round
+    strongly, and scores are exact for the entries found.
+
     The index is kept in `entries.index` and follows the store: before a search new entries are added. Entries older
-    than `entries.first` are filtered out, and removed when they are as many as the others. The index is trained on the
-    first entries; until there are enough of them the search is exact.
+    than `entries.first` are filtered out, and removed when they are as many as the others. The index is trained on
+    entries from the whole store as soon as there are enough of them; until then the search is exact.
 
     Args:
-        factory: such as `"IVF4096,Flat"`, `"HNSW32"` or `"OPQ64,PQ64"`.
+        factory: such as `"IVF4096,PQ72x4fs"` (4,096 lists for a million entries; a quarter of their numbers, coded in
+            4 bits each), `"IVF4096,Flat"` or `"HNSW32"`.
     """
 
     def __init__(self, factory: str) -> None:
@@ -123,14 +132,11 @@ class FaissIndex(Search):
         parameters = None
         if kept.filters:
             parameters = _parameters(faiss, kept.faiss, faiss.IDSelectorRange(first - kept.base, end - kept.base))
-        rows = queries.float().cpu().contiguous()
-        values, ids = kept.faiss.search(rows.numpy(), topk, params=parameters)
-        numbers = torch.from_numpy(ids) + kept.base
-        scores = _scores(torch.from_numpy(values), rows, similarity)
+        rows = queries.float().cpu().contiguous().numpy()
         # faiss fills up with id -1 where it finds too few.
-        lost = torch.from_numpy(ids) < 0
-        scores, hits = ranked(scores.masked_fill(lost, -torch.inf), (numbers - first).masked_fill(lost, -1), topk)
-        return scores.to(queries.device, result_dtype(queries)), hits.to(queries.device)
+        ids = torch.from_numpy(kept.faiss.search(rows, CANDIDATES * topk, params=parameters)[1])
+        hits = (ids + kept.base - first).masked_fill(ids < 0, -1)
+        return _rescored(queries, entries, hits.to(queries.device), topk, similarity)
 
     def _synchronized(self, entries: Entries, width: int, similarity: str) -> _Index | None:
         """Return the index with every entry in it; None while there are too few to train it."""
@@ -164,7 +170,8 @@ class FaissIndex(Search):
             needed = max(width, POINTS_PER_CENTROID * max(_centroids(faiss, index)))
             if entries.count < needed:
                 return None
-            index.train(between(entries, 0, needed).float().cpu().numpy())
+            sample = torch.linspace(0, entries.count - 1, needed, dtype=torch.float64).long()
+            index.train(gathered(entries, sample.to(entries.spans[0].device)).float().cpu().numpy())
         numbered = isinstance(_inner(faiss, index), faiss.IndexIVF)
         base = 0 if numbered else entries.first
         return _Index(index, _filters(faiss, index, width), numbered, base, entries.first, entries.first)
@@ -222,6 +229,30 @@ def _scores(values: Tensor, queries: Tensor, similarity: str) -> Tensor:
     return queries.square().sum(1, keepdim=True) - values if similarity == "l2" else values
 
 
+def _rescored(
+    queries: Tensor, entries: Entries, candidates: Tensor, topk: int, similarity: str
+) -> tuple[Tensor, Tensor]:
+    """Return the best `topk` of each query's candidates, with scores and hits as `Search` defines them.
+
+    Args:
+        queries: `[n, width]`.
+        candidates: `[n, candidates]`, entries counted from the oldest; -1 for none.
+    """
+    dtype = result_dtype(queries)
+    scores = queries.new_empty(candidates.shape, dtype=dtype)
+    rows = max(CACHED_BYTES // (candidates.shape[1] * queries.shape[1] * dtype.itemsize), 1)
+    for asked, some, into in zip(queries.split(rows), candidates.split(rows), scores.split(rows), strict=True):
+        asked = asked.to(dtype)[:, None]
+        stored = gathered(entries, some.clamp(min=0).flatten()).to(asked).unflatten(0, some.shape)
+        if similarity == "dot":
+            into.copy_(torch.linalg.vecdot(stored, asked))
+        else:
+            # From differences, which do not lose what distinguishes near neighbors.
+            into.copy_(asked.square().sum(2) - torch.linalg.vector_norm(stored.sub_(asked), dim=2).square())
+    best, places = scores.masked_fill_(candidates < 0, -torch.inf).topk(topk)
+    return ranked(best, candidates.gather(1, places), topk)
+
+
 def _inner(faiss: Any, index: Any) -> Any:
     """Return the index inside transformations of the vectors."""
     index = faiss.downcast_index(index)
@@ -251,8 +282,7 @@ def _parameters(faiss: Any, index: Any, selector: Any) -> Any:
     if isinstance(index, faiss.IndexPreTransform):
         return faiss.SearchParametersPreTransform(index_params=_parameters(faiss, index.index, selector))
     if isinstance(index, faiss.IndexRefine):
-        inner = _parameters(faiss, index.base_index, selector)
-        return faiss.IndexRefineSearchParameters(base_index_params=inner, k_factor=4)
+        return faiss.IndexRefineSearchParameters(base_index_params=_parameters(faiss, index.base_index, selector))
     if isinstance(index, faiss.IndexIVF):
         lists = min(max(math.ceil(math.sqrt(index.nlist) / 2), MIN_LISTS), index.nlist)
         return faiss.SearchParametersIVF(sel=selector, nprobe=lists)
