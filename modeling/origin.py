@@ -154,7 +154,8 @@ def identify(decoder: nn.Module, adapters: Collection[str]) -> dict[str, str]:
             return {}
         kind, plain = place(name, adapters)
         if kind is not None:
-            sampled[kind] += [f"{plain} {tuple(parameter.shape)} ".encode(), sample(stored(decoder, name))]
+            values = stored(decoder, name) if parameter.is_meta else parameter
+            sampled[kind] += [f"{plain} {tuple(parameter.shape)} ".encode(), sample(values)]
     config: Any = decoder.config
     facts = json.dumps([[name, getattr(config, name, None)] for name in CONFIG_FACTS], default=str)
     return {"config": digest(facts.encode()), **{kind: digest(*parts) for kind, parts in sampled.items()}}
