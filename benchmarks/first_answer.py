@@ -45,7 +45,7 @@ def main() -> None:
     given.add_argument("--books", type=Path, default=Path("../shared/data/books/valid.jsonl.gz"), help="JSON lines")
     given.add_argument("--memory", type=Path, default=Path("runs/first_answer.memory"), help="(default: %(default)s)")
     given.add_argument("--entries", type=int, default=131072, help="(default: %(default)s)")
-    given.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
+    given.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     given.add_argument("--alone", choices=KINDS, help=argparse.SUPPRESS)
     options = given.parse_args()
     if options.alone:

@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 from measuring import parser, ratio, save, seconds_of, shown
-from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftModel, PeftType, get_peft_model
+from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cacheformers
 from cacheformers.modeling.architectures import find_decoder, unwrap
+from cacheformers.modeling.method import METHODS
 
 TRAINED = "trained"
 
@@ -59,8 +60,7 @@ def load_model(options: argparse.Namespace, name: str) -> Any:
     base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32)
     if name == TRAINED:
         return PeftModel.from_pretrained(base, options.adapter).eval()
-    kind = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(name.upper())]
-    config = kind(task_type="CAUSAL_LM", target_modules=[], segment_tokens=options.segment)  # type: ignore[call-arg]  # the method's
+    config = METHODS[name].adapter_config(task_type="CAUSAL_LM", target_modules=[], segment_tokens=options.segment)
     return get_peft_model(base, config).eval()
 
 

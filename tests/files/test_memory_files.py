@@ -1,5 +1,6 @@
 """Memories on disk: what is loaded is what was saved, in any process, and what is damaged or foreign is refused."""
 
+import copy
 import json
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 import cacheformers
 from cacheformers import MemoryFileError
 from cacheformers.modeling.files.index import checksum, read_index
+from cacheformers.modeling.origin import tokenizer_hash
 
 
 def read(model, ids, **options):
@@ -27,6 +29,14 @@ def read(model, ids, **options):
 def logits(model, memory, ids):
     with torch.no_grad():
         return model(ids[: memory.batch_size, :9], past_key_values=memory.clone()).logits
+
+
+def test_a_tokenizer_that_changes_is_hashed_again(tokenizer):
+    before = tokenizer_hash(tokenizer)
+    changed = copy.deepcopy(tokenizer)
+    assert tokenizer_hash(changed) == tokenizer_hash(tokenizer) == before
+    changed.add_tokens(["another"])
+    assert tokenizer_hash(changed) != before and tokenizer_hash(tokenizer) == before
 
 
 # Save and load

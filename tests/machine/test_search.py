@@ -556,6 +556,19 @@ def test_ring_copies_on_write_only_for_graphs():
     assert ring.keys.data_ptr() == pointer
 
 
+@torch.no_grad()
+def test_clones_share_entries_until_one_writes():
+    ring = Ring(2, 4, 2)
+    ring.append(0, numbered(1, 2, 3, 4))
+    twin, other = ring.clone(), ring.clone()
+    assert twin.keys.data_ptr() == ring.keys.data_ptr()
+    twin.append(0, numbered(5))
+    ring.append(0, numbered(6))
+    other.reset([0])
+    other.append(0, numbered(7))
+    assert [contents(each, 0) for each in (ring, twin, other)] == [[2, 3, 4, 6], [2, 3, 4, 5], [7]]
+
+
 def test_lengths_are_kept_beside_the_store():
     """A single query uses them: they follow what comes and goes, and views of the past, other rows and dtypes."""
     ring, query = Ring(2, 20, 8), torch.randn(1, 8)
