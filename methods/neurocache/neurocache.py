@@ -472,37 +472,73 @@ def attend(options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidde
     assert parts.q is not None and parts.k is not None and parts.v is not None and parts.o is not None
     base, width = options.base, options.width
     rows, time, size = hidden.shape
-    groups = base.heads // base.kv_heads
-    source: Retrieved = call.reading.retrieved[options.source(layer)]
-    retrieved = source.each(lambda tensor: tensor.to(hidden.device))  # [rows, c-1+time, ...]
-    sources = context_sources(options.context_size, call, hidden.device)
-    before = options.context_size - 1 if sources.shifted else 0
+    groups, context = base.heads // base.kv_heads, options.context_size
+    retrieved: Retrieved = call.reading.retrieved[options.source(layer)]  # [rows, c-1+time, ...]
+    sources = context_sources(context, call, hidden.device)
+    alone = time == 1 and sources.shifted and not torch.is_grad_enabled()
+    before = context - 1 if sources.shifted and not alone else 0
     # From here on rows share one axis of tokens. Without padding each row begins with c-1 zeros, so that what was
     # retrieved `back` tokens ago is found `back` places earlier, without a copy.
-    tokens = F.pad(hidden, (0, 0, before, 0)).flatten(0, 1)[before:]
-    window = [taken(retrieved, sources, back, options.context_size) for back in range(options.context_size)]
-
+    tokens = F.pad(hidden, (0, 0, before, 0)).flatten(0, 1)[before:] if before else hidden.flatten(0, 1)
     queries = project(parts.q, tokens).view(-1, base.kv_heads, groups, base.head_dim)
     keys_weight = parts.k.weight.to(hidden.dtype).view(base.kv_heads, base.head_dim, width)
     absorbed = torch.einsum("tkgh,khd->tkgd", queries * base.head_dim**-0.5, keys_weight).flatten(1, 2)
-    scores = torch.cat([torch.matmul(absorbed, near.states.transpose(-1, -2)) for near in window], -1)
-    seen = torch.cat([near.filled for near in window], -1)[:, None]  # [tokens, 1, N*c]
-    if parts.scores is None:
-        shares = masked_softmax(scores, seen)  # [tokens, heads, N*c]
+    if alone:
+        mixed = attend_alone(absorbed, options.source(layer), parts.scores, call)
     else:
-        scores = scores + parts.scores([near.hits for near in window if near.hits is not None])
-        nothing = parts.scores.score_of_nothing()[:, None].expand(*scores.shape[:2], 1).to(scores.dtype)
-        shares = masked_softmax(torch.cat([scores, nothing], -1), F.pad(seen, (0, 1), value=True))[..., :-1]
-    by_back = shares.to(hidden.dtype).split(retrieved.states.shape[2], dim=-1)
-    mixed = sum(torch.matmul(share, near.states) for share, near in zip(by_back, window, strict=True))
-
+        here = retrieved.each(lambda tensor: tensor.to(hidden.device))
+        mixed = attend_together(
+            absorbed, [taken(here, sources, back, context) for back in range(context)], parts.scores
+        )
+    mixed = mixed.view(-1, base.kv_heads, groups, width)
     values_weight = parts.v.weight.to(hidden.dtype).view(base.kv_heads, base.head_dim, width)
-    mixed = mixed.view(-1, base.kv_heads, groups, width)  # type: ignore[union-attr]  # the window is never empty
     per_head = torch.einsum("tkgd,khd->tkgh", mixed, values_weight).flatten(1, 2)  # [tokens, heads, d_head]
     if parts.gate is not None:
         per_head = parts.gate(per_head)
     added = project(parts.o, per_head.flatten(1))
-    return F.pad(added, (0, 0, before, 0)).view(rows, before + time, size)[:, before:]
+    return (F.pad(added, (0, 0, before, 0)) if before else added).view(rows, before + time, size)[:, before:]
+
+
+def attend_together(absorbed: Tensor, window: list[Retrieved], added: HitScores | None) -> Tensor:
+    """Mix retrieved states by the shares that queries `[tokens, heads, d]` give them, `[tokens, heads, d]`.
+
+    Args:
+        window: what was retrieved 0 ... c-1 tokens before each token.
+    """
+    scores = torch.cat([torch.matmul(absorbed, near.states.transpose(-1, -2)) for near in window], -1)
+    seen = torch.cat([near.filled for near in window], -1)[:, None]  # [tokens, 1, N*c]
+    if added is None:
+        shares = masked_softmax(scores, seen)  # [tokens, heads, N*c]
+    else:
+        scores = scores + added([near.hits for near in window if near.hits is not None])
+        nothing = added.score_of_nothing()[:, None].expand(*scores.shape[:2], 1).to(scores.dtype)
+        shares = masked_softmax(torch.cat([scores, nothing], -1), F.pad(seen, (0, 1), value=True))[..., :-1]
+    by_back = shares.to(absorbed.dtype).split(window[0].filled.shape[1], dim=-1)
+    return torch.stack([torch.matmul(share, near.states) for share, near in zip(by_back, window, strict=True)]).sum(0)
+
+
+def attend_alone(absorbed: Tensor, source: int, added: HitScores | None, call: SegmentCall) -> Tensor:
+    """Do as `attend_together` for one new token of each row, with fewer operations, some of them once for all layers.
+
+    Nothing is a last state of zeros. Without `added` its score is so low that it has a share only where no other is
+    seen.
+    """
+    queries = absorbed.to(torch.promote_types(absorbed.dtype, torch.float32))
+    key = f"alone {source} {queries.device}"
+    if key not in call.scratch:
+        here = call.reading.retrieved[source].each(lambda tensor: tensor.to(queries.device).flip(1))  # newest first
+        states = F.pad(here.states.to(queries.dtype).flatten(1, 2), (0, 0, 0, 1))[:, None]  # [rows, 1, c*N + 1, d]
+        unseen = F.pad(~here.filled.flatten(1, 2), (0, 1))[:, None]
+        scores = F.pad(queries.new_zeros(unseen.shape)[..., 1:], (0, 1), value=torch.finfo(queries.dtype).min)
+        hits = [] if here.hits is None else list(map(Found, here.hits.cosines.unbind(1), here.hits.newer.unbind(1)))
+        call.scratch[key] = states, unseen, hits, scores.masked_fill(unseen, -torch.inf)
+    states, unseen, hits, scores = call.scratch[key]
+    if added is not None:
+        nothing = added.score_of_nothing()[:, None].expand(len(queries), -1, 1)
+        scores = torch.cat([added(hits), nothing], -1).masked_fill(unseen, -torch.inf)  # [rows, heads, c*N + 1]
+    every = states.expand(-1, queries.shape[1], -1, -1)
+    mixed = F.scaled_dot_product_attention(queries[:, :, None], every, every, scores[:, :, None].to(queries), scale=1.0)
+    return mixed[:, :, 0].to(absorbed.dtype)
 
 
 def taken(retrieved: Retrieved, sources: ContextSources, back: int, context: int) -> Retrieved:
