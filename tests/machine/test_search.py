@@ -254,6 +254,41 @@ def test_nan_is_never_found():
     scores, hits = get_search("exact")(queries, Entries((stored,)), 6, "l2")
     assert (hits[1] == -1).all() and not (hits == 7).any()
     assert not scores.isnan().any()
+    others = [0, 2, 3]
+    clean = get_search("exact")(queries[others], Entries((stored.nan_to_num(1e9),)), 6, "l2")
+    assert torch.equal(scores[others], clean[0]) and torch.equal(hits[others], clean[1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=DATA,
+    noise=NOISE,
+    similarity=SIMILARITY,
+    seed=SEEDS,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.float64]),
+    asked=st.sampled_from([1, 7, 40]),
+    topk=st.sampled_from([1, 16, 60]),
+    nan=st.booleans(),
+)
+def test_tiles_find_what_all_scores_at_once_do(data, noise, similarity, seed, dtype, asked, topk, nan):
+    """Many tiles, and many more entries than places: near ones in tight clusters are too many candidates."""
+    queries, everything = made(data, seed, asked, 2500, width=48, noise=noise)
+    everything[77::500] = torch.nan if nan else 0.0
+    entries = fill(Ring(1, 2100, 48, dtype=dtype), everything, 700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact_search, "SCORE_BYTES", 1 << 15)
+        patch.setattr(exact_search, "MAX_ROWS", 16)
+        patch.setattr(exact_search, "SPARE", 40)
+        scores, hits = ExactSearch()(queries, entries, topk, similarity)
+    stored = between(entries, 0, entries.count).double()
+    size = queries.double().square().sum(1, keepdim=True) + stored.square().sum(1)
+    best = scored(queries, stored, similarity).nan_to_num(-torch.inf)
+    last = best.topk(topk).values[:, -1:]
+    near = (best - last).abs() <= 2.0**-20 * size
+    best = torch.where(near, last, best)
+    expected = best.sort(dim=1, descending=True, stable=True).indices[:, :topk].sort(dim=1).values
+    assert torch.equal(hits.sort(dim=1).values, expected)
+    assert (scores[:, 1:] <= scores[:, :-1]).all()
 
 
 @pytest.mark.parametrize("back_end", ["exact", "faiss", "faiss:Flat"])
