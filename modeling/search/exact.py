@@ -83,13 +83,20 @@ def nearest(queries: Tensor, entries: Entries, topk: int, similarity: str, dtype
 def _candidates(
     queries: Tensor, entries: Entries, topk: int, similarity: str, lengths: Tensor, size: Tensor, equal: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the pairs of a query and an entry that may be among its `topk` nearest, by query, and a bound of each.
+    """Return which entries may be among the `topk` nearest of which query.
 
-    The k-th greatest product of an entry is not below `last`, the k-th greatest of the blocks' maxima.
+    The score of the k-th nearest is not below `last`, the k-th greatest of the blocks' maxima. In any order of its sum
+    a product errs by at most r |q| |e|, r about d times the unit of rounding. An entry as near as the k-th is for
+    `"l2"` not longer than |q| + sqrt(|q|² - last). So neither rounding nor a tie lets the score of one fall below
+    `last - (16 r + 4 equal) (2 |q|² - last)`, for `"dot"` with the greatest |q|² + |e|² in the last bracket.
 
     Args:
         lengths: of the entries, squared, `[count]`.
         size: for `"l2"` 2 |q|², for `"dot"` |q|² and the greatest length, `[n]`.
+
+    Returns:
+        Queries and entries of these pairs, by query, then age; and for each query `last`, infinite where there were too
+        many pairs, which are left out.
     """
     rows, dtype = len(queries), queries.dtype
     columns = -(-entries.count // -(-entries.count * rows * queries.element_size() // SCORE_BYTES))
@@ -98,11 +105,11 @@ def _candidates(
     blocks = -(-columns // (depth * wide)) * wide
     tile = queries.new_empty(depth, blocks * rows)  # a column of it is a block: entries that are `blocks` apart
     scores = tile.view(-1, rows)
-    # A product errs by at most `rounding` |q| |e|, whatever the order of its sum.
     rounding = (queries.shape[1] + 8) * torch.finfo(dtype).eps / 2
     share = 16 * rounding + 4 * equal
     right, bias = queries.T, lengths.to(dtype).neg()[:, None] if similarity == "l2" else None
-    best, pairs = queries.new_empty(0, rows), None
+    best = queries.new_empty(0, rows)
+    pairs: tuple[Tensor, ...] = ()
     for start in range(0, entries.count, len(scores)):
         _multiply(right, entries, start, bias, scores)
         maxima = tile.amax(0)
@@ -123,10 +130,10 @@ def _candidates(
         place, pair = (found >= floor[row]).nonzero().unbind(1)
         new = row[pair], start + place * blocks + block[pair], found[place, pair]
         if start:
-            new = tuple(torch.cat(both) for both in zip(pairs, new, strict=True))
-            above = new[2] >= floor[new[0]]
-            new = tuple(one[above] for one in new)
-        pairs = _bounded(new, best, topk)
+            pairs = tuple(torch.cat(both) for both in zip(pairs, new, strict=True))
+            above = pairs[2] >= floor[pairs[0]]
+            pairs = tuple(one[above] for one in pairs)
+        pairs = _bounded(pairs if start else new, best, topk)
     numbers = (pairs[0] * entries.count + pairs[1]).sort().values
     return numbers // entries.count, numbers % entries.count, best[-1]
 
