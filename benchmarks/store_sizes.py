@@ -137,7 +137,8 @@ def measure(stored: torch.Tensor, queries: torch.Tensor, topk: int, rounds: int,
         about[name] = {"recall": round(float(found), 4), "bytes": path.stat().st_size, "build seconds": round(build, 1)}
         print(f"{count:,} {name}: {about[name]}", flush=True)
     rows = []
-    for asked, used in ((1, queries[:SINGLE]), (TOGETHER, queries[:TOGETHER])):
+    together = queries[:TOGETHER]
+    for asked, used in ((1, queries[:SINGLE]), (len(together), together)):
         runs = {name: partial(ask, search, used.split(asked), entries, topk) for name, search in searches.items()}
         times = interleaved(runs, rounds, clock=time.process_time)
         for name in searches:
