@@ -157,10 +157,12 @@ def call(command, monkeypatch):
     """Run a command in this process."""
     program, *arguments = command
     while program in ("torchrun", "accelerate"):  # launchers of what follows their own options
-        place = next(place for place, word in enumerate(arguments) if word.endswith(".py"))
+        place = next(place for place, word in enumerate(arguments) if word == "-m" or word.endswith(".py"))
         for word in arguments[:place]:
             assert not word.endswith(".yaml") or Path(word).is_file()
         program, arguments = "python", arguments[place:]
+        if arguments[0] == "-m":
+            program, *arguments = arguments[1:]
     if program == "cacheformers":
         return main(arguments)
     if program != "python" or arguments[0] in ("-", "-c"):
