@@ -5,8 +5,8 @@
 
 The base is a Llama of 4 layers of 256 with random weights, in float32; windows and segments have 512 tokens. Each
 method has a process of its own, which reads texts of 1,024 tokens, of twice as many, and so on, each from its
-beginning, until one takes longer than the limit. Seconds are the processor's, of one thread, so other work on the machine
-matters little. Peak memory is what the process holds beyond the model. Results: reading.json and .png.
+beginning, until one takes longer than the limit. Seconds are the processor's, of one thread, so other work on the
+machine matters little. Peak memory is what the process holds beyond the model. Results: reading.json and .png.
 """
 
 from __future__ import annotations
