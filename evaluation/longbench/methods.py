@@ -240,8 +240,8 @@ def make_method(
         title += "" if options.memory_prompt == "question" else f"-{options.memory_prompt}"
         title += "" if options.memory_content == "own" else f"-{options.memory_content}"
         own = Method(name, title, options.adapter, options.max_length, counted_positions(config, memory), held)
-        own = replace(own, content=options.memory_content, cache_size=options.cache_size)
-        own = replace(own, segment_tokens=config_options(config, memory).segment_tokens)
+        segment_tokens = config_options(config, memory).segment_tokens
+        own = replace(own, content=options.memory_content, segment_tokens=segment_tokens, cache_size=options.cache_size)
         return own if options.memory_prompt == "question" else with_prompt(own, options, config, memory)
     if memory is config:
         raise ValueError(f"{base} has a memory that cannot be taken off: only the method memory can use it.")

@@ -1,7 +1,7 @@
-"""Neurocache (Safaya & Yuret). Read `neurocache.py` first: the equations, a segment's forward, and the specification.
+"""Neurocache (Safaya & Yuret). Read `neurocache.py` first: the equations and a segment's forward.
 
-`options.py` has the settings, and `start.py` an initialization from the base's states. `reference.py` computes what the
-published package computes, and `convert.py` converts its checkpoints.
+`naive.py` is the specification, `options.py` has the settings, and `start.py` an initialization from the base's states.
+`reference.py` computes what the published package computes, and `convert.py` converts its checkpoints.
 """
 
 from dataclasses import dataclass

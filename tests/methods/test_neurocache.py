@@ -9,7 +9,8 @@ from memories import chunked
 import cacheformers
 from cacheformers.methods.neurocache import neurocache
 from cacheformers.methods.neurocache.hit_scores import Found, HitScores
-from cacheformers.methods.neurocache.neurocache import in_few_lengths, naive
+from cacheformers.methods.neurocache.naive import naive
+from cacheformers.methods.neurocache.neurocache import in_few_lengths
 
 ABLATIONS = {
     "paper": {},
