@@ -187,6 +187,20 @@ def test_what_is_stored_holds_no_graph(make_model, ids, options, length, dtype):
         assert float((alone[name] - gradient).norm()) <= bound * float(gradient.norm() + 1e-6), name
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("ablation", ["paper", "hit scores", "hit scores, w4, c4", "hit order"])
+def test_new_tokens_one_by_one_are_one_pass(make_model, ids, ablation):
+    """A new token alone attends in another way, with other numbers for what each token before it retrieved."""
+    model = make_model("llama_gqa", **ABLATIONS[ablation])
+    torch.manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_mem_scores" in name:
+            parameter.add_(torch.randn_like(parameter))
+    memory = cacheformers.new_memory(model, 2)
+    found = [model(input_ids=one, past_key_values=memory).logits for one in ids.split(1, 1)]
+    torch.testing.assert_close(torch.cat(found, 1), model(input_ids=ids).logits, rtol=0, atol=1e-9)
+
+
 def test_what_hit_scores_start_from():
     """Of what a perfect hit brings along, the entry that follows it scores most; nothing scores more still."""
     perfect = Found(torch.ones(1, 1), torch.zeros(1, 1))
