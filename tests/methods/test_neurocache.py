@@ -196,9 +196,7 @@ def test_new_tokens_one_by_one_are_one_pass(make_model, ids, ablation):
     for name, parameter in model.named_parameters():
         if "lora_mem_scores" in name:
             parameter.add_(torch.randn_like(parameter))
-    memory = cacheformers.new_memory(model, 2)
-    found = [model(input_ids=one, past_key_values=memory).logits for one in ids.split(1, 1)]
-    torch.testing.assert_close(torch.cat(found, 1), model(input_ids=ids).logits, rtol=0, atol=1e-9)
+    torch.testing.assert_close(chunked(model, ids, 1)[0], model(input_ids=ids).logits, rtol=0, atol=1e-9)
 
 
 def test_what_hit_scores_start_from():
