@@ -213,10 +213,8 @@ def _oldest(scores: Tensor, size: Tensor, topk: int) -> Tensor:
     """Return the columns `[n, topk]` of scores clearly above the k-th, and the leftmost of those that differ from it
     by at most `size`."""
     last, size = scores.topk(topk).values[:, -1:], size.nan_to_num(0, 0)
-    clear = scores > last + size
-    near = (scores >= last - size) & ~clear
-    chosen = clear | (near & (near.cumsum(1) <= topk - clear.sum(1, keepdim=True)))
-    return chosen.nonzero()[:, 1].view(-1, topk)
+    rank = (scores > last + size).byte() + (scores >= last - size)
+    return rank.sort(dim=1, descending=True, stable=True).indices[:, :topk].sort(dim=1).values
 
 
 def _rounds_products(device: torch.device) -> bool:
