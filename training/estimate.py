@@ -171,7 +171,7 @@ def on_device(adapter: LoraConfig, device_type: str) -> LoraConfig:
     """Return the adapter as it would be on a device: there it chooses how the memory is stored and searched."""
     adapter = copy.deepcopy(adapter)
     if hasattr(adapter, "search"):
-        adapter.search = "exact"
+        adapter.search = "in turn"
     if getattr(adapter, "cache_dtype", "") is None and device_type != "cpu":
         adapter.cache_dtype = "bfloat16"  # type: ignore[attr-defined]
     return adapter

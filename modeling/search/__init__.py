@@ -7,6 +7,7 @@ from functools import cache
 from cacheformers.modeling.search.base import Search, recall
 from cacheformers.modeling.search.exact import ExactSearch
 from cacheformers.modeling.search.faiss_search import AutoSearch, FaissExact, FaissIndex
+from cacheformers.modeling.search.in_turn import InTurn
 
 __all__ = ["AutoSearch", "ExactSearch", "FaissExact", "FaissIndex", "Search", "get_search", "recall"]
 
@@ -17,7 +18,7 @@ def get_search(name: str) -> Search:
 
     Args:
         name: `"exact"`; `"faiss"`, exact with faiss; `"auto"`, the faster of the two (see `AutoSearch`); or
-            `"faiss:<index_factory string>"`, approximate.
+            `"faiss:<index_factory string>"`, approximate. `"in turn"` looks at no number (`--estimate`).
 
     Raises:
         ValueError: unknown name.
@@ -29,6 +30,8 @@ def get_search(name: str) -> Search:
         return ExactSearch()
     if name == "faiss":
         return FaissExact()
+    if name == "in turn":
+        return InTurn()
     if name.startswith("faiss:"):
         return FaissIndex(name.removeprefix("faiss:"))
     raise ValueError(

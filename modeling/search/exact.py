@@ -51,7 +51,7 @@ def nearest(queries: Tensor, entries: Entries, topk: int, similarity: str, dtype
     if len(queries) > most:
         found = [nearest(part, entries, topk, similarity, dtype) for part in queries.split(most)]
         return torch.cat([scores for scores, _ in found]), torch.cat([hits for _, hits in found])
-    lengths, equal = _lengths(entries), EQUAL[result_dtype(queries)]
+    lengths, equal = squared_lengths(entries), EQUAL[result_dtype(queries)]
     own = queries.double().square().sum(1)
     size = 2 * own if similarity == "l2" else own + lengths.nan_to_num(0, 0).max()
     row, entry, last = _candidates(queries.to(dtype), entries, topk, similarity, lengths, size, equal)
@@ -175,7 +175,7 @@ def _parts(entries: Entries, start: int, stop: int, dtype: torch.dtype) -> Itera
         first += len(span)
 
 
-def _lengths(entries: Entries) -> Tensor:
+def squared_lengths(entries: Entries) -> Tensor:
     """Return the squared lengths of the entries, `[count]` in float64.
 
     A decoding step would take as long for them as for its products. So they are kept in `entries.index`, by the
@@ -252,7 +252,7 @@ def settle(
 def _oldest_of_equal(queries: Tensor, entries: Entries, topk: int, similarity: str) -> tuple[Tensor, Tensor]:
     """Search among all entries where more are tied than there are candidates."""
     exact = queries.double()
-    scores, size = exact.new_empty(len(exact), entries.count), _lengths(entries).expand(len(exact), -1)
+    scores, size = exact.new_empty(len(exact), entries.count), squared_lengths(entries).expand(len(exact), -1)
     for start, part in _parts(entries, 0, entries.count, torch.float64):
         scores[:, start : start + len(part)] = exact @ part.T
     if similarity == "l2":
