@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from cacheformers.modeling.architectures import attention_modules
 from cacheformers.modeling.cache import MemoryCache
-from cacheformers.modeling.memory import BaseShape, LocalWindow, MemoryState
+from cacheformers.modeling.memory import EVERYTHING, BaseShape, LocalWindow, MemoryState
 from cacheformers.modeling.offloading import keep_in_memory
 from cacheformers.modeling.search.store import Ring
 
@@ -267,6 +267,12 @@ class MethodOptions:
         """Positions that the base model must have to read a text of any length."""
         window: LocalWindow = self.window  # type: ignore[attr-defined]  # of each method
         return window.positions
+
+    @property
+    def full_tokens(self) -> int:
+        """Tokens of a text after which the memory takes no more bytes; `EVERYTHING` if it grows with the text."""
+        window: LocalWindow = self.window  # type: ignore[attr-defined]  # of each method
+        return EVERYTHING if window.unbounded else getattr(self, "cache_size", 0)
 
     @property
     def kind(self) -> str:

@@ -23,6 +23,7 @@ from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.common.base_model import checkpoint_activations
 from cacheformers.common.loss import token_losses
 from cacheformers.modeling.architectures import base_shape, find_decoder
+from cacheformers.modeling.memory import EVERYTHING
 from cacheformers.modeling.segments import new_memory
 from cacheformers.training.lanes import Group
 from cacheformers.training.optim import Rates, freeze_idle_gates, make_optimizer, trained_parameters
@@ -270,13 +271,17 @@ def rehearse(
 
 
 def segments_before(options: Any, work: Work) -> int:
-    """Count the segments that fill a memory; one that keeps whole documents is full when the next step ends them."""
+    """Count the segments that fill a memory; one that grows with the text is full when the next step ends its document.
+
+    Without `max_tokens` such a document is as long as the base's positions.
+    """
     if options is None:
         return 0
-    before, most = getattr(options, "cache_size", 0) // work.segment_tokens + 1, work.max_tokens
+    before, most = options.full_tokens // work.segment_tokens + 1, work.max_tokens
     if options.positions > options.base.max_positions:
         most = min(most or options.base.max_positions, options.base.max_positions)
-        before = most // work.segment_tokens
+    elif options.full_tokens >= EVERYTHING:
+        most = most or options.base.max_positions
     if most is not None:
         before = min(before, most // work.segment_tokens - work.backprop_segments)
     return int(max(before, 0))

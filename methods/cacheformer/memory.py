@@ -156,6 +156,14 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
         return 2 * self.window_tokens + self.reach if bounded else EVERYTHING
 
     @property
+    def full_tokens(self) -> int:
+        """The budget and the windows, if every layer retrieves within a budget, or sees windows alone."""
+        bounded = self.most_tokens if self.cache else self.most_window_tokens
+        if bounded is None or self.long or self.overlap or len(self.layers) < self.base.layers:
+            return EVERYTHING
+        return bounded
+
+    @property
     def near_tokens(self) -> int:
         """Two windows: shorter texts are attended to in full."""
         return 2 * self.window_tokens

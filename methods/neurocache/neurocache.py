@@ -471,10 +471,12 @@ def attend(options: NeurocacheOptions, layer: int, parts: NeurocacheParts, hidde
     before = context - 1 if sources.shifted and not alone else 0
     # From here on rows share one axis of tokens. Without padding each row begins with c-1 zeros, so that what was
     # retrieved `back` tokens ago is found `back` places earlier, without a copy.
-    tokens = F.pad(hidden, (0, 0, before, 0)).flatten(0, 1)[before:] if before else hidden.flatten(0, 1)
-    queries = project(parts.q, tokens).view(-1, base.kv_heads, groups, base.head_dim)
-    keys_weight = parts.k.weight.to(hidden.dtype).view(base.kv_heads, base.head_dim, width)
-    absorbed = torch.einsum("tkgh,khd->tkgd", queries * base.head_dim**-0.5, keys_weight).flatten(1, 2)
+    queries = project(parts.q, hidden)
+    if before:
+        queries = F.pad(queries, (0, 0, before, 0))
+    queries = queries.flatten(0, 1)[before:].view(-1, base.kv_heads, groups, base.head_dim)
+    keys_weight = (parts.k.weight.to(hidden.dtype) * base.head_dim**-0.5).view(base.kv_heads, base.head_dim, width)
+    absorbed = torch.einsum("tkgh,khd->tkgd", queries, keys_weight).flatten(1, 2)
     if alone:
         mixed = attend_alone(absorbed, options.source(layer), parts.scores, call)
     else:
@@ -499,14 +501,17 @@ def attend_together(absorbed: Tensor, window: list[Retrieved], added: HitScores 
     """
     scores = torch.cat([torch.matmul(absorbed, near.states.transpose(-1, -2)) for near in window], -1)
     seen = torch.cat([near.filled for near in window], -1)[:, None]  # [tokens, 1, N*c]
-    if added is None:
-        shares = masked_softmax(scores, seen)  # [tokens, heads, N*c]
-    else:
+    if added is not None:
         scores = scores + added([near.hits for near in window if near.hits is not None])
         nothing = added.score_of_nothing()[:, None].expand(*scores.shape[:2], 1).to(scores.dtype)
-        shares = masked_softmax(torch.cat([scores, nothing], -1), F.pad(seen, (0, 1), value=True))[..., :-1]
-    by_back = shares.to(absorbed.dtype).split(window[0].filled.shape[1], dim=-1)
-    return torch.stack([torch.matmul(share, near.states) for share, near in zip(by_back, window, strict=True)]).sum(0)
+        scores, seen = torch.cat([scores, nothing], -1), F.pad(seen, (0, 1), value=True)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    # Scores are in the graph even where none is seen.
+    shares = torch.softmax(scores.masked_fill(~seen, torch.finfo(scores.dtype).min), -1).to(absorbed.dtype)
+    mixed = absorbed.new_zeros(absorbed.shape)
+    for share, near in zip(shares.split(window[0].filled.shape[1], dim=-1), window, strict=False):  # not of nothing
+        mixed = torch.baddbmm(mixed, share, near.states)
+    return mixed if added is not None else mixed * seen.any(-1, keepdim=True)
 
 
 def attend_alone(absorbed: Tensor, source: int, added: HitScores | None, call: SegmentCall) -> Tensor:
@@ -541,9 +546,3 @@ def taken(retrieved: Retrieved, sources: ContextSources, back: int, context: int
     place = sources.place[..., back]
     near = retrieved.each(lambda tensor: keep_columns(tensor, place, 1).flatten(0, 1))
     return near._replace(filled=near.filled & sources.valid[..., back].flatten()[:, None])
-
-
-def masked_softmax(scores: Tensor, seen: Tensor) -> Tensor:
-    """Compute a softmax over seen scores in float32 or better; 0 where none is seen. Every score is in the graph."""
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    return torch.softmax(scores.masked_fill(~seen, torch.finfo(scores.dtype).min), -1) * seen
