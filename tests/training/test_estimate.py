@@ -123,23 +123,24 @@ def test_the_estimate_matches_other_ways_to_train(more):
     check_against_real(small("llama", layers=3), "neurocache", torch.bfloat16, **more)
 
 
+@pytest.mark.slow
 def test_a_cache_of_segments_is_full_when_the_step_begins():
     """Of a CacheFormer whose retrieved tokens move, which reads texts of any length, with and without a budget."""
     config = small("llama", layers=2)
     chosen = {"representatives": "mean", "long": False, "overlap": False, "packed": True, "sink": True}
     sizes = {"segment_tokens": SEGMENT, "window_tokens": 16, "pool_tokens": 8, "topk": 2, "target_modules": ["up_proj"]}
     held, bytes_kept = {}, {}
-    for budget, most in ((128, None), (512, None), (512, 128), (None, None), (None, 1024)):
+    for budget, most in ((128, None), (512, None), (512, 128), (None, None), (None, 512)):
         adapter = cacheformers.CacheFormerAdapterConfig(**chosen, **sizes, cache_tokens=budget)
         found = estimate(config, adapter, Work(1, SEGMENT, max_tokens=most, dtype=torch.float32))
         held[budget, most], bytes_kept[budget, most] = found.tokens, found.moments["update"]["memory"]
     assert held[128, None] >= 128 and held[512, None] >= 512
     assert held[512, 128] == SEGMENT
     assert held[None, None] == config.max_position_embeddings - SEGMENT
-    assert held[None, 1024] == 1024 - SEGMENT
+    assert held[None, 512] == 512 - SEGMENT
     vector = 2 * 2 * 4 * config.hidden_size  # keys and values of two layers
     assert bytes_kept[512, None] - bytes_kept[128, None] == pytest.approx((512 - 128) * vector, rel=0.2)
-    assert bytes_kept[None, 1024] - bytes_kept[None, None] > (1024 - 256) * vector
+    assert bytes_kept[None, 512] - bytes_kept[None, None] > (512 - 256) * vector / 2
 
 
 def check_against_real(config, method, dtype, **more):
