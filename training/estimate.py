@@ -25,6 +25,7 @@ from cacheformers.common.loss import token_losses
 from cacheformers.modeling.architectures import base_shape, find_decoder
 from cacheformers.modeling.memory import EVERYTHING
 from cacheformers.modeling.segments import new_memory
+from cacheformers.training.in_turn import InTurn
 from cacheformers.training.lanes import Group
 from cacheformers.training.optim import Rates, freeze_idle_gates, make_optimizer, trained_parameters
 from cacheformers.training.tracker import FakeTracker, Tracker
@@ -38,6 +39,7 @@ PARTS = (
     *("activations", "working copies"),
 )
 GIVE_BACK = "MALLOC_MMAP_THRESHOLD_=65536"
+IN_TURN = InTurn()
 DIVIDED = ("gradients", "optimizer", "working copies", "weights", "adapter")  # by FSDP2
 
 
@@ -172,7 +174,7 @@ def on_device(adapter: LoraConfig, device_type: str) -> LoraConfig:
     """Return the adapter as it would be on a device: there it chooses how the memory is stored and searched."""
     adapter = copy.deepcopy(adapter)
     if hasattr(adapter, "search"):
-        adapter.search = "in turn"
+        adapter.search = IN_TURN
     if getattr(adapter, "cache_dtype", "") is None and device_type != "cpu":
         adapter.cache_dtype = "bfloat16"  # type: ignore[attr-defined]
     return adapter

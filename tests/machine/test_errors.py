@@ -34,6 +34,7 @@ MEMORIZING = {"method": "memorizing"}
         ("llama_gqa", {"window_tokens": -5}, "window_tokens must be at least 0"),
         ("llama_gqa", {"sink_tokens": -1}, "sink_tokens must be at least 0"),
         ("llama_gqa", {"search": "quick"}, "exact.*faiss"),
+        ("llama_gqa", {"search": "in turn"}, "unknown search"),  # of the estimate, which names none
         ("llama_gqa", {"compatibility": "published"}, "compatibility must be one of"),
         ("opt", {"local_window": "sliding"}, "learned embeddings"),
         ("llama_gqa", {**MEMORIZING, "attention_layers": [3]}, "layers 0 to 2"),

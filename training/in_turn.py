@@ -1,4 +1,4 @@
-"""A search without numbers, for `train_adapt.py --estimate`."""
+"""The search of `estimate`, whose tensors hold no numbers."""
 
 from __future__ import annotations
 
