@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import cacheformers
 from cacheformers.modeling.architectures import architecture, base_shape
+from cacheformers.modeling.memory import EVERYTHING
 from cacheformers.modeling.method import method_named
 from cacheformers.training.estimate import Work, estimate, on_device, rehearse
 from cacheformers.training.tracker import Tracker
@@ -121,6 +122,32 @@ def test_the_estimate_matches_a_real_step_on_every_base(kind, dtype):
 )
 def test_the_estimate_matches_other_ways_to_train(more):
     check_against_real(small("llama", layers=3), "neurocache", torch.bfloat16, **more)
+
+
+@pytest.mark.parametrize(
+    ("changes", "grows"),
+    [
+        ({"cache_tokens": 64}, False),
+        ({"cache": False}, False),
+        ({}, True),
+        ({"cache_tokens": 64, "layers": [0]}, True),
+        ({"cache_tokens": 64, "long": True}, True),
+        ({"cache_tokens": 64, "overlap": True}, True),
+    ],
+)
+def test_what_grows_with_the_text_is_known(changes, grows):
+    config = small("llama", layers=2)
+    sizes = {
+        "segment_tokens": SEGMENT,
+        "window_tokens": 16,
+        "pool_tokens": 8,
+        "topk": 2,
+        "long": False,
+        "overlap": False,
+    }
+    options = cacheformers.CacheFormerAdapterConfig(**{**sizes, **changes}).resolve(base_shape(config))
+    assert (options.full_tokens >= EVERYTHING) is grows
+    assert grows or options.full_tokens >= 2 * 16 + changes.get("cache_tokens", 0)
 
 
 @pytest.mark.slow
