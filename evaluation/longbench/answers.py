@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,10 +35,11 @@ from cacheformers.evaluation.longbench.prompts import Encoded
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.retrieval import Hybrid, Recalling, Retriever
 from cacheformers.evaluation.longbench.tasks import Task
-from cacheformers.modeling.architectures import is_whole, unwrap
+from cacheformers.modeling.architectures import find_decoder, is_whole, unwrap
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.files.load import load_memory
 from cacheformers.modeling.reading import read
-from cacheformers.modeling.segments import new_memory
+from cacheformers.modeling.segments import identity, new_memory
 
 Batch = list[Record]
 
@@ -146,20 +150,41 @@ def answer(
 
 
 def remembered(
-    model: Any, prompts: Sequence[Encoded], content: str = "own", cache_size: int | None = None
+    model: Any,
+    prompts: Sequence[Encoded],
+    content: str = "own",
+    cache_size: int | None = None,
+    folder: Path | None = None,
 ) -> MemoryCache:
     """Read what comes before the questions of prompts.
 
     Args:
         content: 'none' reads nothing.
         cache_size: number of entries, instead of the memory's configured one.
+        folder: keeps what is read, so that other runs need not read it again.
     """
     if content == "none":
         return new_memory(model, len(prompts), cache_size)
     texts = list({tuple(prompt.read): prompt.read for prompt in prompts}.values())  # the same one is read once
-    memory = read(model, texts, progress=False, cache_size=cache_size)
+    if folder is None:
+        memory = read(model, texts, progress=False, cache_size=cache_size)
+    else:
+        memory, *others = (read_once(model, ids, cache_size, folder) for ids in texts)
+        memory.join(others)
     if len(texts) < len(prompts):
         memory.select([texts.index(prompt.read) for prompt in prompts])
+    return memory
+
+
+def read_once(model: Any, ids: list[int], cache_size: int | None, folder: Path) -> MemoryCache:
+    """Read a text into a memory that is saved, or load it where a run has read it before."""
+    decoder: Any = find_decoder(unwrap(model))
+    reader = [identity(decoder), str(decoder.dtype), cache_size, ids]
+    path = folder / sha256(json.dumps(reader, sort_keys=True).encode()).hexdigest()[:32]
+    if path.exists():
+        return load_memory(path, model)
+    memory = read(model, [ids], progress=False, cache_size=cache_size)
+    memory.save(path)
     return memory
 
 
@@ -322,7 +347,8 @@ def answered(model: nn.Module, maker: PromptMaker, batch: Batch) -> tuple[list[s
     start, task, prompts = time.perf_counter(), batch[0].form, [maker(record) for record in batch]
     hits: list[dict[str, dict[str, float]]] = [{} for _ in batch]
     if maker.method.remembers and not is_whole(unwrap(model)):
-        memory = remembered(model, prompts, maker.method.content, maker.method.cache_size)
+        kept = None if maker.options.memories is None else Path(maker.options.memories)
+        memory = remembered(model, prompts, maker.method.content, maker.method.cache_size, kept)
         if maker.method.recalls:
             prompts = recalled(model, maker, memory, batch, prompts)
         memory = ready(memory, prompts, task)

@@ -77,6 +77,11 @@ class AnsweringOptions:
     retriever: str = option("bm25", help="'bm25', or an encoder for embeddings: a folder or a Hub id.")
     chunk_words: int = option(200, help="Retrieval: words (Chinese: characters) of a chunk.")
     chunks: int = option(7, help="Retrieval: how many chunks the prompt gets.")
+    end_chunks: int = option(
+        0,
+        help="Retrieval: chunks of the beginning, and as many of the end, that are shown besides --chunks in any case: "
+        "for contexts that open or end with what every question needs, such as examples.",
+    )
     text_order: bool = option(
         False,
         help="Retrieval: show chunks in the order of the text, for questions about what came last. Default: "
@@ -85,6 +90,11 @@ class AnsweringOptions:
     rope_factor: float | None = option(None, help="Position interpolation: by how much positions are squeezed.")
     cache_size: int | None = option(
         None, help="Memory: entries that it holds. Default: as many as the adapter was trained with."
+    )
+    memories: str | None = option(
+        None,
+        help="Memory: folder that keeps a memory file of every text that is read. Runs of the same adapter with other "
+        "prompts or contents then read nothing again. Grows by as much as the memories take.",
     )
     forget: bool = option(
         False, help="Memory: let it forget the beginning of contexts that it cannot hold. Default: that is an error."
@@ -117,7 +127,8 @@ class AnsweringOptions:
                 f"{self.memory_content!r}, use memory_prompt 'cut'."
             )
         given = asdict(self)
-        for name, least in (("max_length", 2), ("batch", 1), ("chunk_words", 1), ("chunks", 1), ("cache_size", 1)):
+        least_of = {"max_length": 2, "batch": 1, "chunk_words": 1, "chunks": 1, "end_chunks": 0, "cache_size": 1}
+        for name, least in least_of.items():
             if given[name] is not None and given[name] < least:
                 raise ValueError(f"{name} must be at least {least}, got {given[name]}.")
         if "position-interpolation" in self.methods and (self.rope_factor is None or self.rope_factor <= 1):
@@ -325,7 +336,8 @@ class PromptMaker:
         # Without a question there is nothing to recall by, so the prompt is cut.
         if self.retriever is not None and (name == "retrieval" or (name in RECALLING and asked)):
             query, how = asked or after_context(template, record), self.options
-            context = retrieved(self.source(record), query, self.retriever, how.chunk_words, how.chunks, how.text_order)
+            shape = (how.chunk_words, how.chunks, how.text_order, how.end_chunks)
+            context = retrieved(self.source(record), query, self.retriever, *shape)
         elif self.method.content == "other":
             context = self.source(record)
         prompt, limit, room = fill(template, record, context), self.method.max_length, self.method.room(record.form)
@@ -425,7 +437,7 @@ def model_settings(model: ModelOptions, config: PretrainedConfig, adapter: str |
     }
 
 
-CHUNKS = ("chunk_words", "chunks", "text_order")  # which options say how passages are shown
+CHUNKS = ("chunk_words", "chunks", "text_order", "end_chunks")  # which options say how passages are shown
 
 
 def method_settings(method: Method, answering: dict[str, Any], options: AnsweringOptions) -> dict[str, Any]:

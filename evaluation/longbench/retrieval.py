@@ -24,17 +24,28 @@ ASKING = "Question:"  # before a query to a memory
 
 
 def retrieved(
-    context: str, query: str, retriever: Retriever, chunk_words: int, count: int, text_order: bool = False
+    context: str,
+    query: str,
+    retriever: Retriever,
+    chunk_words: int,
+    count: int,
+    text_order: bool = False,
+    ends: int = 0,
 ) -> str:
     """Join the `count` chunks of a context that are nearest the query, nearest first, as in the official baseline.
 
-    With `text_order` they follow one another as in the context.
+    Args:
+        text_order: they follow one another as in the context.
+        ends: chunks of the beginning and of the end that stand around them in any case.
     """
     texts = chunks(context, chunk_words)
-    nearest = np.argsort(-np.asarray(retriever.scores(query, texts)), kind="stable")[:count]
+    scores = np.asarray(retriever.scores(query, texts))
+    first, last = range(len(texts))[:ends], range(len(texts))[max(ends, len(texts) - ends) :]
+    shown = {*first, *last}
+    nearest = [place for place in np.argsort(-scores, kind="stable").tolist() if place not in shown][:count]
     if text_order:
-        nearest = np.sort(nearest)
-    return "\n\n".join(texts[place].strip() for place in nearest)
+        nearest.sort()
+    return "\n\n".join(texts[place].strip() for place in (*first, *nearest, *last))
 
 
 def chunks(text: str, words: int) -> list[str]:

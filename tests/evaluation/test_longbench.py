@@ -269,6 +269,19 @@ def test_passages_in_the_order_of_the_text():
     assert [text.index(each) for each in ordered] == sorted(text.index(each) for each in ordered)
 
 
+def test_both_ends_are_shown_in_any_case():
+    """Chunks at the ends stand around the nearest of the others; a text of few chunks is shown once."""
+    text = "Mary was first. It rained. Tom saw Mary. Rain fell. Mary came last."
+    retriever = make_retriever("bm25", torch.device("cpu"))
+    assert retrieved(text, "Mary", retriever, 3, 1, ends=1).split("\n\n") == [
+        "Mary was first.",
+        "Tom saw Mary.",
+        "Mary came last.",
+    ]
+    for ends in (2, 3, 9):
+        assert " ".join(retrieved(text, "Mary", retriever, 3, 1, ends=ends).split("\n\n")) == text
+
+
 def test_an_encoder_retrieves_by_cosine(tmp_path, tokenizer):
     """Texts that are the query come first, whatever they are batched with."""
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ from cacheformers.evaluation.longbench import answers
 from cacheformers.evaluation.longbench.gold import in_sight
 from cacheformers.evaluation.longbench.records import load_records
 from cacheformers.evaluation.longbench.retrieval import ASKING, BM25, Hybrid, Recalling, chunks
+from cacheformers.modeling.reading import read
 
 TASKS = ("--tasks", "hotpotqa", "trec")
 
@@ -89,6 +90,25 @@ def scores_of(model, maker, memory, record, texts, row):
         spans.append((own[0], own[-1] + 1))
     before, query = (maker.tokenizer(part, add_special_tokens=False).input_ids for part in (ASKING, f" {record.input}"))
     return cacheformers.recall(model, memory, before + query, spans, row, skip=len(before))
+
+
+def test_what_was_read_is_kept_for_other_runs(bench, remembering, monkeypatch):
+    """With `--memories`, answers are the same, and runs with other prompts or contents read nothing that was read."""
+    counts = []
+    monkeypatch.setattr(
+        answers, "read", lambda model, texts, **more: counts.append(len(texts)) or read(model, texts, **more)
+    )
+    kept = f"--memories={bench / 'memories'}"
+    for prompt, content in (("tail", "own"), ("cut", "own"), ("cut", "other")):
+        title = f"remembering-memory-{prompt}" + ("" if content == "own" else f"-{content}")
+        how = (f"--memory_prompt={prompt}", f"--memory_content={content}", "--batch=2", "--overwrite=true")
+        run(bench, remembering, *how)
+        plain, before = predictions(bench, title), len(counts)
+        run(bench, remembering, *how, kept)
+        assert predictions(bench, title) == plain
+        assert (len(counts) > before) == (prompt == "tail")
+    records = sum(len(lines.splitlines()) for lines in plain.values())
+    assert len(list((bench / "memories").iterdir())) == records
 
 
 def test_the_memory_chooses_what_is_shown(bench, config_factory, error_of, monkeypatch):
