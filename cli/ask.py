@@ -173,10 +173,10 @@ def shown_text(
         raise ValueError("The memory was saved without its text, so none of it can be shown: leave out --prompt.")
     text, length = source.text[: int(source.offsets[-1, 1])], options.prompt_tokens
     if options.prompt in ("retrieved", "recalled", "hybrid"):
-        retriever: Retriever = BM25()
-        if options.prompt != "retrieved":
-            recalling = Recalling(model, tokenizer, memory, text, source.offsets.tolist())
-            retriever = recalling if options.prompt == "recalled" else Hybrid(recalling, retriever)
+        recalling = Recalling(model, tokenizer, memory, text, source.offsets.tolist())
+        retriever: Retriever = recalling
+        if options.prompt != "recalled":
+            retriever = BM25() if options.prompt == "retrieved" else Hybrid(recalling, BM25())
         return retrieved(text, question, retriever, CHUNK_WORDS, max(1, length // CHUNK_TOKENS))
     cut = cut_beginning if options.prompt == "tail" else cut_middle
     return cut(Prompt(text, len(text)), tokenizer, length).text

@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print(f"\ncacheformers {options.command}: stopped.", options.when_stopped, file=sys.stderr)
         sys.exit(130)
-    except (OSError, ValueError, ModuleNotFoundError) as error:
+    except (OSError, ValueError, ImportError) as error:
         sys.exit(f"cacheformers {options.command}: {error}")
 
 

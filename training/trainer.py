@@ -20,7 +20,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Group the trained parameters of a model with a memory for an optimizer: LoRA, memory and gates have own rates.
 
-    At one rate for all, gates hardly leave zero. `train_adapt.py` trains with the same groups and defaults.
+    At one rate for all, gates hardly leave zero. `train_adapt.py` trains with the same groups;
+    these defaults are those of recipes/smollm2_books.yaml.
 
     Args:
         model: with a memory adapter (PeftModel or not), or a model class of this package.

@@ -116,8 +116,9 @@ def test_a_recipe_divides_among_processes_and_fits_its_base(name):
     assert options.train.lanes == processes * options.train.accumulation  # one row in a micro-batch
     config, resolved = adapter_config(base_config(str(RECIPES / "base_configs" / base)), options.train, options.memory)
     shape = resolved.base
-    middle = ("smollm2_answers", "smollm2_babi", "smollm2_facts")
-    first, end = (15, 21) if name in middle else (3 * shape.layers // 4, shape.layers)
+    middle = ("smollm2_answers", "smollm2_babi", "smollm2_facts", "llama2_7b_answers")
+    first = shape.layers // 2 if name in middle else 3 * shape.layers // 4
+    end = first + 6 if name in middle else shape.layers
     assert resolved.retrieval_map == ((first, first),)
     assert config.layers_to_transform == list(range(first, end))
     assert resolved.segment_tokens + resolved.window.kept_tokens <= shape.max_positions
