@@ -52,7 +52,7 @@ class Desk:
         """Read a text, or load a memory from the files of its folder; yield it again after each segment.
 
         Raises:
-            ValueError, OSError, ModuleNotFoundError: files of another kind, a text that is too long or in another
+            ValueError, OSError, ImportError: files of another kind, a text that is too long or in another
                 encoding, a damaged memory or that of another model, or an extra is missing.
         """
         paths = [Path(file) for file in files]

@@ -9,7 +9,7 @@ from cacheformers.app import show
 from cacheformers.app.desk import Desk, Reading
 from cacheformers.modeling.conversation import Conversation
 
-FAULTS = (OSError, ValueError, RuntimeError, ModuleNotFoundError)
+FAULTS = (OSError, ValueError, RuntimeError, ImportError)
 
 
 class Events:

@@ -41,11 +41,7 @@ def ask(options: argparse.Namespace) -> None:
         raise ValueError(
             f"{options.memory} holds {memory.batch_size} documents: ask it in Python, with memory.select()."
         )
-    if options.explain and not memory.state.retrieves:
-        raise ValueError(
-            "--explain shows what was retrieved, and this memory's method retrieves nothing: leave it out. It is for "
-            f"{retrieving_methods()}."
-        )
+    check_explain(options.explain, memory.state.retrieves)
     print(
         f"{kept(memory)} Loaded in {time.perf_counter() - loaded:.2f} s (the model took {loaded - start:.1f} s).",
         file=sys.stderr if options.json else sys.stdout,
@@ -69,6 +65,15 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError("There is an empty question.")
     if not options.questions and options.prompt != "question":
         raise ValueError("--prompt shows text for one question: give the question, or leave --prompt out.")
+
+
+def check_explain(explain: bool, retrieves: bool) -> None:
+    """Raise ValueError where what was retrieved is to be shown of a memory that retrieves nothing."""
+    if explain and not retrieves:
+        raise ValueError(
+            "--explain shows what was retrieved, and this memory's method retrieves nothing: leave it out. It is for "
+            f"{retrieving_methods()}."
+        )
 
 
 def chat(conversation: Conversation, options: argparse.Namespace) -> None:

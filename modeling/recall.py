@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.method import retrieving_methods
 from cacheformers.modeling.offloading import device_of
 
 
@@ -42,8 +43,7 @@ def recall(
     """
     if not memory.state.retrieves:
         raise ValueError(
-            "This memory's method retrieves nothing, so it cannot recall passages: use Neurocache or another method "
-            "that retrieves."
+            f"This memory's method retrieves nothing, so it cannot recall passages. {retrieving_methods()} can."
         )
     if len(query_ids) <= skip:
         raise ValueError("There is an empty query: nothing can be recalled.")

@@ -13,11 +13,12 @@ from peft import PeftModel
 from torch import Tensor
 
 from cacheformers.common.loss import IGNORED
+from cacheformers.training.lanes import Teacher
 from cacheformers.training.run import Trained
 
 
 def distilled(
-    model: Trained, losses: Tensor, logits: Tensor, labels: Tensor, teachers: Sequence[Tensor | None], share: float
+    model: Trained, losses: Tensor, logits: Tensor, labels: Tensor, teachers: Sequence[Teacher | None], share: float
 ) -> Tensor:
     """Put the divergence from the teacher in place of a share of the losses, where there is a teacher.
 
@@ -28,18 +29,18 @@ def distilled(
         losses: cross entropy, `[rows, time]`.
         logits: `[rows, time, vocabulary]`.
         labels: `[rows, time]`.
-        teachers: of each row, ids whose last ones are the row's labels; None without a teacher.
+        teachers: of each row; None without.
 
     Returns:
         `[rows, time]`.
     """
     rows = []
     for row, teacher in enumerate(teachers):
-        places = (labels[row] != IGNORED).nonzero()[:, 0]
-        if teacher is None or not len(places):
+        if teacher is None:
             rows.append(losses[row])
             continue
-        wanted = F.log_softmax(taught(model, teacher.to(losses.device), len(places)).float(), -1)
+        places = (labels[row] != IGNORED).nonzero()[-len(teacher.places) :, 0]
+        wanted = F.log_softmax(taught(model, *(given.to(losses.device) for given in teacher)).float(), -1)
         found = F.log_softmax(logits[row, places].float(), -1)
         divergence = F.kl_div(found, wanted, reduction="none", log_target=True).sum(-1)
         rows.append(losses[row].index_copy(0, places, (1 - share) * losses[row, places] + share * divergence))
@@ -47,12 +48,12 @@ def distilled(
 
 
 @torch.no_grad()
-def taught(model: Trained, ids: Tensor, count: int) -> Tensor:
-    """Return the base's logits for the last `count` tokens of `ids`, with full attention, `[count, vocabulary]`."""
+def taught(model: Trained, ids: Tensor, places: Tensor) -> Tensor:
+    """Return the base's logits for the ids at `places`, with full attention, `[places, vocabulary]`."""
     assert isinstance(model, PeftModel)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with model.disable_adapter():
-        logits: Tensor = model(input_ids=ids[None, :-1], use_cache=False, logits_to_keep=count).logits
+        logits: Tensor = model(input_ids=ids[None, :-1], use_cache=False, logits_to_keep=places - 1).logits
     model.requires_grad_(False)  # PEFT lets everything of an adapter learn again, frozen gates too
     for parameter in trained:
         parameter.requires_grad_(True)

@@ -16,6 +16,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cacheformers.evaluation.babilong.tasks import ANSWERS
 from cacheformers.evaluation.longbench.records import file_rows
 from cacheformers.evaluation.longbench.retrieval import UNIT
@@ -25,6 +27,7 @@ Span = tuple[int, int]
 HARD = 24  # passages most like the question that are drawn into its context at most
 ROOM = 0.96  # of the wanted tokens that pieces may fill
 ABSTAIN = "unanswerable"
+TRIES = 1000  # at an exercise, before its pools are given up
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ class Pool:
 
     def nearest(self, query: str) -> list[dict[str, Any]]:
         """Return the documents most like a query by BM25, nearest first."""
-        scores = self.index.get_scores(UNIT.findall(query.lower()))
+        words = UNIT.findall(query.lower())
+        scores = self.index.get_scores(words) if words else np.zeros(len(self.documents))
         return [self.documents[place] for place in (-scores).argsort(kind="stable")[: 2 * HARD]]
 
     def shuffled(self, rng: random.Random, documents: Sequence[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
@@ -360,6 +364,8 @@ LAYOUTS: dict[str, Layout] = {
 }
 # Tasks made of another task's documents.
 ALSO = {"wiki_qa": ("fewshot_qa",)}
+# Tasks that ask about the text itself: their documents need no questions.
+UNASKED = ("code", "quote")
 
 
 @dataclass
@@ -381,14 +387,23 @@ class Exercises:
     unanswerable: float = 0.0
 
     def make(self, number: int) -> Exercise:
-        """Make an exercise; its number and the seed decide everything."""
+        """Make an exercise; its number and the seed decide everything.
+
+        Raises:
+            ValueError: no context with a question comes of these documents.
+        """
         rng = random.Random(f"{self.seed}/{number}")
-        while True:
+        for _ in range(TRIES):
             task = rng.choice(sorted(self.pools))
             tokens = round(math.exp(rng.uniform(math.log(self.shortest), math.log(self.longest))))
             exercise = LAYOUTS[task](self.pools[task], Wanted(tokens, self.questions, self.unanswerable), rng)
             if exercise.context.strip() and exercise.questions:
                 return exercise
+        raise ValueError(
+            f"{', '.join(sorted(self.pools))}: no context of {self.shortest:,} to {self.longest:,} tokens with a "
+            f"question in {TRIES:,} tries. Give more documents, or a larger --longest_context: a solved example takes "
+            f"less than a quarter of a context. For quote, give sentences of {2 * QUOTED} words or more."
+        )
 
 
 def load_pools(paths: Sequence[str], count: Callable[[str], int], books: Sequence[str] = ()) -> dict[str, Pool]:
@@ -399,7 +414,8 @@ def load_pools(paths: Sequence[str], count: Callable[[str], int], books: Sequenc
         count, books: see `Pool`.
 
     Raises:
-        FileNotFoundError, ValueError: there are none; a document is damaged or of an unknown task.
+        FileNotFoundError, ValueError: there are none; a document is damaged or of an unknown task; a task has no
+            question.
     """
     documents: dict[str, list[dict[str, Any]]] = {}
     for path in (file for name in paths for file in pool_files(Path(name))):
@@ -409,6 +425,12 @@ def load_pools(paths: Sequence[str], count: Callable[[str], int], books: Sequenc
                 documents.setdefault(task, []).append({"title": "", "source": "", **row})
     if not documents:
         raise ValueError(f"There is no document in {', '.join(paths)}.")
+    for task, own in documents.items():
+        if task not in UNASKED and not any(document["questions"] for document in own):
+            raise ValueError(
+                f"{', '.join(paths)}: no document of the task '{task}' has a question. Add questions, or leave these "
+                "documents out."
+            )
     return {task: Pool(own, count, books) for task, own in documents.items()}
 
 
@@ -439,5 +461,7 @@ def check_document(row: Any, where: str) -> None:
 
 def is_question(question: Any) -> bool:
     """Return whether this is a question with an answer."""
-    answers = question.get("answers") if isinstance(question, dict) else None
+    if not isinstance(question, dict) or not isinstance(question.get("input"), str):
+        return False
+    answers = question.get("answers")
     return isinstance(answers, list) and bool(answers) and all(isinstance(text, str) and text for text in answers)

@@ -22,6 +22,18 @@ from cacheformers.modeling.memory import Gold
 from cacheformers.modeling.segments import close_segments, new_memory
 
 
+class Teacher(NamedTuple):
+    """What a teacher with full attention reads for a row.
+
+    Attributes:
+        ids: a text that ends like what the row reads, `[tokens]`.
+        places: which of the ids it predicts: the row's labels, but for the first ones where `ids` begin later.
+    """
+
+    ids: Tensor
+    places: Tensor
+
+
 @dataclass
 class Step:
     """The next segment of each lane: a row for each, or a row for each of several questions about one lane's context.
@@ -36,7 +48,7 @@ class Step:
         close: lanes whose open segment must enter the memory before this one is read.
         drop: lanes whose open segment must be forgotten before this one is read.
         pieces: what each row reads from.
-        teachers: of each row, ids that end like its piece, for a teacher with full attention; None without.
+        teachers: of each row; None without, and where there is no label that one can predict.
     """
 
     input_ids: Tensor
@@ -47,7 +59,7 @@ class Step:
     close: list[int] = field(default_factory=list)
     drop: list[int] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
-    teachers: list[Tensor | None] = field(default_factory=list)
+    teachers: list[Teacher | None] = field(default_factory=list)
 
     @property
     def gold(self) -> Gold | None:
@@ -90,7 +102,7 @@ class Lanes:
         segment_tokens: tokens a step.
         own: the lanes that this instance reads (rows of its batch). Default: all.
         contexts: read the contexts of questions; without a memory that is of no use.
-        teacher_tokens: give a teacher this many tokens of a document up to each segment's end, too.
+        teacher_tokens: let a teacher read this many tokens of a document up to each segment's end, too.
         questions: of a context in a step, each in a row of its own. More than 1 takes a single lane.
     """
 
@@ -132,7 +144,7 @@ class Lanes:
                 (step.drop if part.before.asked else step.close).append(part.lane)
             step.documents.append(part.document)
             step.pieces.append(part.piece)
-            step.teachers.append(self._teacher(part.piece, part.start + length))
+            step.teachers.append(self._teacher(part, labels[row, :length]))
         return step
 
     def _next(self, lane: int) -> list[Part]:
@@ -157,10 +169,16 @@ class Lanes:
         left = self.piece[lane] < len(pieces) and not self.offset[lane]
         return left and taken < self.questions and pieces[first].asked and pieces[self.piece[lane]].asked
 
-    def _teacher(self, piece: Piece, end: int) -> Tensor | None:
-        if piece.asked or piece.context or not self.teacher_tokens:
-            return piece.teacher
-        return piece.tokens[max(0, end + 1 - self.teacher_tokens) : end + 1]
+    def _teacher(self, part: Part, labels: Tensor) -> Teacher | None:
+        piece, end = part.piece, part.start + len(labels)
+        ids = piece.teacher
+        if self.teacher_tokens and not (piece.asked or piece.context):
+            ids = piece.tokens[max(0, end - self.teacher_tokens) : end + 1]
+        if ids is None:
+            return None
+        places = (labels != IGNORED).nonzero()[:, 0] + len(ids) - len(labels)
+        places = places[places > 0]  # before the first one it has read nothing
+        return Teacher(ids, places) if len(places) else None
 
     def _document(self, lane: int) -> int:
         return self.documents.at(self.position[lane], self.seed)
@@ -229,15 +247,14 @@ class Group:
 
     def own_loss(self) -> Tensor | float:
         """Return the term that a method adds to the loss (gated attention does), a mean over `own_targets` tokens."""
-        loss: Tensor | None = None if self.asked is None else getattr(self.asked.state, "loss", None)
+        loss = None if self.asked is None else self.asked.state.loss
         return 0.0 if loss is None else loss
 
     def own_targets(self, batch: Step) -> int:
         """Count the tokens of a batch over which a method's own loss is a mean."""
-        memory = self.asked
-        if memory is None or not hasattr(memory.state, "loss_targets"):
+        if self.asked is None:
             return 0
-        return int(memory.state.loss_targets(memory.tokens_read, batch.attention_mask.sum(1).tolist()))
+        return self.asked.state.loss_targets(self.asked.tokens_read, batch.attention_mask.sum(1).tolist())
 
 
 def make_groups(

@@ -49,7 +49,9 @@ class LessonOptions:
         "More than 1 takes one lane in each batch (lanes = processes x accumulation).",
     )
     books_share: float = option(
-        0.2, help="Share of documents that are --train's instead, of which all tokens are learned, so as not to forget."
+        0.2,
+        help="Share of documents that are --train's instead, so as not to forget: learned as without --questions, "
+        "whole, or of chats and with --label_field their answers.",
     )
     unanswerable: float = option(
         0.0, help="Share of questions about passages that were not read; 'unanswerable' is learned as their answer."
@@ -125,7 +127,7 @@ def check_lessons(options: LessonOptions, memory: Any, rows: int = 1) -> None:
 
 
 class Lessons(DocumentRow):
-    """Exercises in an endless row, among them documents of which everything is learned.
+    """Exercises in an endless row, among them documents that are learned as they are.
 
     Args:
         books: documents to learn as they are.
@@ -201,8 +203,8 @@ class Lessons(DocumentRow):
         """Return the context and each question with its answer; or a book."""
         book = self.book(index)
         if book is not None:
-            tokens = self.books.tokens(book)[: self.options.longest_context]
-            return [Piece(tokens)] if len(tokens) else []
+            tokens, learned, most = self.books.tokens(book), self.books.learned(book), self.options.longest_context
+            return [Piece(tokens[:most], None if learned is None else learned[:most])] if len(tokens) else []
         exercise = self.exercises.make(index)
         prompts, asked = zip(*(self.asked(exercise, number) for number in range(len(exercise.questions))), strict=True)
         read = torch.tensor(prompts[0].read)

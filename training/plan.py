@@ -111,7 +111,8 @@ def make_plan(options: Options) -> Plan:
     )
     accelerator = make_accelerator(options.model.device, train.output, run, precision=options.scratch.precision)
     tokens = subject.remembers and subject.memory.window.memory_tokens > 0
-    check_division(accelerator.num_processes, train, run.sharding, options.model.quantize, tokens)
+    distills = options.lessons.distill > 0
+    check_division(accelerator.num_processes, train, run.sharding, options.model.quantize, tokens, distills)
     tokenizer = subject.tokenizer(accelerator)
     check_lengths(options.data, subject.memory)
     documents = train_documents(options, tokenizer, subject.memory, accelerator.num_processes)
@@ -194,7 +195,8 @@ def estimated(options: Options) -> Estimate:
     adapter, memory = adapter_config(base, train, options.memory)
     processes = options.run.estimate_processes
     tokens = train.method != "lora" and memory.window.memory_tokens > 0
-    check_division(processes, train, options.run.sharding, options.model.quantize, tokens)
+    distills = options.lessons.distill > 0
+    check_division(processes, train, options.run.sharding, options.model.quantize, tokens, distills)
     dtype: Any = (base.dtype or torch.float32) if options.model.dtype == "auto" else getattr(torch, options.model.dtype)
     same = ("accumulation", "backprop_segments", "optimizer", "activation_checkpointing")
     work = Work(

@@ -51,12 +51,18 @@ def make_accelerator(device: str, output: str, run: RunOptions, precision: str =
 
 
 def check_division(
-    processes: int, train: TrainOptions, sharding: str, quantize: str, memory_tokens: bool = False
+    processes: int,
+    train: TrainOptions,
+    sharding: str,
+    quantize: str,
+    memory_tokens: bool = False,
+    distills: bool = False,
 ) -> None:
     """Raise ValueError if this number of processes cannot share a run with these options.
 
     Args:
         memory_tokens: the method runs memory tokens whenever a row's segment closes.
+        distills: the base teaches, once for each row that has labels.
     """
     if train.lanes % (processes * train.accumulation):
         raise ValueError(
@@ -78,6 +84,12 @@ def check_division(
             "--sharding fsdp2 cannot train this method: its memory tokens run whenever a document's segment closes, "
             "and all processes must make the same number of forwards. Leave --sharding out: each process then has the "
             "whole model (DDP)."
+        )
+    if distills:
+        raise ValueError(
+            "--sharding fsdp2 cannot train with --distill: the base teaches each row that has labels, and all "
+            "processes must make the same number of forwards. Leave --sharding out: each process then has the whole "
+            "model (DDP)."
         )
     if quantize != "none":
         raise ValueError("--sharding fsdp2 cannot divide quantized weights: use --quantize none, or DDP.")

@@ -69,6 +69,7 @@ NOT_THE_MODEL = ("architectures", "auto_map", "dtype", "transformers_version")  
 OF_ADAPTERS = (
     *("base", "dtype", "quantize", "method", "memory_start", "start_segments", "lora_targets", "lora_dropout"),
     *("lora_rate", "memory_rate", "sharding", "estimate", "estimate_processes", "skip_base", "hub_base_model"),
+    *("distill", "distill_all"),
 )
 
 

@@ -7,7 +7,7 @@ verified.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -59,7 +59,7 @@ EXAMPLE = "<example>\n{input} {question}\nAnswer: {target}\n</example>"
 VERIFIED = "9416346c970bf5a5"  # of all prompts, made of lm-eval 0.4.13
 
 
-def load_prompts(tasks: Iterable[str] = ANSWERS) -> dict[str, str]:
+def load_prompts() -> dict[str, str]:
     """Return the prompt of each task, with the fields `{context}` and `{input}`.
 
     Raises:
@@ -73,7 +73,7 @@ def load_prompts(tasks: Iterable[str] = ANSWERS) -> dict[str, str]:
         prompts = {}
     if fingerprint(prompts) != VERIFIED:
         raise ValueError(f"{folder} has not the prompts of lm-eval 0.4.13, which BABILong is run with: install that.")
-    return {task: prompts[task] for task in tasks}
+    return prompts
 
 
 def make_prompt(file: Any) -> str:

@@ -64,7 +64,7 @@ def make_result(
         },
         "seconds_per_record": [mean(line["seconds"] for line in own) for own in by_length],
         "prompt_tokens_per_record": [mean(line["prompt_tokens"] for line in own) for own in by_length],
-        "peak_bytes": [max(line["peak_bytes"] for line in own) for own in by_length],
+        "peak_bytes": max(line["peak_bytes"] for line in times),
         "state_bytes_per_record": [mean_of(own, "state_bytes") for own in by_length],
         "records": scored,
     }
@@ -95,12 +95,12 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         held = result.get("state_bytes_per_record", [])
         if any(held):
             lines.append(cells("state (MiB)", *("-" if size is None else f"{size / 2**20:.2f}" for size in held)))
-        lines += [cells("peak memory (GiB)", *(f"{size / 2**30:.2f}" for size in result["peak_bytes"])), ""]
+        lines += ["", f"Peak memory of the run: {result['peak_bytes'] / 2**30:.2f} GiB.", ""]
     return "\n".join([*lines, *origin_lines(results)]).rstrip() + "\n"
 
 
 def draw(results: Sequence[dict[str, Any]]) -> Figure:
-    """Draw BABILong's heat map, a panel for each result: tasks by lengths, from red to green; numbers say the same."""
+    """Draw a heat map, a panel for each result: tasks by lengths, from red to green; numbers say the same."""
     tasks, lengths = (results[0][name] for name in ("tasks", "lengths"))
     panels = {
         result["name"]: np.array([[each["accuracy"] for each in result["accuracy"][task]] for task in tasks])

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,9 @@ from cacheformers.evaluation.longbench.retrieval import Hybrid, Recalling, Retri
 from cacheformers.evaluation.longbench.tasks import Task
 from cacheformers.modeling.architectures import find_decoder, is_whole, unwrap
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.files.index import INDEX
 from cacheformers.modeling.files.load import load_memory
+from cacheformers.modeling.method import required_options
 from cacheformers.modeling.reading import read
 from cacheformers.modeling.segments import identity, new_memory
 
@@ -179,9 +181,9 @@ def remembered(
 def read_once(model: Any, ids: list[int], cache_size: int | None, folder: Path) -> MemoryCache:
     """Read a text into a memory that is saved, or load it where a run has read it before."""
     decoder: Any = find_decoder(unwrap(model))
-    reader = [identity(decoder), str(decoder.dtype), cache_size, ids]
-    path = folder / sha256(json.dumps(reader, sort_keys=True).encode()).hexdigest()[:32]
-    if path.exists():
+    reader = [identity(decoder), asdict(required_options(decoder)), str(decoder.dtype), cache_size, ids]
+    path = folder / sha256(json.dumps(reader, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    if (path / INDEX).exists():  # otherwise another process may be saving it now
         return load_memory(path, model)
     memory = read(model, [ids], progress=False, cache_size=cache_size)
     memory.save(path)

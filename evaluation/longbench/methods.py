@@ -77,11 +77,6 @@ class AnsweringOptions:
     retriever: str = option("bm25", help="'bm25', or an encoder for embeddings: a folder or a Hub id.")
     chunk_words: int = option(200, help="Retrieval: words (Chinese: characters) of a chunk.")
     chunks: int = option(7, help="Retrieval: how many chunks the prompt gets.")
-    end_chunks: int = option(
-        0,
-        help="Retrieval: chunks of the beginning, and as many of the end, that are shown besides --chunks in any case: "
-        "for contexts that open or end with what every question needs, such as examples.",
-    )
     text_order: bool = option(
         False,
         help="Retrieval: show chunks in the order of the text, for questions about what came last. Default: "
@@ -127,8 +122,7 @@ class AnsweringOptions:
                 f"{self.memory_content!r}, use memory_prompt 'cut'."
             )
         given = asdict(self)
-        least_of = {"max_length": 2, "batch": 1, "chunk_words": 1, "chunks": 1, "end_chunks": 0, "cache_size": 1}
-        for name, least in least_of.items():
+        for name, least in (("max_length", 2), ("batch", 1), ("chunk_words", 1), ("chunks", 1), ("cache_size", 1)):
             if given[name] is not None and given[name] < least:
                 raise ValueError(f"{name} must be at least {least}, got {given[name]}.")
         if "position-interpolation" in self.methods and (self.rope_factor is None or self.rope_factor <= 1):
@@ -336,8 +330,7 @@ class PromptMaker:
         # Without a question there is nothing to recall by, so the prompt is cut.
         if self.retriever is not None and (name == "retrieval" or (name in RECALLING and asked)):
             query, how = asked or after_context(template, record), self.options
-            shape = (how.chunk_words, how.chunks, how.text_order, how.end_chunks)
-            context = retrieved(self.source(record), query, self.retriever, *shape)
+            context = retrieved(self.source(record), query, self.retriever, how.chunk_words, how.chunks, how.text_order)
         elif self.method.content == "other":
             context = self.source(record)
         prompt, limit, room = fill(template, record, context), self.method.max_length, self.method.room(record.form)
@@ -437,7 +430,7 @@ def model_settings(model: ModelOptions, config: PretrainedConfig, adapter: str |
     }
 
 
-CHUNKS = ("chunk_words", "chunks", "text_order", "end_chunks")  # which options say how passages are shown
+CHUNKS = ("chunk_words", "chunks", "text_order")  # which options say how passages are shown
 
 
 def method_settings(method: Method, answering: dict[str, Any], options: AnsweringOptions) -> dict[str, Any]:

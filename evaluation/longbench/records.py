@@ -58,15 +58,12 @@ class Record:
         return len(self.context) + len(self.input)
 
 
-def load_records(
-    data: str, task: str, e: bool = False, limit: int | None = None, seed: int | None = None
-) -> list[Record]:
+def load_records(data: str, task: str, e: bool = False) -> list[Record]:
     """Load the records of a task, in the order of the data.
 
     Args:
         data: a folder that holds `TASK.jsonl`, `.jsonl.gz` or `.parquet` (`TASK_e` for LongBench-E), itself or in its
             subfolder `data`; or a dataset of the Hub with a configuration for each task and a split `test`.
-        limit, seed: see `limited`.
 
     Raises:
         FileNotFoundError, ValueError: there is no such data; a record is damaged or incomplete.
@@ -84,7 +81,7 @@ def load_records(
     id, count = Counter(record.id for record in records).most_common(1)[0]
     if count > 1:
         raise ValueError(f"{data}: several records of {name} have the _id {id!r}.")
-    return limited(records, limit, seed)
+    return records
 
 
 def limited(records: list[Record], limit: int | None, seed: int | None) -> list[Record]:

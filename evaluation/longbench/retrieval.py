@@ -24,28 +24,17 @@ ASKING = "Question:"  # before a query to a memory
 
 
 def retrieved(
-    context: str,
-    query: str,
-    retriever: Retriever,
-    chunk_words: int,
-    count: int,
-    text_order: bool = False,
-    ends: int = 0,
+    context: str, query: str, retriever: Retriever, chunk_words: int, count: int, text_order: bool = False
 ) -> str:
     """Join the `count` chunks of a context that are nearest the query, nearest first, as in the official baseline.
 
-    Args:
-        text_order: they follow one another as in the context.
-        ends: chunks of the beginning and of the end that stand around them in any case.
+    With `text_order` they follow one another as in the context.
     """
     texts = chunks(context, chunk_words)
-    scores = np.asarray(retriever.scores(query, texts))
-    first, last = range(len(texts))[:ends], range(len(texts))[max(ends, len(texts) - ends) :]
-    shown = {*first, *last}
-    nearest = [place for place in np.argsort(-scores, kind="stable").tolist() if place not in shown][:count]
+    nearest = np.argsort(-np.asarray(retriever.scores(query, texts)), kind="stable")[:count]
     if text_order:
-        nearest.sort()
-    return "\n\n".join(texts[place].strip() for place in (*first, *nearest, *last))
+        nearest = np.sort(nearest)
+    return "\n\n".join(texts[place].strip() for place in nearest)
 
 
 def chunks(text: str, words: int) -> list[str]:
@@ -79,7 +68,8 @@ class BM25:
 
         index = bm25s.BM25()
         index.index([UNIT.findall(text.lower()) for text in texts], show_progress=False)
-        return index.get_scores(UNIT.findall(query.lower()))
+        words = UNIT.findall(query.lower())
+        return index.get_scores(words) if words else np.zeros(len(texts))
 
 
 class Embeddings:

@@ -131,7 +131,7 @@ class NeedleTexts:
 
     @property
     def most(self) -> int:
-        return self.last_start + 1 if self.settings.haystack == "books" else self.tokens
+        return len(self.books.sentences) if self.settings.haystack == "books" else self.tokens
 
     @property
     def last_start(self) -> int:

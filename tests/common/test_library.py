@@ -89,6 +89,26 @@ def test_what_is_refused(library, folder, make_model, tokenizer):
         other.ask("w5")
 
 
+def test_questions_to_compress_are_for_one_rule(library, refused):
+    """Nothing is loaded for them: there is no such model."""
+    message = "Questions are for the rule 'unused', not 'oldest'"
+    with pytest.raises(ValueError, match=message):
+        library.compress("low", 20_000, questions=["w3 w6"])
+    given = ["compress", "low", "--bytes", "20K", "--question", "w3", "--model", "nowhere"]
+    assert message in refused(command.main, [str(library.folder), *given])
+
+
+def test_a_method_that_retrieves_nothing_has_nothing_to_explain(folder, make_model, tokenizer, monkeypatch, refused):
+    monkeypatch.chdir(folder)
+    model = make_model("llama_gqa", torch.float32, method="infini_attention")
+    model.peft_config["default"].base_model_name_or_path = "base"
+    model.save_pretrained("matrices")
+    cacheformers.Library("shelf", model, tokenizer).add("low", text=LOW, progress=False)
+    for more in (["w5"], ["w5", "--json"], []):
+        given = ["shelf", "ask", *more, "--explain", "--adapter", "matrices"]
+        assert "retrieves nothing: leave it out" in refused(command.main, given)
+
+
 def test_the_command(library, folder, monkeypatch, capsys, refused):
     monkeypatch.chdir(folder)
     (folder / "low.html").write_text(f"<html><body><p>{LOW}</p></body></html>")

@@ -253,6 +253,7 @@ def test_a_model_that_always_says_kitchen(data, capsys):
     table = (out / "table.md").read_text()
     assert table in capsys.readouterr().out and (out / "heatmap.png").stat().st_size > 10_000
     low, high = found["accuracy"]["qa1"][0]["interval"]
+    assert f"\nPeak memory of the run: {found['peak_bytes'] / 2**30:.2f} GiB.\n" in table and found["peak_bytes"] > 1e6
     assert "| task | 0K | 700 |" in table and f"| qa1 | {100 * right[0] / 12:.0f} ({low:.0f} to {high:.0f}) |" in table
 
 

@@ -19,7 +19,7 @@ from cacheformers.evaluation.longbench import longbench_score
 from cacheformers.evaluation.longbench.answers import answer, generation_config
 from cacheformers.evaluation.longbench.methods import LongBenchOptions, PromptMaker, make_method
 from cacheformers.evaluation.longbench.prompts import Encoded
-from cacheformers.evaluation.longbench.records import load_records
+from cacheformers.evaluation.longbench.records import limited, load_records
 from cacheformers.evaluation.longbench.report import paired_difference
 from cacheformers.evaluation.longbench.retrieval import UNIT, chunks, make_retriever, retrieved
 from cacheformers.evaluation.longbench.tasks import TASKS, load_templates
@@ -269,19 +269,6 @@ def test_passages_in_the_order_of_the_text():
     assert [text.index(each) for each in ordered] == sorted(text.index(each) for each in ordered)
 
 
-def test_both_ends_are_shown_in_any_case():
-    """Chunks at the ends stand around the nearest of the others; a text of few chunks is shown once."""
-    text = "Mary was first. It rained. Tom saw Mary. Rain fell. Mary came last."
-    retriever = make_retriever("bm25", torch.device("cpu"))
-    assert retrieved(text, "Mary", retriever, 3, 1, ends=1).split("\n\n") == [
-        "Mary was first.",
-        "Tom saw Mary.",
-        "Mary came last.",
-    ]
-    for ends in (2, 3, 9):
-        assert " ".join(retrieved(text, "Mary", retriever, 3, 1, ends=ends).split("\n\n")) == text
-
-
 def test_an_encoder_retrieves_by_cosine(tmp_path, tokenizer):
     """Texts that are the query come first, whatever they are batched with."""
     torch.manual_seed(0)
@@ -312,9 +299,9 @@ def test_forms_of_data(bench, tmp_path):
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "columns" / "trec.parquet")
     assert load_records(str(tmp_path / "zipped"), "trec", e=True) == expected
     assert load_records(str(tmp_path / "columns"), "trec") == expected
-    assert load_records(str(bench / "data"), "trec", limit=2) == expected[:2]
-    chosen = load_records(str(bench / "data"), "trec", limit=2, seed=2)
-    assert chosen == load_records(str(bench / "data"), "trec", limit=2, seed=2) != expected[:2]
+    assert limited(expected, 2, None) == expected[:2] and limited(expected, 9, 2) == expected
+    chosen = limited(expected, 2, seed=2)
+    assert chosen == limited(expected, 2, seed=2) != expected[:2]
 
 
 def test_longbench_e_goes_into_folders_of_its_own(bench):
@@ -337,7 +324,7 @@ def test_real_records_with_a_real_model(smollm2):
         make_method("full", options, str(smollm2), model.config, None), options, tokenizer, load_templates(TASKS)
     )
     for name, count in (("hotpotqa", 3), ("triviaqa", 3), ("passage_count", 3), ("samsum", 1)):
-        prompts = [maker(record) for record in load_records(str(data), name, limit=count)]
+        prompts = [maker(record) for record in load_records(str(data), name)[:count]]
         found = answer(model, tokenizer, prompts, TASKS[name], remembers=False).ids
         for row, prompt in zip(found, prompts, strict=True):
             config = generation_config(model, tokenizer, TASKS[name])

@@ -111,6 +111,22 @@ def test_what_was_read_is_kept_for_other_runs(bench, remembering, monkeypatch):
     assert len(list((bench / "memories").iterdir())) == records
 
 
+def test_memories_are_kept_by_their_options(bench, config_factory):
+    """The same weights with another cache size read for themselves, and an unfinished folder is no memory."""
+    for size in (64, 96):
+        torch.manual_seed(0)
+        base = AutoModelForCausalLM.from_pretrained(bench / "base")
+        model = get_peft_model(base, config_factory(cache_size=size, segment_tokens=32)).eval()
+        for _ in range(2):
+            memory = answers.read_once(model, list(range(100)), None, bench / "kept")
+            assert {ring.capacity for ring in memory.state.rings.values()} == {size}
+    folders = list((bench / "kept").iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        (folder / "index.json").unlink()
+    assert answers.read_once(model, list(range(100)), None, bench / "kept").tokens_read == [100]
+
+
 def test_the_memory_chooses_what_is_shown(bench, config_factory, error_of, monkeypatch):
     """Of a text's chunks the one with the highest score is shown, and another text's memory shows another."""
     base = AutoModelForCausalLM.from_pretrained(bench / "base")

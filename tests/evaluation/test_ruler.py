@@ -241,6 +241,17 @@ def test_prompt_and_answer_take_no_more_than_the_length_and_almost_all_of_it(mak
         assert 0 <= room < units.get(sample.template, 180), sample.task
 
 
+def test_books_hardly_longer_than_a_text_fill_it(make, data, byte_tokenizer):
+    """Whatever their sentences: short ones at the beginning, where texts start, and long ones after them."""
+    words = WORDS[:120] * 3
+    long = [f"Sentence {start} says {' '.join(words[start : start + 6])}." for start in range(0, len(words), 6)]
+    book = " ".join(["It is so."] * 25 + long)[: TOKENS * 11 // 10]
+    write_rows(data / "short.jsonl", [{"text": book}])
+    for sample, prompt in prompts_of(make("niah_single_2", books=[str(data / "short.jsonl")])):
+        tokens = len(encode(prompt, byte_tokenizer).ids) + NEW_TOKENS[sample.template]
+        assert 0 <= TOKENS - tokens < 180
+
+
 def test_the_longest_text_is_found_however_uneven_costs_are():
     class Uneven:
         least, most = 3, 900

@@ -66,12 +66,17 @@ def measured(folder):
     return folder / "measured"
 
 
-def longbench(path, method="memory", right=1):
-    """A result of eval_longbench.py with `right` of four correct records of qasper, and half a point for lcc."""
+def longbench(path, method="memory", right=1, **more):
+    """A result of eval_longbench.py with `right` of four correct records of qasper, and half a point for lcc.
+
+    Args:
+        more: scores of further tasks.
+    """
     records = [Record("qasper", f"q{number}", "", "-", ["mill"], 100, None) for number in range(4)]
     tasks = {
         "qasper": task_scores(records, ["mill"] * right + ["sea"] * (4 - right)),
         "lcc": task_scores([Record("lcc", "l", "", "-", ["ab"], 100, None)], ["cb"]),
+        **more,
     }
     settings = {"longbench_e": False, "method": method, "max_length": 3500}
     times = [{"seconds": 1.0, "prompt_tokens": 10, "cut_again_to": None, "peak_bytes": 100}]
@@ -112,6 +117,20 @@ def test_results_of_every_kind(adapter, folder, measured, capsys):
     (index,) = metadata_load(adapter / "README.md")["model-index"]
     assert index["name"] == "remembering"
     assert index["results"][0]["metrics"][0]["args"] == {"records": 4, "max_length": 3500}
+
+
+def test_own_tasks_are_not_published_as_longbench(adapter, folder, capsys):
+    own = {"wiki_qa": task_scores([Record("wiki_qa", "w", "", "-", ["ab"], 100, None, "hotpotqa")], ["ab"])}
+    main([str(longbench(folder / "both.json", **own)), "--card", str(adapter)])
+    assert found(adapter) == {
+        ("LongBench", "qasper", "qa_f1_score (memory)"): 25.0,
+        ("LongBench", "lcc", "code_sim_score (memory)"): 50.0,
+        ("LongBench", None, "average of 2 tasks (memory)"): 37.5,
+    }
+    result = json.loads((folder / "both.json").read_text())
+    (folder / "own.json").write_text(json.dumps({**result, "tasks": own}))
+    with pytest.raises(SystemExit, match="wiki_qa: a card takes LongBench's own tasks, not sets of one's own"):
+        main([str(folder / "own.json"), "--card", str(adapter)])
 
 
 def test_evaluating_again_keeps_results_that_were_written_into_the_card(folder):

@@ -20,7 +20,7 @@ from cacheformers.modeling.memory import Gold
 from cacheformers.modeling.search.store import Ring
 from cacheformers.training.distillation import distilled, taught
 from cacheformers.training.exercises import LAYOUTS, Exercises, load_pools
-from cacheformers.training.lanes import Lanes, make_groups
+from cacheformers.training.lanes import Lanes, Teacher, make_groups
 from cacheformers.training.lessons import LessonOptions, Lessons, check_lessons
 
 POSITIONS, SEGMENT = 1024, 256
@@ -113,6 +113,48 @@ def test_passages_that_were_not_read_are_unanswerable(pool):
     asked = [question for number in range(20) for question in exercises.make(number).questions]
     absent = [question for question in asked if question.answer == "unanswerable"]
     assert 0.2 < len(absent) / len(asked) < 0.6 and not any(question.gold for question in absent)
+
+
+def write_pool(path, *documents):
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in documents))
+    return [str(path)]
+
+
+@pytest.mark.parametrize("task", LAYOUTS)
+def test_a_task_without_questions_is_refused(tmp_path, task):
+    files = write_pool(tmp_path / "pool.jsonl", *({**document(task, number), "questions": []} for number in range(3)))
+    if task in ("code", "quote"):
+        assert Exercises(load_pools(files, len), 0, 300, 500, questions=1).make(0).questions
+    elif task != "fewshot_qa":  # made of wiki_qa
+        with pytest.raises(ValueError, match=f"no document of the task '{task}' has a question"):
+            load_pools(files, len)
+        load_pools(write_pool(tmp_path / "pool.jsonl", document(task, 0), {**document(task, 1), "questions": []}), len)
+
+
+def test_a_question_needs_its_text(tmp_path):
+    for question in ({"answers": ["red"]}, {"input": None, "answers": ["red"]}):
+        files = write_pool(tmp_path / "pool.jsonl", {**document("wiki_qa", 0), "questions": [question]})
+        with pytest.raises(ValueError, match="needs questions"):
+            load_pools(files, len)
+
+
+def test_documents_of_which_no_exercise_comes_are_given_up(tmp_path):
+    """Solved examples that take a quarter of the longest context, and quotes of short sentences."""
+    long = [document("dialogue_summary", number) for number in range(4)]
+    short = {"task": "quote", "context": "It rained. Nobody came.", "questions": []}
+    pools = load_pools(write_pool(tmp_path / "pool.jsonl", *long, short), len)
+    longest = 4 * min(len(each["context"]) for each in long)
+    with pytest.raises(ValueError, match=r"dialogue_summary, quote: no context of 100 to .* tokens with a question"):
+        Exercises(pools, 0, 100, longest, questions=2).make(0)
+    assert Exercises(pools, 0, 100, 8 * longest, questions=2).make(0).template == "samsum"
+
+
+def test_a_question_without_words_has_no_nearest_passage(tmp_path):
+    asked = [{"input": "...", "answers": ["red"]}]
+    documents = [{**document("wiki_qa", number), "questions": asked} for number in range(5)]
+    pools = load_pools(write_pool(tmp_path / "pool.jsonl", *documents), len)
+    exercise = Exercises({"wiki_qa": pools["wiki_qa"]}, 0, 300, 500, questions=1).make(0)
+    assert exercise.questions[0].input == "..."
 
 
 def test_lanes_read_a_context_and_ask_about_it(pool, byte_tokenizer):
@@ -219,6 +261,27 @@ def test_lanes_go_on_in_the_middle_of_a_lesson(pool, byte_tokenizer):
     assert kinds == {True, False}  # books among them
 
 
+def test_books_are_learned_where_they_are_without_questions(pool, byte_tokenizer):
+    """Chats' answers alone, up to the longest context."""
+    byte_tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    turns = [
+        ("user", make_text(20, 1)),
+        ("assistant", "Boris paints."),
+        ("user", make_text(200, 2)),
+        ("assistant", "No."),
+    ]
+    chat = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    write_pool(pool / "train.jsonl", chat)
+    made = lessons(pool, byte_tokenizer, books_share=0.5)
+    [piece] = made.pieces(next(index for index in range(100) if made.book(index) is not None))
+    assert len(made.books.tokens(0)) > len(piece.tokens) == 700
+    labels = piece.labels(0, len(piece.inputs), IGNORED)
+    assert byte_tokenizer.decode(labels[labels != IGNORED]) == "Boris paints."
+
+
 def asked(model, made, questions):
     """Read the first context and ask about it, `questions` at once: losses, gradients, and rows of each step."""
     [group] = make_groups(model, made, 1, SEGMENT, 0, remembers=True, questions=questions)
@@ -305,14 +368,15 @@ def test_a_teacher_is_the_base_with_full_attention(make_model, make_base):
     before = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     ids = torch.randint(3, 128, (60,), generator=torch.Generator().manual_seed(0))
     logits = base(input_ids=ids[None]).logits[0, -5:-1]
-    torch.testing.assert_close(taught(model, ids, 4), logits)
+    places = torch.arange(56, 60)
+    torch.testing.assert_close(taught(model, ids, places), logits)
     assert before == {name: parameter.requires_grad for name, parameter in model.named_parameters()} and frozen
 
     labels = torch.full((2, 9), IGNORED)
     labels[0, 3:7] = ids[-4:]
     mine = torch.randn(2, 9, 128, dtype=torch.float64, requires_grad=True)
     losses = token_losses(mine, labels)
-    found = distilled(model, losses, mine, labels, [ids, None], 0.25)
+    found = distilled(model, losses, mine, labels, [Teacher(ids, places), None], 0.25)
     wanted, own = torch.softmax(logits, -1), torch.softmax(mine[0, 3:7], -1)
     divergence = (wanted * (wanted / own).log()).sum(-1)
     torch.testing.assert_close(

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from cacheformers import train_adapt
 from cacheformers.common.documents import DataOptions, Documents, open_documents
 from cacheformers.common.loss import IGNORED, token_losses
-from cacheformers.training.lanes import Lanes
+from cacheformers.training.lanes import Lanes, make_groups
 
 
 def place_of(text, first, last):
@@ -88,6 +88,31 @@ def test_two_processes_equal_one(folder, sharding):
     one, two = (json.loads((folder / name / "train_result.json").read_text()) for name in ("alone", "adapter"))
     assert one["tokens"] == two["tokens"] > 12 * 2 * 16
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize("teacher_tokens", [100, 10])
+def test_a_teacher_predicts_the_tokens_that_are_learned(make_model, make_base, tokenizer, teacher_tokens):
+    """With `--distill_all`: labels in the middle of a segment, against the base's whole forward, in float64."""
+    text, segment = make_text(40, 1), 16
+    documents = Documents([text], tokenizer, places=[[place_of(text, 3, 6), place_of(text, 9, 11)]])
+    model, base = make_model("llama_gqa", torch.float64), make_base("llama_gqa", torch.float64)
+    [group] = make_groups(model.eval(), documents, 1, segment, 0, remembers=True, teacher_tokens=teacher_tokens)
+    batch = group.lanes.step()
+    group.begin(model, batch)
+    found = train_adapt.read_segment(model, group, batch, torch.device("cpu"), model, 1.0)[0]
+
+    ids = documents.tokens(0)
+    own = model(input_ids=ids[None, :segment]).logits[0].log_softmax(-1)
+    first = max(0, segment - teacher_tokens)  # what the teacher reads begins here
+    taught = base(input_ids=ids[None, first:segment]).logits[0].log_softmax(-1)
+    expected = []
+    for place in (3, 4, 5, 9, 10):
+        if place - 1 < first:  # the teacher has read nothing before it
+            expected.append(-own[place - 1, ids[place]])
+        else:
+            wanted = taught[place - 1 - first]
+            expected.append((wanted.exp() * (wanted - own[place - 1])).sum())
+    torch.testing.assert_close(found.double(), torch.stack(expected), rtol=1e-4, atol=1e-6)
 
 
 def test_identity_knows_places(tokenizer):

@@ -48,6 +48,10 @@ train_adapt.evaluate_model = lambda model, *given: evaluate(DistributedDataParal
 """
 
 
+# Adam makes steps of the rounding of gradients that are nearly 0; 1.3e-5 was seen, on a processor with AVX-512.
+ROUNDED = 5e-5
+
+
 @pytest.mark.parametrize(
     ("sharding", "more"), [("none", ()), ("fsdp2", ()), pytest.param("fsdp2", ("--skip_base",), marks=pytest.mark.slow)]
 )
@@ -56,7 +60,7 @@ def test_two_processes_equal_one_with_twice_the_lanes(documents, alone, sharding
     process makes fewer."""
     options = (f"--sharding={sharding}", *evaluated(documents), *more)
     run(arguments(documents, *SETTINGS, *options), documents / "two.log", 2, DDP if sharding == "none" else "")
-    assert largest_difference(documents / "adapter", alone) <= 1e-5
+    assert largest_difference(documents / "adapter", alone) <= ROUNDED
     found, expected = result_of(documents / "adapter"), result_of(alone)
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
     if more:
@@ -90,7 +94,7 @@ def test_accelerate_launch(documents, alone):
     done = subprocess.run(command, cwd=documents, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     assert "2 process(es)" in done.stdout
-    assert largest_difference(documents / "adapter", alone) <= 1e-5
+    assert largest_difference(documents / "adapter", alone) <= ROUNDED
 
 
 def test_accumulation_over_two_processes(documents, alone):
@@ -189,6 +193,7 @@ def test_a_loss_of_one_process_that_is_not_finite_stops_both(documents, file):
         (["--lanes=3"], "lanes 3 must be a multiple of 2 process(es) x accumulation 1"),
         (["--sharding=fsdp2", "--optimizer=adafactor"], "use --optimizer adamw with fsdp2"),
         (["--sharding=fsdp2", "--backprop_segments=2"], "needs backprop_segments 1"),
+        (["--sharding=fsdp2", "--distill=0.5", "--distill_all"], "fsdp2 cannot train with --distill"),
     ],
 )
 def test_what_does_not_go_together_is_refused(documents, more, message):

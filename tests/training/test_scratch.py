@@ -173,6 +173,7 @@ def test_a_saved_configuration_is_taken(folder, model):
     [
         (["--topk=4", "--segment_tokens=8"], "segment_tokens, topk: with --init scratch the memory's options stand in"),
         (["--base=nowhere", "--quantize=nf4"], "base, quantize: only with --init pretrained"),
+        (["--distill=0.5", "--distill_all"], "distill, distill_all: only with --init pretrained"),
         (["--init=pretrained", "--base=x"], "model_config, rate, tokenizer: only with --init scratch"),
         (["--model_config={folder}/nowhere.json"], "nowhere.json"),
         (["--model_config={folder}/list.json"], "is no model configuration"),
