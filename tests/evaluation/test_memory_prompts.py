@@ -99,7 +99,7 @@ def test_what_was_read_is_kept_for_other_runs(bench, remembering, monkeypatch):
         answers, "read", lambda model, texts, **more: counts.append(len(texts)) or read(model, texts, **more)
     )
     kept = f"--memories={bench / 'memories'}"
-    for prompt, content in (("tail", "own"), ("cut", "own"), ("cut", "other")):
+    for prompt, content in (("tail", "own"), ("cut", "other")):
         title = f"remembering-memory-{prompt}" + ("" if content == "own" else f"-{content}")
         how = (f"--memory_prompt={prompt}", f"--memory_content={content}", "--batch=2", "--overwrite=true")
         run(bench, remembering, *how)
