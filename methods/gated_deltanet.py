@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
-from cacheformers.modeling.attention import AttentionInputs, by_head, by_kv_head
+from cacheformers.modeling.attention import AttentionInputs, by_head, by_kv_head, project
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
 from cacheformers.modeling.memory import ColumnState, Reading, joined, part
@@ -114,11 +114,6 @@ def fold(
     return state
 
 
-def applied(linear: nn.Linear, inputs: Tensor) -> Tensor:
-    """Apply a layer in the precision of its inputs `[rows, time, h]`; `[rows, heads, time]`."""
-    return F.linear(inputs, linear.weight.to(inputs.dtype), linear.bias.to(inputs.dtype)).transpose(1, 2)
-
-
 def attend(options: GatedDeltaNetOptions, layer: int, parts: DeltaParts, inputs: AttentionInputs) -> Tensor:
     """Add what S returns for new columns in which no segment closes to local attention, `[rows, time, heads, d_v]`."""
     near, reading = inputs.local, inputs.call.reading
@@ -126,12 +121,12 @@ def attend(options: GatedDeltaNetOptions, layer: int, parts: DeltaParts, inputs:
     with torch.autocast(state.device.type, enabled=False):  # precision is that of the state
         hidden = inputs.hidden.to(state.dtype)
         queries, keys = (F.normalize(side.to(state.dtype), dim=-1) for side in (inputs.plain_query, inputs.plain_key))
-        gates = torch.tanh(applied(parts.gate, hidden))
+        gates = torch.tanh(project(parts.gate, hidden).transpose(1, 2))
         columns = {
             "keys": keys,
             "values": inputs.new_value,
-            "log_alpha": F.logsigmoid(applied(parts.alpha, hidden)),
-            "beta": torch.sigmoid(applied(parts.beta, hidden)),
+            "log_alpha": F.logsigmoid(project(parts.alpha, hidden).transpose(1, 2)),
+            "beta": torch.sigmoid(project(parts.beta, hidden).transpose(1, 2)),
             "gates": gates.detach(),
         }
         for name, column in columns.items():

@@ -34,11 +34,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
+from cacheformers.modeling.attention import project
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
 from cacheformers.modeling.memory import LocalWindow, MemoryState, Reading, SegmentCall
@@ -171,23 +171,15 @@ def recall(features: Tensor, matrix: Tensor, norm: Tensor) -> Tensor:
     return features @ matrix / (features @ norm[..., None] + EPSILON)
 
 
-def applied(linear: nn.Linear | None, inputs: Tensor) -> Tensor:
-    """Apply a layer in the precision of its inputs."""
-    assert linear is not None
-    return F.linear(
-        inputs, linear.weight.to(inputs.dtype), None if linear.bias is None else linear.bias.to(inputs.dtype)
-    )
-
-
 def enter(
     options: RecurrentMemoryOptions, layer: int, parts: RecurrentParts, hidden: Tensor, call: SegmentCall
 ) -> Tensor:
     """Add what the layer's A holds for each token to the layer's input `[rows, time, h]`, if it has one."""
-    if not options.associative:
+    if parts.query is None:
         return hidden
     matrix, norm = call.reading.stores[layer]
     with torch.autocast(matrix.device.type, enabled=False):  # precision is that of A
-        features = dpfp(applied(parts.query, hidden.to(matrix.dtype)))
+        features = dpfp(project(parts.query, hidden.to(matrix.dtype)))
         return (hidden.to(matrix.dtype) + recall(features, matrix, norm)).to(hidden.dtype)
 
 
@@ -195,12 +187,14 @@ def leave(
     options: RecurrentMemoryOptions, layer: int, parts: RecurrentParts, hidden: Tensor, call: SegmentCall
 ) -> None:
     """Leave behind phi(k), v and beta of the memory tokens behind a segment, for `RecurrentState.write`."""
-    if options.associative and call.memory_tokens == "write":
-        dtype = call.reading.stores[layer][0].dtype
-        with torch.autocast(hidden.device.type, enabled=False):
-            hidden = hidden.to(dtype)
-            features, values = dpfp(applied(parts.key, hidden)), applied(parts.value, hidden)
-            call.reading.new["written"][layer] = (features, values, torch.sigmoid(applied(parts.strength, hidden)))
+    key, value, strength = parts[2:]
+    if key is None or value is None or strength is None or call.memory_tokens != "write":
+        return
+    dtype = call.reading.stores[layer][0].dtype
+    with torch.autocast(hidden.device.type, enabled=False):
+        hidden = hidden.to(dtype)
+        features, beta = dpfp(project(key, hidden)), torch.sigmoid(project(strength, hidden))
+        call.reading.new["written"][layer] = (features, project(value, hidden), beta)
 
 
 class RecurrentState(MemoryState):

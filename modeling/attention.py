@@ -20,6 +20,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -89,6 +90,12 @@ class AttentionInputs:
     def _unrotated(self, states: Tensor) -> Tensor:
         exact = states.to(torch.promote_types(states.dtype, torch.float32))
         return exact if self.inverse is None else self.inverse.turn(exact)
+
+
+def project(linear: nn.Linear, inputs: Tensor) -> Tensor:
+    """Apply a linear layer in the dtype of its inputs `[..., h]`, whatever the dtype its weights are trained in."""
+    bias = linear.bias
+    return F.linear(inputs, linear.weight.to(inputs.dtype), None if bias is None else bias.to(inputs.dtype))
 
 
 def by_kv_head(queries: Tensor, kv_heads: int) -> Tensor:

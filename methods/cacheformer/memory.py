@@ -220,10 +220,24 @@ def attend(
     return read.transpose(1, 2)
 
 
+def refuse_not_finite(states: Tensor, real: Tensor) -> None:
+    """Raise ValueError if states of new tokens `[rows, time, width]` are NaN or Inf where `real` `[rows, time]`."""
+    finite = torch.isfinite(states).all(-1).cpu() | ~real.cpu()
+    if not bool(finite.all()):
+        rows = (~finite).any(1).nonzero()[:, 0].tolist()
+        raise ValueError(
+            f"The new tokens of rows {rows} give NaN or Inf; nothing was stored, and the memory is unchanged. Check "
+            "the model's weights and dtype (float16 overflows in many models: use bfloat16)."
+        )
+
+
 def attend_inputs(
     options: CacheFormerOnBaseOptions, layer: int, parts: CacheFormerParts, inputs: AttentionInputs
 ) -> Tensor:
     """Call `attend` with what the attention module computes."""
+    if layer == options.layers[-1] and not torch.is_grad_enabled():  # in training the loss shows NaN
+        states = torch.cat([inputs.new_key, inputs.new_value], -1).transpose(1, 2).flatten(2)
+        refuse_not_finite(states, inputs.call.real)
     projected = Projected(
         inputs.query,
         inputs.new_key,

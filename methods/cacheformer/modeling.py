@@ -32,7 +32,7 @@ from cacheformers.methods.cacheformer.cacheformer import (
     make_parts,
 )
 from cacheformers.methods.cacheformer.configuration import CacheFormerConfig
-from cacheformers.methods.cacheformer.memory import CacheFormerModelOptions, CacheFormerReading
+from cacheformers.methods.cacheformer.memory import CacheFormerModelOptions, CacheFormerReading, refuse_not_finite
 from cacheformers.methods.cacheformer.state import CacheFormerState
 from cacheformers.modeling.cache import MemoryCache, check_blank
 from cacheformers.modeling.inputs import check_shape, real_tokens, refuse_looking_ahead
@@ -354,13 +354,7 @@ def store(cache: MemoryCache, reading: CacheFormerReading | None, hidden: Tensor
         real: which columns are not padding, `[rows, time]` on the host; None for all.
     """
     real = torch.ones(hidden.shape[:2], dtype=torch.bool) if real is None else real
-    finite = torch.isfinite(hidden).all(-1).cpu() | ~real
-    if not bool(finite.all()):
-        rows = (~finite).any(1).nonzero()[:, 0].tolist()
-        raise ValueError(
-            f"The new tokens of rows {rows} give NaN or Inf; nothing was stored, and the memory is unchanged. Check "
-            "the model's weights and dtype (float16 overflows in many models: use bfloat16)."
-        )
+    refuse_not_finite(hidden, real)
     cache.state.end(reading)
     cache.count(real)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions
 from cacheformers.methods.gated_attention.state import GatedReading
-from cacheformers.modeling.attention import AttentionInputs
+from cacheformers.modeling.attention import AttentionInputs, project
 from cacheformers.modeling.method import first_numbers
 
 STRETCH = (-0.1, 1.1)  # hard-concrete gates (Louizos et al. 2018, arXiv 1712.01312) are stretched to this, then clipped
@@ -44,13 +44,8 @@ class GatedParts(NamedTuple):
         """Compute a `[rows, channels, time]` from x `[rows, time, h]`, in float32 or better."""
         hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         if self.token_gate_hidden is not None:
-            hidden = F.gelu(applied(self.token_gate_hidden, hidden))
-        return applied(self.token_gate, hidden).transpose(1, 2)
-
-
-def applied(linear: nn.Linear, inputs: Tensor) -> Tensor:
-    """Apply a linear layer in the dtype of its inputs."""
-    return F.linear(inputs, linear.weight.to(inputs.dtype), linear.bias.to(inputs.dtype))
+            hidden = F.gelu(project(self.token_gate_hidden, hidden))
+        return project(self.token_gate, hidden).transpose(1, 2)
 
 
 def make_parts(options: GatedAttentionOptions, *_: Any) -> dict[str, nn.Module]:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from cacheformers.methods.neurocache.hit_scores import Found, HitScores, newer_hits
 from cacheformers.methods.neurocache.options import NeurocacheOptions
+from cacheformers.modeling.attention import project
 from cacheformers.modeling.memory import Gold, Reading, RingState, SegmentCall, keep_columns, token_numbers
 from cacheformers.modeling.method import PerHead, gathered, normalize, tenths
 from cacheformers.modeling.search import get_search
@@ -71,11 +72,6 @@ class NeurocacheParts(NamedTuple):
         if self.down is None or self.norm is None or isinstance(self.down.weight, DTensor):
             return ()
         return (*self.down.weight.detach().flatten()[:8].tolist(), *self.norm.weight.detach()[:4].tolist())
-
-
-def project(linear: nn.Linear, inputs: Tensor) -> Tensor:
-    """Apply a projection in the dtype of its inputs, whatever the dtype its weights are trained in."""
-    return F.linear(inputs, linear.weight.to(inputs.dtype))
 
 
 def make_parts(options: NeurocacheOptions, layer: int, base_weights: tuple[Tensor, ...] | None) -> dict[str, nn.Module]:

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cacheformers.methods.neurocache.neurocache import NeurocacheParts, project
+from cacheformers.methods.neurocache.neurocache import NeurocacheParts
 from cacheformers.methods.neurocache.options import NeurocacheOptions
+from cacheformers.modeling.attention import project
 from cacheformers.modeling.memory import MemoryState, SegmentCall
 
 BUCKETS = 512
