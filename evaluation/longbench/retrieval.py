@@ -66,10 +66,12 @@ class BM25:
     def scores(self, query: str, texts: Sequence[str]) -> Any:
         import bm25s
 
+        asked, *found = (UNIT.findall(text.lower()) for text in (query, *texts))
+        if not asked or not any(found):  # bm25s fails without any word
+            return np.zeros(len(texts))
         index = bm25s.BM25()
-        index.index([UNIT.findall(text.lower()) for text in texts], show_progress=False)
-        words = UNIT.findall(query.lower())
-        return index.get_scores(words) if words else np.zeros(len(texts))
+        index.index(found, show_progress=False)
+        return index.get_scores(asked)
 
 
 class Embeddings:

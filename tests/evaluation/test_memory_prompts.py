@@ -190,6 +190,13 @@ def test_memory_and_bm25_together(bench, config_factory):
     assert settings["retriever"] == "bm25" and settings["chunk_words"] == 10 and settings["text_order"]
 
 
+@pytest.mark.parametrize(
+    ("query", "texts"), [("?!", ["two words", "..."]), ("two words", ["...", "\u2014"]), ("", [""])]
+)
+def test_without_a_word_no_text_is_nearer(query, texts):
+    assert BM25().scores(query, texts).tolist() == [0] * len(texts)
+
+
 def test_the_tail_is_the_end_of_the_prompt(bench, closed):
     maker = prompt_maker(bench, "memory", memory_prompt="tail", max_length=400, adapter=str(closed))
     record = load_records(str(bench / "data"), "hotpotqa")[0]
