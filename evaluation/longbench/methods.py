@@ -240,7 +240,8 @@ def make_method(
         configured = getattr(memory, "cache_size", None)
         if configured is None and options.cache_size is not None:
             raise ValueError("cache_size is for a memory of limited size, which this model does not have.")
-        held = None if options.forget else options.cache_size or configured
+        unlimited = options.forget or options.memory_content == "none"
+        held = None if unlimited else options.cache_size or configured
         title = f"{Path(options.adapter).name if options.adapter else model}-memory"
         title += "" if options.memory_prompt == "question" else f"-{options.memory_prompt}"
         title += "" if options.memory_content == "own" else f"-{options.memory_content}"

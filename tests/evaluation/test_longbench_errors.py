@@ -94,7 +94,9 @@ def test_prompts_that_do_not_fit(bench, remembering, error_of):
     assert "the memory holds 900. Give a larger --cache_size" in error_of([*memory, "--cache_size=900"])
     assert not (bench / "out").exists()
     eval_longbench.main([*memory, "--forget=true", "--tasks", "hotpotqa"])
-    assert len(predictions(bench, "remembering-memory")["hotpotqa.jsonl"].splitlines()) == 2
+    eval_longbench.main([*memory, "--memory_content=none", "--tasks", "hotpotqa"])  # of which nothing needs room
+    for name in ("remembering-memory", "remembering-memory-none"):
+        assert len(predictions(bench, name)["hotpotqa.jsonl"].splitlines()) == 2
 
 
 def test_a_larger_memory_than_the_adapter_has(bench, remembering, config_factory, error_of):
