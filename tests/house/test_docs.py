@@ -32,6 +32,14 @@ def test_pages_link_to_files_that_exist():
     assert not missing
 
 
+def test_results_name_no_path_of_one_machine():
+    """Commands and settings are to be run elsewhere, so paths in them start where the repository lies."""
+    results = sorted((ROOT / "docs" / "results").rglob("*.json"))
+    assert results
+    absolute = re.compile(r"""(?<=["'= ])/[\w.-]+/""")
+    assert not [path.name for path in results if absolute.search(path.read_text(encoding="utf-8"))]
+
+
 def test_results_are_pages_plots_and_small_json():
     """Under a megabyte together; every plot is shown, and no run keeps lists of its steps, records or cases."""
     files = [path for path in (ROOT / "docs" / "results").rglob("*") if path.is_file()]

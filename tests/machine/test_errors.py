@@ -192,6 +192,8 @@ def test_nan_is_not_stored(make_model, ids, name, options):
     with pytest.raises(ValueError, match=r"row.*\b1\b.* NaN or Inf.*nothing was stored"):
         cacheformers.read(model, bad, memory=memory, progress=False)
     embedding[3] = saved
+    if options or name == "cacheformer":  # they store at the end of a forward, the others when a segment closes
+        assert torch.equal(model(ids[:, :9], past_key_values=memory.clone()).logits, expected)
     stored = [ring.written for ring in getattr(memory.state, "rings", {}).values()] or [memory.tokens_read]
     assert all(written == [32, 32] for written in stored)
     memory.reset([1])
