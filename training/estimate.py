@@ -106,6 +106,7 @@ class Work:
         lanes: documents that it reads side by side.
         accumulation: micro-batches a step; each reads `lanes / accumulation` rows.
         questions: rows of the step for each lane, which share what it has read (several questions side by side).
+        question_tokens: of each, with its answer, where that can be more than a segment.
         backprop_segments: segments that a forward reads before the backward.
         max_tokens: how much is read of each document; None for all.
         dtype: of the base's weights and of activations.
@@ -121,6 +122,7 @@ class Work:
     segment_tokens: int
     accumulation: int = 1
     questions: int = 1
+    question_tokens: int = 0
     backprop_segments: int = 1
     max_tokens: int | None = None
     dtype: torch.dtype = torch.bfloat16
@@ -222,8 +224,8 @@ def rehearse(
             parameter.grad = torch.zeros_like(parameter)
             tracker.relabel([parameter.grad], "gradients")
 
-    def read(segments: int) -> Tensor:
-        ids = torch.randint(3, base.config.vocab_size, (rows, segments * work.segment_tokens))
+    def read(tokens: int) -> Tensor:
+        ids = torch.randint(3, base.config.vocab_size, (rows, tokens))
         output = model(input_ids=ids, past_key_values=batch.asked, use_cache=batch.asked is not None)
         return token_losses(output.logits, ids)
 
@@ -237,15 +239,16 @@ def rehearse(
     segments = segments_before(options, work)
     for left in reversed(range(segments)):
         with torch.set_grad_enabled(left == 0):
-            losses = read(1)
+            losses = read(work.segment_tokens)
     if segments:  # the last is read as a step does, which keeps less of a segment than mere reading
         losses.sum().backward()
         del losses
         optimizer.zero_grad()
     others = (work.accumulation - 1) * tracker.live["memory"]  # what the other micro-batches remember
-    if work.questions > 1:
-        rows *= work.questions
-        batch.ask(rows)
+    tokens = max(work.backprop_segments * work.segment_tokens, work.question_tokens)
+    rows *= work.questions
+    if work.questions > 1 or work.question_tokens:
+        batch.ask(rows, tokens)
     if work.accumulation > 1:
         give_gradients()
     for parameter in trained:
@@ -258,7 +261,7 @@ def rehearse(
         moments[moment] = {**held, "memory": held.get("memory", 0) + others}
 
     tracker.restart("activations")
-    losses = read(work.backprop_segments)
+    losses = read(tokens)
     note("forward")
     tracker.restart("activations")
     (losses.sum() + batch.own_loss()).backward()

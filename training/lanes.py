@@ -39,10 +39,10 @@ class Step:
     """The next segment of each lane: a row for each, or a row for each of several questions about one lane's context.
 
     Attributes:
-        input_ids: `[rows, segment_tokens]`, padded on the right where a document ends.
-        labels: the token that follows each position, also across segments, `[rows, segment_tokens]`; -100 in padding
-            and where nothing is to be learned.
-        attention_mask: 1 for tokens, `[rows, segment_tokens]`.
+        input_ids: `[rows, longest]`, padded on the right. The longest has at most `segment_tokens`, or is a question.
+        labels: the token that follows each position, also across segments, `[rows, longest]`; -100 in padding and where
+            nothing is to be learned.
+        attention_mask: 1 for tokens, `[rows, longest]`.
         reset: whether the lane begins a document and must forget the one before, `[lanes]`.
         documents: index of the document that each row reads.
         close: lanes whose open segment must enter the memory before this one is read.
@@ -129,12 +129,12 @@ class Lanes:
         """Read the next segment of every lane."""
         lanes = range(len(self.position))
         parts = [part for lane in lanes for part in self._next(lane)]
-        shape = (len(parts), self.segment_tokens)
+        shape = (len(parts), max(len(self._inputs(part)) for part in parts))
         ids, mask = torch.zeros(2, *shape, dtype=torch.long)
         labels = torch.full(shape, IGNORED)
         step = Step(ids, labels, mask, torch.zeros(len(lanes), dtype=torch.bool), [])
         for row, part in enumerate(parts):
-            inputs = part.piece.inputs[part.start : part.start + self.segment_tokens]
+            inputs = self._inputs(part)
             length = len(inputs)
             ids[row, :length], mask[row, :length] = inputs, 1
             labels[row, :length] = part.piece.labels(part.start, length, IGNORED)
@@ -156,12 +156,17 @@ class Lanes:
             number, start = self.piece[lane], self.offset[lane]
             before = pieces[number - 1] if number and not start and not found else None
             found.append(Part(lane, self._document(lane), number, start, pieces[number], before))
-            self.offset[lane] += self.segment_tokens
+            self.offset[lane] += len(self._inputs(found[-1]))
             if self.offset[lane] >= len(pieces[number].inputs):
                 self.piece[lane], self.offset[lane] = number + 1, 0
         if self.piece[lane] == len(pieces):
             self._next_document(lane)
         return found
+
+    def _inputs(self, part: Part) -> Tensor:
+        """Return what a part reads: a segment, or a question with its answer, whatever its length."""
+        inputs = part.piece.inputs[part.start :]
+        return inputs if part.piece.asked else inputs[: self.segment_tokens]
 
     def _goes_on(self, lane: int, first: int, taken: int) -> bool:
         pieces = self._pieces[lane]
@@ -235,14 +240,21 @@ class Group:
         close_segments(find_decoder(unwrap(model)), memory, batch.close)
         memory.drop(batch.drop)
         self.asked = memory
-        if len(batch.pieces) > memory.batch_size:
-            self.ask(len(batch.pieces))
+        if all(piece.asked for piece in batch.pieces):
+            self.ask(len(batch.pieces), batch.input_ids.shape[1])
         self.asked.state.gold = batch.gold
 
-    def ask(self, questions: int) -> None:
-        """Give each of several questions a row of the memory, which stays as it is."""
-        if self.memory is not None:
-            self.asked = self.memory.clone()
+    def ask(self, questions: int, tokens: int) -> None:
+        """Make room for questions of up to so many tokens, each of several in a row of the memory, which stays."""
+        memory = self.memory
+        if memory is None:
+            return
+        if tokens > memory.window.segment_tokens:
+            self.asked = memory.with_window(tokens)
+        elif questions > memory.batch_size:
+            self.asked = memory.clone()
+        if questions > memory.batch_size:
+            assert self.asked is not None
             self.asked.select([0] * questions)
 
     def own_loss(self) -> Tensor | float:

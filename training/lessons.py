@@ -7,7 +7,7 @@ Only its answer is learned, and it is forgotten before the next one.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from cacheformers.evaluation.longbench.tasks import CODE, FORMS, load_templates
 from cacheformers.training.exercises import LAYOUTS, Exercise, Exercises, load_pools
 
 MIXTURE = 1000  # exercises and books repeat their order of kinds after this many
+LEAST_ANSWER = 64  # tokens that the chat template and an answer have at least, after a prompt
+ANSWER = 512  # ... and after a prompt that does not fit into a segment
 
 
 @dataclass
@@ -61,9 +63,18 @@ class LessonOptions:
         help="What self-attention sees when a question is asked: 'cut', 'tail', 'retrieved' or 'question', as with "
         "eval_longbench.py --memory_prompt.",
     )
-    prompt_tokens: int = option(896, help="Length to which that prompt is cut. Answers follow in the same segment.")
+    prompt_tokens: int = option(
+        896,
+        help="Length to which that prompt is cut. Prompt and answer are one segment, longer than the memory's where "
+        "they do not fit into one.",
+    )
     chunk_words: int = option(200, help="With --prompt retrieved: words (Chinese: characters) of a chunk.")
     chunks: int = option(7, help="With --prompt retrieved: how many chunks the prompt gets.")
+    fewest_chunks: int | None = option(
+        None,
+        help="With --prompt retrieved: draw the number of chunks of each context from this one to --chunks, on a "
+        "logarithmic scale. Default: always --chunks.",
+    )
     text_order: bool = option(
         False, help="With --prompt retrieved: chunks in the order of the text. Default: nearest first."
     )
@@ -99,6 +110,8 @@ def check_lessons(options: LessonOptions, memory: Any, rows: int = 1) -> None:
     for name, number in least.items():
         if getattr(options, name) < number:
             raise ValueError(f"{name} must be at least {number}, got {getattr(options, name)}.")
+    if options.fewest_chunks is not None and not 1 <= options.fewest_chunks <= options.chunks:
+        raise ValueError(f"fewest_chunks must be from 1 to chunks {options.chunks}, got {options.fewest_chunks}.")
     if options.questions_per_step > 1 and rows > 1:
         raise ValueError(
             f"questions_per_step {options.questions_per_step} asks about one context, but {rows} lanes go through the "
@@ -119,11 +132,25 @@ def check_lessons(options: LessonOptions, memory: Any, rows: int = 1) -> None:
                 "Self-attention of this method sees all of a context: ask with --prompt question, and choose a "
                 f"--longest_context of at most {most}, so that questions fit the base's positions, too."
             )
-    if options.prompt_tokens + 64 > memory.segment_tokens:
+    positions = memory.base.max_positions
+    if options.prompt_tokens + LEAST_ANSWER > positions:
         raise ValueError(
-            f"prompt_tokens {options.prompt_tokens} leaves fewer than 64 of segment_tokens {memory.segment_tokens} for "
-            "chat template and answer: they are one segment with the prompt. Choose smaller prompts or larger segments."
+            f"prompt_tokens {options.prompt_tokens} leaves fewer than {LEAST_ANSWER} of {positions} positions of the base "
+            "for chat template and answer: choose smaller prompts."
         )
+    if rows > 1 and (room := question_room(options, memory)) > memory.segment_tokens:
+        raise ValueError(
+            f"With prompt_tokens {options.prompt_tokens} questions take segments of {room} tokens, contexts those of "
+            f"{memory.segment_tokens}, but {rows} lanes go through the model together: choose lanes = processes x "
+            f"accumulation, or prompt_tokens of at most {memory.segment_tokens - LEAST_ANSWER}."
+        )
+
+
+def question_room(options: LessonOptions, memory: Any) -> int:
+    """Return the most tokens of a question's prompt and answer: a segment, or more where the prompt does not fit."""
+    if options.prompt_tokens + LEAST_ANSWER <= memory.segment_tokens:
+        return int(memory.segment_tokens)
+    return int(min(options.prompt_tokens + ANSWER, memory.base.max_positions))
 
 
 class Lessons(DocumentRow):
@@ -131,7 +158,7 @@ class Lessons(DocumentRow):
 
     Args:
         books: documents to learn as they are.
-        segment_tokens: most tokens of a prompt and its answer.
+        room: most tokens of a prompt and its answer.
         teacher_tokens: length to which prompts are cut for a teacher with full attention.
         seed: of the exercises. (Their order is the row's; lanes take every n-th.)
     """
@@ -141,7 +168,7 @@ class Lessons(DocumentRow):
         options: LessonOptions,
         books: DocumentRow,
         tokenizer: PreTrainedTokenizerBase,
-        segment_tokens: int,
+        room: int,
         teacher_tokens: int,
         seed: int,
     ) -> None:
@@ -151,7 +178,7 @@ class Lessons(DocumentRow):
         if options.chat and tokenizer.chat_template is None:
             raise ValueError("The base has no chat template: leave out --chat.")
         super().__init__(tokenizer, 2, [*books.sources, *options.questions])
-        self.options, self.books, self.segment_tokens = options, books, segment_tokens
+        self.options, self.books, self.room = options, books, room
         texts = [text for text in books._first_texts() if text]
         how = options.shortest_context, options.longest_context, options.questions_per_context, options.unanswerable
         self.exercises = Exercises(load_pools(options.questions, self._count, texts), seed, *how)
@@ -166,7 +193,7 @@ class Lessons(DocumentRow):
             text_order=options.text_order,
         )
         name = MEMORY_PROMPTS[options.prompt]
-        shown = None if name is None else Method(name, name, None, options.prompt_tokens, segment_tokens - 64)
+        shown = None if name is None else Method(name, name, None, options.prompt_tokens, room - LEAST_ANSWER)
         retriever = make_retriever("bm25", torch.device("cpu")) if name == "retrieval" else None
         own = Method("memory", "memory", None, None, shown=shown)
         self.maker = PromptMaker(own, form, tokenizer, templates, retriever)
@@ -216,8 +243,8 @@ class Lessons(DocumentRow):
         asked = (exercise.template, str(number), question.input, exercise.context, [question.answer], 0, None)
         kind = Story if exercise.template in ANSWERS else Record
         record = kind(*asked, template=exercise.template, gold=question.gold)
-        prompt = self.maker(record)
-        answer = self.answer_ids(question.answer, record)[: self.segment_tokens + 1 - len(prompt.asked)]
+        prompt = self.chosen_maker(exercise)(record)
+        answer = self.answer_ids(question.answer, record)[: self.room + 1 - len(prompt.asked)]
         ids = torch.tensor([*prompt.asked, *answer])
         piece = Piece(
             ids,
@@ -228,6 +255,15 @@ class Lessons(DocumentRow):
             teacher=torch.tensor([*self.teacher(record).ids, *answer]),
         )
         return prompt, piece
+
+    def chosen_maker(self, exercise: Exercise) -> PromptMaker:
+        """Return what makes an exercise's prompts: of as many chunks as are drawn for its context."""
+        least, most = self.options.fewest_chunks, self.options.chunks
+        if least is None:
+            return self.maker
+        rng = random.Random(f"{self.exercises.seed}/chunks/{exercise.context}")
+        count = int(least * ((most + 1) / least) ** rng.random())
+        return replace(self.maker, options=replace(self.maker.options, chunks=count))
 
     def answer_ids(self, answer: str, record: Record) -> list[int]:
         """Encode the answer as the model is to write it, with the token that ends it."""

@@ -21,7 +21,7 @@ from cacheformers.hub.push import check_repo, create_repo
 from cacheformers.training.adapter import Adaptation, adapter_config
 from cacheformers.training.checkpoints import Checkpoints
 from cacheformers.training.estimate import Estimate, Work, estimate
-from cacheformers.training.lessons import LessonOptions, Lessons, check_lessons
+from cacheformers.training.lessons import LessonOptions, Lessons, check_lessons, question_room
 from cacheformers.training.methods import MethodOptions, chosen_options, names, of_other_methods
 from cacheformers.training.processes import check_division, make_accelerator
 from cacheformers.training.scratch import OF_ADAPTERS, Scratch, ScratchOptions
@@ -153,9 +153,8 @@ def train_documents(
     documents = open_documents(options.data.train, tokenizer, options.data)
     if options.lessons.questions is None:
         return documents
-    tokens = memory.segment_tokens
-    most = memory.base.max_positions - tokens
-    return Lessons(options.lessons, documents, tokenizer, tokens, teacher_tokens=most, seed=options.train.seed)
+    room, most = question_room(options.lessons, memory), memory.base.max_positions - memory.segment_tokens
+    return Lessons(options.lessons, documents, tokenizer, room, teacher_tokens=most, seed=options.train.seed)
 
 
 def valid_documents(options: Options, tokenizer: PreTrainedTokenizerBase) -> list[HeldOut]:
@@ -203,6 +202,7 @@ def estimated(options: Options) -> Estimate:
         lanes=train.lanes // processes,
         segment_tokens=memory.segment_tokens,
         questions=options.lessons.questions_per_step if options.lessons.questions else 1,
+        question_tokens=question_room(options.lessons, memory) if options.lessons.questions else 0,
         max_tokens=options.data.max_tokens,
         dtype=dtype,
         quantize=None if options.model.quantize == "none" else options.model.quantize,
