@@ -133,7 +133,10 @@ def make_run(plan: Plan, model: Trained) -> TrainingRun:
 
 def share_of_data(plan: Plan) -> str:
     """Say how many tokens there are, and how much of them the run will see."""
-    options = plan.options.train
+    options, lessons = plan.options.train, plan.options.lessons
+    if lessons.questions is not None:
+        most = options.steps * options.lanes * lessons.questions_per_step
+        return f"{options.steps} steps ask at most {most:,} questions."
     read = options.steps * options.lanes * plan.subject.memory.segment_tokens * options.backprop_segments
     there = plan.documents.total_tokens()
     if there is None:

@@ -24,7 +24,7 @@ from cacheformers.common.base_model import checkpoint_activations
 from cacheformers.common.loss import token_losses
 from cacheformers.modeling.architectures import base_shape, find_decoder
 from cacheformers.modeling.memory import EVERYTHING
-from cacheformers.modeling.segments import new_memory
+from cacheformers.modeling.segments import close_segments, new_memory
 from cacheformers.training.in_turn import InTurn
 from cacheformers.training.lanes import Group
 from cacheformers.training.optim import Rates, freeze_idle_gates, make_optimizer, trained_parameters
@@ -246,9 +246,11 @@ def rehearse(
         optimizer.zero_grad()
     others = (work.accumulation - 1) * tracker.live["memory"]  # what the other micro-batches remember
     tokens = max(work.backprop_segments * work.segment_tokens, work.question_tokens)
-    rows *= work.questions
-    if work.questions > 1 or work.question_tokens:
-        batch.ask(rows, tokens)
+    if work.question_tokens:
+        if batch.memory is not None:
+            close_segments(find_decoder(base), batch.memory, range(rows))
+        rows *= work.questions
+        batch.ask(rows, work.question_tokens)
     if work.accumulation > 1:
         give_gradients()
     for parameter in trained:

@@ -135,8 +135,8 @@ def check_lessons(options: LessonOptions, memory: Any, rows: int = 1) -> None:
     positions = memory.base.max_positions
     if options.prompt_tokens + LEAST_ANSWER > positions:
         raise ValueError(
-            f"prompt_tokens {options.prompt_tokens} leaves fewer than {LEAST_ANSWER} of {positions} positions of the base "
-            "for chat template and answer: choose smaller prompts."
+            f"prompt_tokens {options.prompt_tokens} leaves fewer than {LEAST_ANSWER} of {positions} positions "
+            "of the base for chat template and answer: choose smaller prompts."
         )
     if rows > 1 and (room := question_room(options, memory)) > memory.segment_tokens:
         raise ValueError(

@@ -305,10 +305,11 @@ def asked(model, made, questions):
     return torch.stack(losses), sum(own), gradients, rows
 
 
-def test_questions_side_by_side_are_questions_one_after_another(pool, byte_tokenizer):
+@pytest.mark.parametrize("room, prompt_tokens", ((SEGMENT, 150), (700, 600)), ids=("a segment", "longer"))
+def test_questions_side_by_side_are_questions_one_after_another(pool, byte_tokenizer, room, prompt_tokens):
     """The same losses and gradients in float64, retrieval's own loss included; the memory is the context's alone."""
     options = {"questions_per_context": 5, "books_share": 0.0, "questions": [str(pool / "pool" / "facts.jsonl")]}
-    made = lessons(pool, byte_tokenizer, **options)
+    made = lessons(pool, byte_tokenizer, segment=room, prompt_tokens=prompt_tokens, **options)
     base = AutoModelForCausalLM.from_pretrained(pool / "base", dtype=torch.float64)
     settings = {"segment_tokens": SEGMENT, "cache_size": 800, "topk": 4, "retrieval_weight": 0.5, "gate": "none"}
     config = cacheformers.NeurocacheAdapterConfig(retrieval_map={1: 1}, r=4, **settings)
@@ -324,6 +325,33 @@ def test_questions_side_by_side_are_questions_one_after_another(pool, byte_token
             torch.testing.assert_close(single, together, rtol=1e-7, atol=1e-9)
             moved += bool(single.any())
     assert moved > 4
+
+
+def test_a_question_longer_than_a_segment_is_read_at_once(pool, byte_tokenizer):
+    """With closed gates its loss is the base's on the prompt alone."""
+    options = {"questions_per_context": 1, "books_share": 0.0, "questions": [str(pool / "pool" / "facts.jsonl")]}
+    made = lessons(pool, byte_tokenizer, segment=700, prompt_tokens=600, **options)
+    base = AutoModelForCausalLM.from_pretrained(pool / "base", dtype=torch.float64)
+    _, question = made.pieces(0)
+    assert len(question.inputs) > SEGMENT + 50
+    logits = base(input_ids=question.inputs[None]).logits
+    wanted = token_losses(logits, question.labels(0, len(question.inputs), IGNORED)[None]).sum(1)
+    config = cacheformers.NeurocacheAdapterConfig(segment_tokens=SEGMENT, cache_size=800, gate="zero", r=4)
+    model = get_peft_model(base, config, autocast_adapter_dtype=False).train()
+    found = asked(model, made, 1)
+    assert found[3] == [1]
+    torch.testing.assert_close(found[0], wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_the_number_of_chunks_is_drawn_for_each_context(pool, byte_tokenizer):
+    how = {"prompt": "retrieved", "chunk_words": 1, "chunks": 8, "books_share": 0.0, "prompt_tokens": 900}
+    made = lessons(pool, byte_tokenizer, segment=1024, fewest_chunks=2, **how)
+    exercises = [made.exercises.make(index) for index in range(200)]
+    counts = [made.chosen_maker(exercise).options.chunks for exercise in exercises]
+    assert set(counts) == set(range(2, 9)) and sum(count < 5 for count in counts) > 100
+    assert counts[:5] == [made.chosen_maker(exercise).options.chunks for exercise in exercises[:5]]
+    shown = {byte_tokenizer.decode(made.pieces(index)[1].tokens).count("\n\n") for index in range(20)}
+    assert len(shown) > 3, "prompts have more or fewer chunks"
 
 
 def test_retrieval_loss_is_its_definition(make_model):
@@ -444,7 +472,9 @@ def test_lora_alone_learns_from_the_same_questions(pool):
 
 def test_what_cannot_be_learned_is_refused(pool, refused):
     for more, message in (
-        ({"prompt_tokens": 250}, "fewer than 64"),
+        ({"prompt_tokens": 1000}, "fewer than 64 of 1024 positions"),
+        ({"prompt_tokens": 250, "lanes": 2}, "questions take segments of 762 tokens"),
+        ({"fewest_chunks": 8}, "fewest_chunks must be from 1 to chunks 7"),
         ({"shortest_context": 900}, "shortest_context 900"),
         ({"prompt": "all"}, "prompt must be one of"),
         ({"distill": 2.0}, "distill must be between"),
