@@ -249,7 +249,7 @@ class Group:
         memory = self.memory
         if memory is None:
             return
-        if tokens > memory.window.segment_tokens:
+        if tokens > memory.window.segment_tokens and not memory.window.unbounded:
             self.asked = memory.with_window(tokens)
         elif questions > memory.batch_size:
             self.asked = memory.clone()

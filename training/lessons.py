@@ -148,7 +148,7 @@ def check_lessons(options: LessonOptions, memory: Any, rows: int = 1) -> None:
 
 def question_room(options: LessonOptions, memory: Any) -> int:
     """Return the most tokens of a question's prompt and answer: a segment, or more where the prompt does not fit."""
-    if options.prompt_tokens + LEAST_ANSWER <= memory.segment_tokens:
+    if options.prompt == "question" or options.prompt_tokens + LEAST_ANSWER <= memory.segment_tokens:
         return int(memory.segment_tokens)
     return int(min(options.prompt_tokens + ANSWER, memory.base.max_positions))
 

@@ -211,6 +211,11 @@ def test_more_takes_more_and_dividing_takes_less():
     assert of_small(processes=4).peak > plain.peak  # DDP's buckets
 
 
+def test_a_prompt_longer_than_a_segment_takes_more():
+    segment, longer = (of_small(layers=3, questions=2, question_tokens=tokens) for tokens in (SEGMENT, 3 * SEGMENT))
+    assert longer.moments["backward"]["activations"] > 2.5 * segment.moments["backward"]["activations"]
+
+
 def test_accumulation_keeps_every_memory_but_one_micro_batch():
     whole, parts = of_small(layers=3, lanes=8), of_small(layers=3, lanes=8, accumulation=8)
     assert whole.moments["update"]["memory"] == pytest.approx(parts.moments["update"]["memory"], rel=0.05)

@@ -21,7 +21,7 @@ from cacheformers.modeling.search.store import Ring
 from cacheformers.training.distillation import distilled, taught
 from cacheformers.training.exercises import LAYOUTS, Exercises, load_pools
 from cacheformers.training.lanes import Lanes, Teacher, make_groups
-from cacheformers.training.lessons import LessonOptions, Lessons, check_lessons
+from cacheformers.training.lessons import LessonOptions, Lessons, check_lessons, question_room
 
 POSITIONS, SEGMENT = 1024, 256
 
@@ -430,6 +430,22 @@ def train(pool, output, finished=True, **more):
     return json.loads((pool / output / "train_result.json").read_text()) if finished else {}
 
 
+def test_a_method_that_sees_all_of_a_context_is_asked_in_segments(pool, byte_tokenizer):
+    """A question longer than its segments needs no window of its own: they bound activations alone."""
+    options = {"questions_per_context": 1, "books_share": 0.0, "questions": [str(pool / "pool" / "facts.jsonl")]}
+    made = lessons(pool, byte_tokenizer, prompt="question", **options)
+    losses = []
+    for segment_tokens in (32, SEGMENT):
+        base = AutoModelForCausalLM.from_pretrained(pool / "base", dtype=torch.float64)
+        config = cacheformers.GatedAttentionAdapterConfig(segment_tokens=segment_tokens, window_tokens=16, r=4)
+        chosen = made.options
+        assert question_room(chosen, config.resolve(base_shape(base.config))) == segment_tokens
+        model = get_peft_model(base, config, autocast_adapter_dtype=False).train()
+        losses.append(asked(model, made, 1)[0])
+    assert len(made.pieces(0)[1].inputs) > 32
+    torch.testing.assert_close(*losses, rtol=1e-9, atol=1e-9)
+
+
 def test_a_run_learns_from_questions(pool):
     """Stopped and resumed it is the same run; the memory of contexts is trained with distillation and gold passages."""
     more = {"distill": 0.5, "retrieval_weight": 0.1, "log_every": 1, "books_share": 0.2, "distill_all": True}
@@ -464,8 +480,10 @@ def test_contexts_are_read_by_the_layers_that_store(pool, monkeypatch):
     assert short["losses"] == whole["losses"] and largest_difference(pool / "short", pool / "whole_depth") == 0
 
 
-def test_lora_alone_learns_from_the_same_questions(pool):
-    result = train(pool, "lora", method="lora", books_share=0.0)
+def test_lora_alone_learns_from_the_same_questions(pool, capsys):
+    result = train(pool, "lora", method="lora", books_share=0.0, questions_per_step=2)
+    assert "4 steps ask at most 8 questions." in capsys.readouterr().out
+    result = train(pool, "lora", method="lora", books_share=0.0, overwrite=True)
     memory = train(pool, "memory", books_share=0.0)
     assert result["losses"][0] == pytest.approx(memory["losses"][0], rel=1e-3)  # gates are closed at first
 
