@@ -41,10 +41,10 @@ quick test slow smoke: export TOKENIZERS_PARALLELISM := false
 quick: install ## Run what every method must pass, on two base models, in under two minutes
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m 'not slow' --bases llama_gqa,opt $(SHARED_TESTS)
 
-test: lint docs ## Lint, build the site, run the tests, then build the wheel and try it in an environment of its own
+test: install ## Lint, build the site, try the wheel in an environment of its own, and run the tests
+	$(MAKE) --no-print-directory -j2 -Otarget lint docs smoke
 	-$(PY) -m cacheformers fetch  # without it, tests with real weights are skipped
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -m 'not slow' --durations=15
-	$(MAKE) --no-print-directory smoke
 
 slow: install ## Run the tests that `make test` leaves out: real weights, several processes, whole recipes
 	-$(PY) -m cacheformers fetch

@@ -26,6 +26,8 @@ POINTS_PER_CENTROID = 39
 # Entries that an index proposes for each one that is asked for. Codes of one bit a number (`PQ72x4fs` of 288 numbers)
 # put 0.96 of the 16 nearest among their best 64, and 0.99 among their best 128 (docs/results/costs.md).
 CANDIDATES = 8
+# From this number of entries on the index proposes twice as many: more entries share a code.
+MANY_ENTRIES = 2**24
 # Half the root of the number of an inverted file's lists are searched, but at least this many.
 MIN_LISTS = 8
 # Nodes kept while a graph index is searched; faiss's default of 16 loses a tenth of the hits.
@@ -96,8 +98,8 @@ class _Index:
 class FaissIndex(Search):
     """Approximate search with the index that a `faiss.index_factory` string names, on the host.
 
-    The index proposes `CANDIDATES * topk` entries, and the store's own entries decide among them. So an index may round
-    strongly, and scores are exact for the entries found.
+    The index proposes `candidates` entries for each one asked for, and the store's own entries decide among them. So an
+    index may round strongly, and scores are exact for the entries found.
 
     The index is kept in `entries.index` and follows the store: before a search new entries are added. Entries older
     than `entries.first` are filtered out, and removed when they are as many as the others. The index is trained on
@@ -134,7 +136,7 @@ class FaissIndex(Search):
             parameters = _parameters(faiss, kept.faiss, faiss.IDSelectorRange(first - kept.base, end - kept.base))
         rows = queries.float().cpu().contiguous().numpy()
         # faiss fills up with id -1 where it finds too few.
-        ids = torch.from_numpy(kept.faiss.search(rows, CANDIDATES * topk, params=parameters)[1])
+        ids = torch.from_numpy(kept.faiss.search(rows, candidates(entries.count) * topk, params=parameters)[1])
         hits = (ids + kept.base - first).masked_fill(ids < 0, -1)
         return _rescored(queries, entries, hits.to(queries.device), topk, similarity)
 
@@ -175,6 +177,11 @@ class FaissIndex(Search):
         numbered = isinstance(_inner(faiss, index), faiss.IndexIVF)
         base = 0 if numbered else entries.first
         return _Index(index, _filters(faiss, index, width), numbered, base, entries.first, entries.first)
+
+
+def candidates(count: int) -> int:
+    """Return how many entries an index of `count` entries proposes for each one that is asked for."""
+    return CANDIDATES * (2 if count >= MANY_ENTRIES else 1)
 
 
 def load_faiss() -> Any:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cacheformers.modeling.search import ExactSearch, FaissExact, FaissIndex, get_search, recall
 from cacheformers.modeling.search import exact as exact_search
+from cacheformers.modeling.search import faiss_search
 from cacheformers.modeling.search.base import between
 from cacheformers.modeling.search.store import Entries, Ring, packed, unpacked
 
@@ -415,6 +416,17 @@ def test_codes_of_one_bit_a_number_find_what_mapped_entries_decide(tmp_path, dty
     assert index.code_size == 8  # no copy of the entries
     again = search(asked, Entries(entries.spans, entries.first), 16, similarity)
     assert torch.equal(again[0], scores) and torch.equal(again[1], hits)
+
+
+def test_large_stores_are_asked_for_more_candidates(monkeypatch):
+    torch.manual_seed(0)
+    stored = books(20000, 64)
+    entries, search, asked = Entries((stored,)), get_search("faiss:IVF128,PQ16x4fs"), stored[::80]
+    found = {}
+    for least in (len(stored), len(stored) + 1):
+        monkeypatch.setattr(faiss_search, "MANY_ENTRIES", least)
+        found[least] = recall(search(asked, entries, 16, "dot")[1], asked, entries, 16, "dot")
+    assert found[len(stored)] > found[len(stored) + 1] + 0.02
 
 
 @pytest.mark.parametrize("factory", ["IVF4,Flat", "HNSW16", "PQ8x4"])
