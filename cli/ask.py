@@ -53,7 +53,13 @@ def ask(options: argparse.Namespace) -> None:
         shown = shown_text(model, memory, tokenizer, question, options)
         seen = memory
         if options.prompt != "question":
-            seen = memory.with_window(len(opening(tokenizer, question, shown=shown)) + options.max_new_tokens)
+            needed = len(opening(tokenizer, question, shown=shown)) + options.max_new_tokens
+            if needed > (positions := memory.options.base.max_positions):
+                raise ValueError(
+                    f"Prompt and answer take {needed:,} positions, and the base has {positions:,}: give a smaller "
+                    "--prompt-tokens."
+                )
+            seen = memory.with_window(needed)
         if not options.json:
             print(f"\nQ: {question}\nA: ", end="", flush=True)
         say(Conversation(model, tokenizer, seen, shown=shown), question, options, number)
@@ -63,6 +69,8 @@ def check(options: argparse.Namespace) -> None:
     """Raise ValueError for options that do not go together, before anything is loaded."""
     if not all(question.strip() for question in options.questions):
         raise ValueError("There is an empty question.")
+    if options.prompt_tokens < 2:
+        raise ValueError(f"--prompt-tokens must be at least 2, got {options.prompt_tokens}.")
     if not options.questions and options.prompt != "question":
         raise ValueError("--prompt shows text for one question: give the question, or leave --prompt out.")
 

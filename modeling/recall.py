@@ -25,7 +25,8 @@ def recall(
 
         score(span) = sum over the query's tokens of max over the span's tokens of nearness(query token, token)
 
-    Nearness is what the method compares (`MemoryState.nearness`). The memory stays as it is.
+    Nearness is what the method compares (`MemoryState.nearness`), or 1 for what a token has retrieved where it compares
+    nothing that can be added up, as Neurocache without `hit_scores`. The memory stays as it is.
 
     Args:
         query_ids: the query, and what is read before it.

@@ -52,8 +52,12 @@ def taught(model: Trained, ids: Tensor, places: Tensor) -> Tensor:
     """Return the base's logits for the ids at `places`, with full attention, `[places, vocabulary]`."""
     assert isinstance(model, PeftModel)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    training = [module for module in model.modules() if module.training]
+    model.eval()  # it teaches without dropout
     with model.disable_adapter():
         logits: Tensor = model(input_ids=ids[None, :-1], use_cache=False, logits_to_keep=places - 1).logits
+    for module in training:
+        module.training = True
     model.requires_grad_(False)  # PEFT lets everything of an adapter learn again, frozen gates too
     for parameter in trained:
         parameter.requires_grad_(True)

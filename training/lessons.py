@@ -25,7 +25,7 @@ from cacheformers.evaluation.longbench.tasks import CODE, FORMS, load_templates
 from cacheformers.training.exercises import LAYOUTS, Exercise, Exercises, load_pools
 
 MIXTURE = 1000  # exercises and books repeat their order of kinds after this many
-LEAST_ANSWER = 64  # tokens that the chat template and an answer have at least, after a prompt
+LEAST_ANSWER = 64  # tokens that the chat template and an answer have at least, after a prompt; half are the answer's
 ANSWER = 512  # ... and after a prompt that does not fit into a segment
 
 
@@ -133,6 +133,11 @@ def check_lessons(options: LessonOptions, memory: Any, rows: int = 1) -> None:
                 f"--longest_context of at most {most}, so that questions fit the base's positions, too."
             )
     positions = memory.base.max_positions
+    if options.distill and positions - memory.segment_tokens < LEAST_ANSWER:
+        raise ValueError(
+            f"The teacher reads prompts of the base's {positions} positions less segment_tokens "
+            f"{memory.segment_tokens}, which leaves it nothing: choose smaller segments, or no --distill."
+        )
     if options.prompt_tokens + LEAST_ANSWER > positions:
         raise ValueError(
             f"prompt_tokens {options.prompt_tokens} leaves fewer than {LEAST_ANSWER} of {positions} positions "
@@ -197,6 +202,12 @@ class Lessons(DocumentRow):
         retriever = make_retriever("bm25", torch.device("cpu")) if name == "retrieval" else None
         own = Method("memory", "memory", None, None, shown=shown)
         self.maker = PromptMaker(own, form, tokenizer, templates, retriever)
+        most = room - self.maker.turn - LEAST_ANSWER // 2
+        if shown is not None and options.prompt_tokens > most:
+            raise ValueError(
+                f"The chat template takes {self.maker.turn} tokens, so that prompts of {options.prompt_tokens} leave too "
+                f"few of {room} for an answer: choose prompt_tokens of at most {most}."
+            )
         teacher = Method("truncation", "teacher", None, teacher_tokens, teacher_tokens)
         self.teacher = PromptMaker(teacher, form, tokenizer, templates)
 
@@ -219,7 +230,11 @@ class Lessons(DocumentRow):
         """Make the first exercise; raise ValueError if books are not long enough, or nothing is to be learned."""
         if self.options.books_share:
             self.books.check(segment_tokens)
-        self.pieces(next(index for index in range(MIXTURE) if self.book(index) is None))
+        first = self.pieces(next(index for index in range(MIXTURE) if self.book(index) is None))
+        if not any(piece.asked and bool(piece.learned.any()) for piece in first if piece.learned is not None):
+            raise ValueError(
+                f"Questions leave no room for their answers in {self.room} tokens: choose a larger segment_tokens."
+            )
 
     def book(self, index: int) -> int | None:
         """Return which of the books a place of the row holds; None for an exercise."""
@@ -244,7 +259,7 @@ class Lessons(DocumentRow):
         kind = Story if exercise.template in ANSWERS else Record
         record = kind(*asked, template=exercise.template, gold=question.gold)
         prompt = self.chosen_maker(exercise)(record)
-        answer = self.answer_ids(question.answer, record)[: self.room + 1 - len(prompt.asked)]
+        answer = self.answer_ids(question.answer, record)[: max(self.room + 1 - len(prompt.asked), 0)]
         ids = torch.tensor([*prompt.asked, *answer])
         piece = Piece(
             ids,
@@ -252,7 +267,7 @@ class Lessons(DocumentRow):
             asked=True,
             asking=prompt.asking + len(answer),
             gold=prompt.gold,
-            teacher=torch.tensor([*self.teacher(record).ids, *answer]),
+            teacher=torch.tensor([*self.teacher(record).ids, *answer]) if self.options.distill else None,
         )
         return prompt, piece
 

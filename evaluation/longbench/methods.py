@@ -33,6 +33,7 @@ from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.retrieval import Retriever, check_retriever, retrieved
 from cacheformers.evaluation.longbench.tasks import MAX_LENGTHS, Task
 from cacheformers.modeling.architectures import WholeConfig
+from cacheformers.modeling.method import retrieving_methods
 
 METHODS = ("truncation", "full", "retrieval", "position-interpolation", "memory")
 # What self-attention sees once the memory has read the context -> the method whose prompt that is.
@@ -278,6 +279,11 @@ def with_prompt(method: Method, options: AnsweringOptions, config: PretrainedCon
             f"memory_prompt {options.memory_prompt!r}: self-attention of this method sees more than the open segment, "
             "so a prompt has no window of its own. Leave it out."
         )
+    if options.memory_prompt in RECALLING and not config_options(config, memory).retrieves:
+        raise ValueError(
+            f"memory_prompt {options.memory_prompt!r}: this memory's method retrieves nothing, so it cannot recall "
+            f"passages. {retrieving_methods()} can."
+        )
     name = MEMORY_PROMPTS[options.memory_prompt]
     assert name is not None
     if name in ("retrieval", "hybrid"):
@@ -356,6 +362,11 @@ class PromptMaker:
         gold = [(start + first, start + last) for first, last in record.gold if known]
         return encode(prompt, self.tokenizer, self.method.remembers or self.options.memory_prompt != "question", gold)
 
+    @property
+    def turn(self) -> int:
+        """The tokens that a chat template puts around a prompt."""
+        return len(encode(in_chat(Prompt("-", 1), self.tokenizer), self.tokenizer).ids) if self.options.chat else 0
+
     def source(self, record: Record) -> str:
         """Return the text that is read for a record."""
         return self.after(record).context if self.method.content == "other" else record.context
@@ -401,12 +412,11 @@ def shuffled(prompt: Encoded, record: Record, segment_tokens: int) -> Encoded:
 
 def check_limit(maker: PromptMaker, tasks: list[Task]) -> None:
     """Raise ValueError if prompts that are always cut, and their answers, do not fit the model's positions."""
-    method, longest, turn = maker.method.shown or maker.method, max(task.new_tokens for task in tasks), 0
+    method, longest = maker.method.shown or maker.method, max(task.new_tokens for task in tasks)
     if not method.always_cuts:
         return
     assert method.max_length is not None and method.positions is not None
-    if maker.options.chat:
-        turn = len(encode(in_chat(Prompt("-", 1), maker.tokenizer), maker.tokenizer).ids)
+    turn = maker.turn
     if method.max_length + turn + longest > method.positions:
         raise ValueError(
             f"max_length {method.max_length:,}, {turn} tokens of chat template and answers of {longest} tokens exceed "

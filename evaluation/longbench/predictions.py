@@ -23,6 +23,7 @@ from cacheformers.training.settings import check_resumable
 
 SETTINGS = "settings.json"
 TIMES = "times.ndjson"  # the official scorer takes every file whose name ends in jsonl for a task
+OPTIONAL = {"cache_size"}  # settings that are recorded only where they are given
 PREDICTED: dict[str, Any] = {"_id": str, "pred": str}
 TIMED: dict[str, Any] = {"_id": str, "task": str, "seconds": (int, float), "peak_bytes": int}
 
@@ -53,7 +54,7 @@ class Predictions:
         if not file.exists():
             return
         saved = read_settings(file)
-        missing = [name for name in self.settings if name not in saved["settings"]]
+        missing = [name for name in self.settings if name not in {*saved["settings"], *OPTIONAL}]
         if missing:
             raise ValueError(
                 f"{file} is of an older version, which did not record {' and '.join(missing)}: the predictions beside "

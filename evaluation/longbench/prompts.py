@@ -85,7 +85,7 @@ def cut_middle(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_length: i
     if len(ids) <= max_length:
         return prompt
     half = max_length // 2
-    text = "".join(str(tokenizer.decode(part, skip_special_tokens=True)) for part in (ids[:half], ids[-half:]))
+    text = "".join(str(tokenizer.decode(part, skip_special_tokens=True)) for part in (ids[:half], ids[len(ids) - half :]))
     kept = os.path.commonprefix([text[::-1], prompt.text[prompt.question :][::-1]])
     return replace(prompt, text=text, question=len(text) - len(kept))
 
@@ -95,7 +95,7 @@ def cut_beginning(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_length
     ids = tokenizer(prompt.text, verbose=False).input_ids
     if len(ids) <= max_length:
         return prompt
-    text = str(tokenizer.decode(ids[-max_length:], skip_special_tokens=True))
+    text = str(tokenizer.decode(ids[len(ids) - max_length :], skip_special_tokens=True))
     return replace(prompt, text=text, question=max(0, len(text) - (len(prompt.text) - prompt.question)))
 
 

@@ -16,6 +16,7 @@ from recipe import make_text
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 import cacheformers
+from cacheformers.cli import ask
 from cacheformers.cli.ask import shown_text
 from cacheformers.cli.main import ELSEWHERE, dashed, main, make_parser
 from cacheformers.evaluation.longbench.retrieval import chunks
@@ -226,6 +227,8 @@ def test_refusals(folder, model, monkeypatch):
         "ask base why": "not a memory",
         "inspect nowhere": "not a memory",
         "ask book.memory --prompt cut": "--prompt shows text for one question",
+        "ask book.memory why --prompt cut --prompt-tokens 1": "--prompt-tokens must be at least 2, got 1",
+        "ask book.memory why --prompt cut --max-new-tokens 9999": "the base has 64: give a smaller --prompt-tokens",
         "ask windowed.memory why --explain": "this memory's method retrieves nothing",
         "serve other_adapter --memory book.memory": "another adapter",
         "serve adapter --memory base": "not a memory",
@@ -272,13 +275,14 @@ def test_read_again_and_overwrite(folder, model, monkeypatch, capsys):
 
 
 def test_what_a_prompt_shows_beside_the_question(folder, model, tokenizer, monkeypatch, capsys):
-    """Of two chunks, the memory recalls the second: it has forgotten the first."""
+    """Of four chunks, the memory recalls the last: it has forgotten the others."""
     pytest.importorskip("bm25s")
     monkeypatch.chdir(folder)
     main(["read", "book.txt", "-o", "book.memory", "--adapter", "adapter", "--cache-size", "12"])
-    first, second = chunks(make_text(WORDS), 100)
-    expected = {"tail": make_text(WORDS)[-len(second) :], "retrieved": first, "recalled": second, "question": ""}
-    expected["hybrid"] = first  # a tie of both
+    monkeypatch.setattr(ask, "CHUNK_WORDS", 30)
+    first, *_, last = chunks(make_text(WORDS), 30)
+    expected = {"tail": " ".join(make_text(WORDS).split()[-20:]), "retrieved": first, "recalled": last, "question": ""}
+    expected["hybrid"] = first
     question = " ".join(first.split()[:9])
     for prompt, text in expected.items():
         words = ["ask", "book.memory", question, "--prompt", prompt, "--prompt-tokens", "20", "--max-new-tokens", "3"]

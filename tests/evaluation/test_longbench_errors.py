@@ -110,11 +110,15 @@ def test_a_larger_memory_than_the_adapter_has(bench, remembering, config_factory
     eval_longbench.main([*given, f"--adapter={remembering}", "--cache_size=8192"])
     assert predictions(bench, "remembering-memory") == predictions(bench, "larger-memory")
     assert result(bench, "remembering-memory")["settings"]["cache_size"] == 8192
+    changed = error_of([*given, f"--adapter={remembering}", "--forget=true"])
+    assert "written with other settings: cache_size (8192 in the checkpoint, None here)" in changed
     eval_longbench.main([*given, f"--adapter={remembering}", "--forget=true", "--overwrite"])
     assert predictions(bench, "remembering-memory") != predictions(bench, "larger-memory")
     base = AutoModelForCausalLM.from_pretrained(bench / "base")
     get_peft_model(base, config_factory(method="infini_attention", segment_tokens=32)).save_pretrained(bench / "matrix")
     assert "memory of limited size" in error_of([*given, f"--adapter={bench / 'matrix'}", "--cache_size=8192"])
+    recalling = [*given, f"--adapter={bench / 'matrix'}", "--memory_prompt=recalled"]
+    assert "this memory's method retrieves nothing" in error_of(recalling)
 
 
 def test_a_folder_of_other_settings(bench, error_of):

@@ -324,6 +324,7 @@ def test_the_answers_beginning_is_the_models_turn_and_never_cut(make, byte_token
     for cut in (cut_middle, cut_beginning):
         shorter = cut(prompt, byte_tokenizer, 200)
         assert byte_tokenizer.decode(encode(shorter, byte_tokenizer).ids).endswith(f"text? {begun}")
+        assert cut(prompt, byte_tokenizer, 0).text == ""
     assert fill(templates[name], replace(samples[0], begun="")).begun == ""
 
 

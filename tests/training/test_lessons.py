@@ -185,7 +185,7 @@ def test_lanes_read_a_context_and_ask_about_it(pool, byte_tokenizer):
 
 
 def test_questions_are_asked_as_in_the_evaluation(pool, byte_tokenizer):
-    made = lessons(pool, byte_tokenizer, books_share=0.0)
+    made = lessons(pool, byte_tokenizer, books_share=0.0, distill=0.5)
     exercise = made.exercises.make(0)
     question = exercise.questions[0]
     form = exercise.template
@@ -399,6 +399,11 @@ def test_a_teacher_is_the_base_with_full_attention(make_model, make_base):
     places = torch.arange(56, 60)
     torch.testing.assert_close(taught(model, ids, places), logits)
     assert before == {name: parameter.requires_grad for name, parameter in model.named_parameters()} and frozen
+    opt = get_peft_model(make_base("opt", torch.float64), cacheformers.NeurocacheAdapterConfig(segment_tokens=16, r=4))
+    opt.base_model.model.model.decoder.layers[0].dropout = 0.5
+    opt.train()
+    assert torch.equal(taught(opt, ids, places), taught(opt, ids, places)) and opt.training
+    assert all(module.training for module in opt.modules())
 
     labels = torch.full((2, 9), IGNORED)
     labels[0, 3:7] = ids[-4:]
@@ -488,7 +493,7 @@ def test_lora_alone_learns_from_the_same_questions(pool, capsys):
     assert result["losses"][0] == pytest.approx(memory["losses"][0], rel=1e-3)  # gates are closed at first
 
 
-def test_what_cannot_be_learned_is_refused(pool, refused):
+def test_what_cannot_be_learned_is_refused(pool, byte_tokenizer, refused):
     for more, message in (
         ({"prompt_tokens": 1000}, "fewer than 64 of 1024 positions"),
         ({"prompt_tokens": 250, "lanes": 2}, "questions take segments of 762 tokens"),
@@ -498,8 +503,13 @@ def test_what_cannot_be_learned_is_refused(pool, refused):
         ({"distill": 2.0}, "distill must be between"),
         ({"chat": True}, "no chat template"),
         ({"questions_per_step": 2, "lanes": 2}, "2 lanes go through the model together"),
+        ({"distill": 0.5, "segment_tokens": 1000}, "leaves it nothing: choose smaller segments"),
+        ({"prompt": "question", "segment_tokens": 32}, "Questions leave no room for their answers in 32 tokens"),
     ):
         assert message in refused(train_adapt.main, given(pool, "bad", **more))
+    byte_tokenizer.chat_template = "{{ 'Be kind. ' * 12 }}{{ messages[0].content }}"
+    with pytest.raises(ValueError, match="chat template takes 109 tokens.*prompt_tokens of at most 115"):
+        lessons(pool, byte_tokenizer, chat=True)
     base = AutoModelForCausalLM.from_pretrained(pool / "base")
     gated = cacheformers.GatedAttentionAdapterConfig().resolve(base_shape(base.config))
     with pytest.raises(ValueError, match="sees all of a context"):
