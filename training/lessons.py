@@ -205,8 +205,8 @@ class Lessons(DocumentRow):
         most = room - self.maker.turn - LEAST_ANSWER // 2
         if shown is not None and options.prompt_tokens > most:
             raise ValueError(
-                f"The chat template takes {self.maker.turn} tokens, so that prompts of {options.prompt_tokens} leave too "
-                f"few of {room} for an answer: choose prompt_tokens of at most {most}."
+                f"The chat template takes {self.maker.turn} tokens, so that prompts of {options.prompt_tokens} leave "
+                f"too few of {room} for an answer: choose prompt_tokens of at most {most}."
             )
         teacher = Method("truncation", "teacher", None, teacher_tokens, teacher_tokens)
         self.teacher = PromptMaker(teacher, form, tokenizer, templates)

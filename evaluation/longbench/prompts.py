@@ -85,7 +85,8 @@ def cut_middle(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_length: i
     if len(ids) <= max_length:
         return prompt
     half = max_length // 2
-    text = "".join(str(tokenizer.decode(part, skip_special_tokens=True)) for part in (ids[:half], ids[len(ids) - half :]))
+    ends = ids[:half], ids[len(ids) - half :]
+    text = "".join(str(tokenizer.decode(part, skip_special_tokens=True)) for part in ends)
     kept = os.path.commonprefix([text[::-1], prompt.text[prompt.question :][::-1]])
     return replace(prompt, text=text, question=len(text) - len(kept))
 

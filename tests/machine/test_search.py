@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheformers.modeling.search import ExactSearch, FaissExact, FaissIndex, get_search, recall
+from cacheformers.modeling.search import ExactSearch, FaissExact, FaissIndex, faiss_search, get_search, recall
 from cacheformers.modeling.search import exact as exact_search
-from cacheformers.modeling.search import faiss_search
 from cacheformers.modeling.search.base import between
 from cacheformers.modeling.search.store import Entries, Ring, packed, unpacked
 
