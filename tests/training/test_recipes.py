@@ -42,8 +42,7 @@ ESTIMATED = {
     "smollm2_books": ("smollm2-135m", 1, 2),
     "smollm2_facts": ("smollm2-135m", 1, 3),
 }
-# Whose estimate takes minutes.
-OTHER_METHODS = {"smollm2_cacheformer": "cacheformer_on_base", "smollm2_retrieval": "cacheformer_on_base"}
+OTHER_METHODS = {"smollm2_cacheformer": "cacheformer_on_base"}  # whose estimate takes minutes
 
 
 def read(recipe, *more):
