@@ -105,6 +105,14 @@ def rotation(decoder: nn.Module) -> Rotate | None:
     return rotate
 
 
+def turned_back(states: Tensor, inverse: Rotation | None) -> Tensor:
+    """Rotate states back to position 0, and keep the factor by which the model scales its rotation."""
+    if inverse is None:
+        return states
+    exact = states.to(torch.promote_types(states.dtype, torch.float32))
+    return inverse.unscaled.turn(exact).to(states.dtype)
+
+
 def check_rotation(model: nn.Module, options: Any) -> None:
     """Check, where keys are moved, that `rotation` turns the keys of every layer as the base model itself does.
 
@@ -118,7 +126,7 @@ def check_rotation(model: nn.Module, options: Any) -> None:
     if getattr(options, "local_window", None) == "sliding":
         moving, remedy = "local_window='sliding'", "local_window='segment'"
     elif getattr(options, "far_distance", 0) or getattr(options, "packed", False):
-        name = "packed" if options.packed else "far_distance"
+        name = "far_distance" if options.far_distance else "packed"
         moving, remedy = f"{name}={getattr(options, name)}", f"{name}={type(getattr(options, name))()}"
         rope: Any = getattr(find_decoder(model).config, "rope_parameters", None) or {}
         kind = rope.get("rope_type")

@@ -41,7 +41,7 @@ from cacheformers.modeling.method import (
     chosen_layers,
     setting,
 )
-from cacheformers.modeling.rotary import Rotation
+from cacheformers.modeling.rotary import turned_back
 
 
 @dataclass(repr=False)  # transformers prints a configuration
@@ -247,14 +247,6 @@ def attend_inputs(
         inputs.scaling,
     )
     return attend(options, layer, parts, projected, inputs.call)
-
-
-def turned_back(keys: Tensor, inverse: Rotation | None) -> Tensor:
-    """Rotate keys back to position 0, and keep the factor by which the model scales its rotation."""
-    if inverse is None:
-        return keys
-    exact = keys.to(torch.promote_types(keys.dtype, torch.float32))
-    return inverse.unscaled.turn(exact).to(keys.dtype)
 
 
 @dataclass

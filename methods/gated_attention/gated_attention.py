@@ -8,10 +8,14 @@ The report's softmax over one logit is 1 for every token, and the sign of its sp
 the sigmoid and the plus here (`sparsity_sign="paper"` is for study). A gate below `threshold` reads nothing far, in
 prefill and in decoding. All keys and values stay, since a later token may open its gate, except in heads that
 `far_heads` fixes for good (as DuoAttention does, Xiao et al. 2024, arXiv 2410.10819).
+
+With `far_distance` D, P_all takes the tokens before the last w as if they all stood D tokens before the query (as
+ReRoPE does, Su 2023, https://kexue.fm/archives/9708): a query turned to position D sees keys before rotation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,9 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions
-from cacheformers.methods.gated_attention.state import GatedReading
+from cacheformers.methods.gated_attention.state import GatedReading, KeyValues
 from cacheformers.modeling.attention import AttentionInputs, project
 from cacheformers.modeling.method import first_numbers
+from cacheformers.modeling.rotary import turned_back
 
 STRETCH = (-0.1, 1.1)  # hard-concrete gates (Louizos et al. 2018, arXiv 1712.01312) are stretched to this, then clipped
 
@@ -115,18 +120,47 @@ def attend(options: GatedAttentionOptions, layer: int, parts: GatedParts, inputs
     logits = parts.logits(inputs.hidden)
     make_gates = gates_for_training if inputs.module.training else gates_for_inference
     reading.gates[layer] = torch.sigmoid(logits)
-    held = reading.append("far", layer, inputs.new_key, inputs.new_value)
     gates = make_gates(options, logits)
-    output = reading.attention(inputs.query, held, gates, options.window_tokens, inputs.scaling, call)
-    return output.transpose(1, 2)
+    return attend_heads(options, layer, inputs, inputs.query, slice(None), gates).transpose(1, 2)
+
+
+def attend_heads(
+    options: GatedAttentionOptions,
+    layer: int,
+    inputs: AttentionInputs,
+    queries: Tensor,
+    heads: slice | Tensor,
+    gates: Tensor,
+    name: str = "far",
+) -> Tensor:
+    """Append the new columns of some kv heads, and compute the attention of their queries, `[rows, heads, time, d]`.
+
+    Args:
+        name: "near" for heads that see their window alone, whatever the gates.
+    """
+    reading: GatedReading = inputs.call.reading
+    far: tuple[Tensor, KeyValues] | None = None
+    keys, values = inputs.new_key[:, heads], inputs.new_value[:, heads]
+    if options.far_distance and name == "far":
+        flat = reading.append("far", layer, turned_back(keys, inputs.inverse), values)
+        far, name = (turned_to(options.far_distance, layer, inputs, queries), flat), "window"
+    held = reading.append(name, layer, keys, values)
+    return reading.attention(queries, held, gates, options.window_tokens, inputs.scaling, inputs.call, far)
+
+
+def turned_to(position: int, layer: int, inputs: AttentionInputs, queries: Tensor) -> Tensor:
+    """Turn queries `[rows, heads, time, d]` from their positions to the same one."""
+    exact = queries.to(torch.promote_types(queries.dtype, torch.float32))
+    rotate = inputs.call.rotate
+    assert rotate is not None
+    return rotate(turned_back(exact, inputs.inverse), torch.tensor([[position]]), layer).to(queries.dtype)
 
 
 def attend_fixed(
     options: GatedAttentionOptions, layer: int, far_heads: tuple[int, ...], inputs: AttentionInputs
 ) -> Tensor:
     """Compute attention of a layer whose heads are fixed, `[rows, heads, time, d]`."""
-    reading: GatedReading = inputs.call.reading
-    kv_heads, window, queries = options.base.kv_heads, options.window_tokens, inputs.query
+    kv_heads, queries = options.base.kv_heads, inputs.query
     near_heads = tuple(head for head in range(kv_heads) if head not in far_heads)
     by_group = queries.unflatten(1, (kv_heads, -1))
     mixed = torch.empty_like(by_group)
@@ -134,10 +168,9 @@ def attend_fixed(
         if not heads:
             continue
         index = torch.tensor(heads, device=queries.device)
-        held = reading.append(name, layer, inputs.new_key[:, index], inputs.new_value[:, index])
         gates = queries.new_full((len(queries), len(heads), queries.shape[2]), float(name == "far"))
         asked = by_group[:, index].flatten(1, 2)
-        found = reading.attention(asked, held, gates, window, inputs.scaling, inputs.call)
+        found = attend_heads(options, layer, inputs, asked, index, gates, name)
         mixed = mixed.index_copy(1, index, found.unflatten(1, (len(heads), -1)))
     return mixed.flatten(1, 2)
 
@@ -155,10 +188,23 @@ class NaiveAttention(NamedTuple):
     lse_all: Tensor
 
 
-def naive(queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, window: int, scaling: float) -> NaiveAttention:
+def naive(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    gates: Tensor,
+    window: int,
+    scaling: float,
+    far_distance: int = 0,
+    rotate: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> NaiveAttention:
     """Specify gated attention: one document, token by token, in the plainest way.
 
     Shapes: queries, keys and values `[(kv_)heads, time, d]`; gates `[channels, time]`.
+
+    Args:
+        far_distance: 0 for true distances.
+        rotate: turns `[tokens, d]` by `[tokens]` positions; queries and keys are then before rotation.
     """
     heads, time, _ = queries.shape
     found: list[list[tuple[Tensor, ...]]] = []
@@ -166,8 +212,14 @@ def naive(queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, window: 
         kv_head, gate = head // (heads // len(keys)), gates[head // (heads // len(gates))]
         found.append([])
         for t in range(time):
-            scores = keys[kv_head, : t + 1] @ queries[head, t] * scaling
             first = max(t - window + 1, 0)
+            asked = queries[head, t].expand(t + 1, -1)
+            if rotate is not None:
+                distances = t - torch.arange(t + 1)
+                if far_distance:
+                    distances[:first] = far_distance
+                asked = rotate(asked, distances)
+            scores = (asked * keys[kv_head, : t + 1]).sum(-1) * scaling
             everything = torch.softmax(scores, 0)
             near = F.pad(torch.softmax(scores[first:], 0), (first, 0))
             shares = (1 - gate[t]) * near + gate[t] * everything

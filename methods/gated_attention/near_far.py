@@ -9,6 +9,8 @@ Each part is a softmax with its log-sum-exp, by which parts are merged. No n x n
 
 Queries `[rows, heads, time, d]` are of the last tokens, keys and values `[rows, kv_heads, total, d]` of all tokens.
 Gates `[rows, 1 or kv_heads or heads, time]` are shares of global attention. A window includes the token itself.
+
+With `far_distance` tokens see what is far by queries and keys of its own; the others are then needed of windows alone.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from cacheformers.modeling.attention import by_head, by_kv_head
 
@@ -38,14 +41,22 @@ class Part(NamedTuple):
         return torch.lerp(self.output, other.output, weight)
 
 
+class Operands(NamedTuple):
+    """Queries of the last tokens, and keys and values of all tokens."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+
 def softmax_part(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, bias: Tensor | None) -> Part:
-    """Compute one softmax without a gradient: fused on the CPU, elsewhere from the scores of a tile.
+    """Compute one softmax: without a gradient on the CPU fused, otherwise from the scores of a tile.
 
     Args:
         bias: 0 for keys that a query sees, at least one each, and -inf for the others, `[queries, keys]`.
     """
     exact = torch.promote_types(queries.dtype, torch.float32)
-    if queries.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
+    if queries.device.type == "cpu" and keys.shape[-1] == values.shape[-1] and not torch.is_grad_enabled():
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries, keys, values, attn_mask=bias, scale=scaling
         )
@@ -91,34 +102,48 @@ class Bands:
         return self.made[shape]
 
 
-def one_pass(queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, window: int, scaling: float) -> Tensor:
+def one_pass(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    gates: Tensor,
+    window: int,
+    scaling: float,
+    far: Operands | None = None,
+) -> Tensor:
     """Mix local and global attention by gates, without a gradient, `[rows, heads, time, d]`.
 
     Where a gate is 0 nothing far is read.
+
+    Args:
+        far: by which tokens see what is far; by default queries, keys and values. With it, keys and values may begin
+            with the first query's window.
     """
-    total, heads = keys.shape[2], queries.shape[1]
-    first = total - queries.shape[2]
+    far = Operands(queries, keys, values) if far is None else far
+    total, heads = far.keys.shape[2], queries.shape[1]
+    first, gone = total - queries.shape[2], total - keys.shape[2]
     bands = Bands(window, queries)
     output = queries.new_empty(*queries.shape[:3], values.shape[-1])
     for start, end in tiles(first, total, window):
-        asked, from_near = queries[:, :, start - first : end - first], max(start - window + 1, 0)
+        now, from_near = slice(start - first, end - first), max(start - window + 1, 0)
+        band = slice(from_near - gone, end - gone)
         bias = bands.bias(start, end, from_near)
-        near = attention(asked, keys[:, :, from_near:end], values[:, :, from_near:end], scaling, bias)
-        mixed = output[:, :, start - first : end - first]
+        near = attention(queries[:, :, now], keys[:, :, band], values[:, :, band], scaling, bias)
+        mixed = output[:, :, now]
         mixed.copy_(near.output)
         if start < window:
             continue
-        gate = gates[:, :, start - first : end - first]
+        gate, asked = gates[:, :, now], far.queries[:, :, now]
         for rows, channels, chosen in open_queries(gate > 0):
             mine = slice(channels.start * heads // gate.shape[1], channels.stop * heads // gate.shape[1])
             here = slice(None) if len(chosen) == end - start else chosen
-            far = far_part(
-                asked[rows, mine, here], keys[rows], values[rows], mine, heads, start, window, chosen, scaling
+            rest = far_part(
+                asked[rows, mine, here], far.keys[rows], far.values[rows], mine, heads, start, window, chosen, scaling
             )
             alone = Part(near.output[rows, mine, here], near.lse[rows, mine, here])
-            share = gate[rows, channels, here].to(far.lse.dtype)
-            share = share.repeat_interleave(far.lse.shape[1] // share.shape[1], 1)
-            mixed[rows, mine, here] = alone.joined(far, share).to(output.dtype)
+            share = gate[rows, channels, here].to(rest.lse.dtype)
+            share = share.repeat_interleave(rest.lse.shape[1] // share.shape[1], 1)
+            mixed[rows, mine, here] = alone.joined(rest, share).to(output.dtype)
     return output
 
 
@@ -205,3 +230,49 @@ def windowed(queries: Tensor, keys: Tensor, values: Tensor, window: int | None, 
             )
         )
     return torch.cat(outputs, 2)
+
+
+def tile_by_tile(
+    queries: Tensor, keys: Tensor, values: Tensor, gates: Tensor, window: int, scaling: float, far: Operands
+) -> Tensor:
+    """Compute `one_pass` with `far` and with gradients; the scores of a tile are computed again for them."""
+    total = far.keys.shape[2]
+    first, gone = total - queries.shape[2], total - keys.shape[2]
+    bands, outputs = Bands(window, queries), []
+    shares = gates.repeat_interleave(queries.shape[1] // gates.shape[1], 1)
+    for start, end in tiles(first, total, window):
+        now, from_near = slice(start - first, end - first), max(start - window + 1, 0)
+        band, rest = slice(from_near - gone, end - gone), None
+        near = Operands(queries[:, :, now], keys[:, :, band], values[:, :, band])
+        if start >= window:
+            before = slice(0, end - window)
+            rest = Operands(far.queries[:, :, now], far.keys[:, :, before], far.values[:, :, before])
+        output = checkpoint(
+            mixed_tile,
+            near,
+            bands.bias(start, end, from_near),
+            rest,
+            shares[:, :, now],
+            scaling,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        outputs.append(output.to(queries.dtype))
+    return torch.cat(outputs, 2)
+
+
+def mixed_tile(near: Operands, bias: Tensor | None, far: Operands | None, share: Tensor, scaling: float) -> Tensor:
+    """Mix what a tile's queries see near and far, `[rows, heads, queries, d]`, in float32 or better.
+
+    Args:
+        bias: of near keys, see `softmax_part`.
+        far: the last query sees all of its keys, and each query before it one key less; None for nothing far.
+        share: of global attention, `[rows, heads, queries]`.
+    """
+    part = attention(*near, scaling, bias)
+    if far is None:
+        return part.output
+    time, count = far.queries.shape[2], far.keys.shape[2]
+    place = torch.arange(count, device=share.device)
+    seen = place <= place[count - time :, None]
+    return part.joined(attention(*far, scaling, bias_of(seen, far.queries)), share)

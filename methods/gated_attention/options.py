@@ -21,6 +21,11 @@ class GatedAttentionSettings(MethodSettings):
     """Fields of `GatedAttentionAdapterConfig` and `GatedAttentionConfig`. Layers count from 0."""
 
     window_tokens: int = setting(512, "Tokens that a closed gate sees (w), including the token itself.")
+    far_distance: int = setting(
+        0,
+        "Tokens beyond the window are read as if they all stood this many tokens before the query, so that a base "
+        "reads texts beyond its positions. 0: at their true distance.",
+    )
     layers: list[int] | None = setting(None, "Layers with gates. Default: all.")
     gate_hidden: int | None = setting(None, "Width of the gate's hidden layer. Default: a linear gate.", free=True)
     gate_per: str = setting("layer", "One gate a 'layer', 'head' or 'kv_head'.", free=True)
@@ -71,7 +76,7 @@ class GatedAttentionOptions(GatedAttentionSettings, MethodOptions):
         check_at_least(1, self, "window_tokens", "segment_tokens")
         if self.gate_hidden is not None and self.gate_hidden < 1:
             raise ValueError(f"gate_hidden must be at least 1, got {self.gate_hidden}: leave it out for a linear gate.")
-        check_at_least(0, self, "sparsity_weight", "mean_weight")
+        check_at_least(0, self, "sparsity_weight", "mean_weight", "far_distance")
         check_choices(
             self,
             gate_per=("layer", "head", "kv_head"),
@@ -82,6 +87,8 @@ class GatedAttentionOptions(GatedAttentionSettings, MethodOptions):
             raise ValueError(f"gate_temperature must be positive, got {self.gate_temperature}.")
         if not 0 <= self.threshold <= 0.5:
             raise ValueError(f"threshold must be between 0 and 0.5, got {self.threshold}.")
+        if self.far_distance:
+            self.check_far_distance()
         check_scores(self.base.model_type)
         if self.base.sliding_window is not None:
             raise ValueError(
@@ -94,6 +101,26 @@ class GatedAttentionOptions(GatedAttentionSettings, MethodOptions):
                     f"far_heads names layer {layer} with kv heads {list(kv_heads)}: the method's layers are "
                     f"{list(self.layers)}, and this base model has {self.base.kv_heads} kv heads."
                 )
+
+    def check_far_distance(self) -> None:
+        """Raise ValueError unless far tokens can be moved, and stay beyond the window and in known positions."""
+        if not self.base.rotary:
+            raise ValueError(
+                f"far_distance moves keys to other positions, which {self.base.model_type} cannot do (its positions "
+                "are learned embeddings): leave it out."
+            )
+        most = self.base.max_positions - 1
+        if not self.window_tokens <= self.far_distance <= most:
+            raise ValueError(
+                f"far_distance {self.far_distance} must be at least window_tokens {self.window_tokens}, and fit the "
+                f"base's {self.base.max_positions} positions: at most {most}."
+            )
+
+    @property
+    def positions(self) -> int:
+        """Positions that the base model must have."""
+        bounded = self.far_distance and len(self.layers) == self.base.layers  # the other layers see everything
+        return self.far_distance + 1 if bounded else EVERYTHING
 
     @property
     def near_tokens(self) -> int:

@@ -11,13 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cacheformers.methods.gated_attention.near_far import one_pass, two_passes
+from cacheformers.methods.gated_attention.near_far import Operands, one_pass, tile_by_tile, two_passes
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.memory import MemoryState, SegmentCall, joined, keep_columns, part
 from cacheformers.modeling.search.store import stacked
 
 LEAST_ROOM = 64  # columns
+# Kinds of keys and values. "far": of everything, with `far_distance` before rotation. Of windows alone: "near" of heads
+# that see no more, "window" of the others with `far_distance`.
+KINDS = ("far", "near", "window")
 
 
 @dataclass
@@ -142,7 +145,7 @@ class GatedReading:
     """Data that one forward reads and leaves behind.
 
     Attributes:
-        held: keys and values before this forward by kind and layer; "far" keeps everything, "near" the window.
+        held: keys and values before this forward by kind (`KINDS`) and layer.
         new: the same after this forward.
         gates: sigmoid of each layer's logits, `[rows, channels, time]`.
         counted: which new columns are tokens with something beyond their window, `[rows, time]`. Losses and statistics
@@ -166,27 +169,45 @@ class GatedReading:
         return held
 
     def attention(
-        self, queries: Tensor, held: KeyValues, gates: Tensor, window: int, scaling: float, call: SegmentCall
+        self,
+        queries: Tensor,
+        held: KeyValues,
+        gates: Tensor,
+        window: int,
+        scaling: float,
+        call: SegmentCall,
+        far: tuple[Tensor, KeyValues] | None = None,
     ) -> Tensor:
-        """Compute P V, row by row where rows hold different tokens, `[rows, heads, time, d]`."""
+        """Compute P V, row by row where rows hold different tokens, `[rows, heads, time, d]`.
 
-        def mixed(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-            if torch.is_grad_enabled():
-                return two_passes(q, k, v, g, window, scaling)
-            return one_pass(q, k, v, g, window, scaling)
+        Args:
+            held: of everything; of the window alone where there is nothing far, or `far` is given.
+            far: queries, and keys and values of everything, by which tokens see what is far.
+        """
+
+        def mixed(q: Tensor, k: Tensor, v: Tensor, g: Tensor, f: Operands | None) -> Tensor:
+            if not torch.is_grad_enabled():
+                return one_pass(q, k, v, g, window, scaling, f)
+            return (
+                two_passes(q, k, v, g, window, scaling) if f is None else tile_by_tile(q, k, v, g, window, scaling, f)
+            )
 
         if not call.padded:
-            return mixed(queries, held.keys, held.values, gates)
+            beyond = None if far is None else Operands(far[0], far[1].keys, far[1].values)
+            return mixed(queries, held.keys, held.values, gates, beyond)
         rows = []
         for row in range(len(queries)):
             new = call.real[row].nonzero()[:, 0].to(queries.device)
             output = torch.zeros_like(queries[row : row + 1])
             if len(new):
+                mine, beyond = slice(row, row + 1), None
                 seen = span(call.visible[row, held.dropped :].nonzero()[:, 0].to(queries.device))
-                mine = slice(row, row + 1)
-                found = mixed(
-                    queries[mine, :, new], held.keys[mine, :, seen], held.values[mine, :, seen], gates[mine, :, new]
-                )
+                if far is not None:
+                    everything = span(call.visible[row].nonzero()[:, 0].to(queries.device))
+                    keys, values = far[1].keys[mine, :, everything], far[1].values[mine, :, everything]
+                    beyond = Operands(far[0][mine, :, new], keys, values)
+                keys, values = held.keys[mine, :, seen], held.values[mine, :, seen]
+                found = mixed(queries[mine, :, new], keys, values, gates[mine, :, new], beyond)
                 output = output.index_copy(2, new, found)
             rows.append(output)
         return torch.cat(rows)
@@ -235,7 +256,7 @@ class GatedState(MemoryState):
     def end(self, reading: GatedReading) -> None:
         self.held = {**self.held, **reading.new}
         assert reading.visible is not None and reading.counted is not None
-        near = {key: held for key, held in self.held.items() if key[0] == "near"}
+        near = {key: held for key, held in self.held.items() if key[0] != "far"}
         needed = first_needed(reading.visible, self.options.window_tokens) if near else 0
         for key, held in near.items():
             if needed - held.dropped > self.options.window_tokens:
@@ -294,7 +315,7 @@ class GatedState(MemoryState):
         self.devices = dict.fromkeys(self.devices, torch.device(device))
 
     def state_dict(self) -> dict[str, Tensor]:
-        parts: dict[str, dict[str, Tensor]] = {"far": {}, "near": {}}
+        parts: dict[str, dict[str, Tensor]] = {name: {} for name in KINDS}
         for (name, layer), held in self.held.items():
             parts[name][f"{layer}.keys"], parts[name][f"{layer}.values"] = held.keys.clone(), held.values.clone()
             parts[name][f"{layer}.dropped"] = torch.tensor(held.dropped)
@@ -302,7 +323,7 @@ class GatedState(MemoryState):
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         self.held = {}
-        for name in ("far", "near"):
+        for name in KINDS:
             saved = part(tensors, name)
             for layer in sorted({int(key.partition(".")[0]) for key in saved}):
                 keys, values = (saved[f"{layer}.{side}"].to(self.devices[layer]) for side in ("keys", "values"))
