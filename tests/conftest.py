@@ -111,12 +111,16 @@ WHOLE = {
     "transformer_ls": {"overlap": False, "cache": False},
     "cacheformer_int8": {"cache_tokens": 16, "cache_int8": True, "sink": True, "tied": False},
 }
-# CacheFormer's cache with nothing to train, read within a base's positions: with partial rotary (phi), too.
+# What reads texts of any length within a base's positions: CacheFormer's cache with nothing to train, and gated
+# attention; with partial rotary (phi), too.
 RETRIEVAL = {"method": "cacheformer_on_base", "long": False, "overlap": False, "selection": "prefix"}
-UNTRAINED = [
+GATED = {"method": "gated_attention", "window_tokens": 6, "far_distance": 9}
+WITHIN_POSITIONS = [
     pytest.param("llama_gqa", {**RETRIEVAL, "representatives": "mean", "far_distance": 8}, id="llama_gqa mean not far"),
     pytest.param("phi", {**RETRIEVAL, "representatives": "tokens", "far_distance": 8}, id="phi tokens not far"),
     pytest.param("qwen3", {**RETRIEVAL, "representatives": "bounds", "packed": True}, id="qwen3 bounds packed"),
+    pytest.param("llama_gqa", {**GATED, "threshold": 0.3}, id="llama_gqa gates not far"),
+    pytest.param("phi", {**GATED, "far_heads": {0: [1], 2: [0, 1]}}, id="phi gates not far"),
 ]
 
 

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 import torch
-from conftest import OTHERS, UNTRAINED, WHOLE, every_method
+from conftest import OTHERS, WHOLE, WITHIN_POSITIONS, every_method
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memories import assert_equal
@@ -57,7 +57,7 @@ OPTIONS = (
     ("name", "options"),
     [
         *every_method(["llama_gqa", "opt"]),
-        *UNTRAINED,
+        *WITHIN_POSITIONS,
         *(pytest.param(name, {}, id=name) for name in WHOLE),
         *(pytest.param("llama_gqa", {"dtype": torch.float32, **options}, id=str(options)) for options in OPTIONS),
     ],

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import METHODS, OWN_WINDOW, UNTRAINED, other_cases
+from conftest import METHODS, OWN_WINDOW, WITHIN_POSITIONS, other_cases
 from transformers import DynamicCache, StaticCache
 
 import cacheformers
@@ -39,8 +39,8 @@ def test_greedy_equals_one_pass(make_model, ids, base, method, window):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("base", "options"), UNTRAINED)
-def test_greedy_equals_one_pass_where_nothing_is_trained(make_model, ids, base, options):
+@pytest.mark.parametrize(("base", "options"), WITHIN_POSITIONS)
+def test_greedy_equals_one_pass_within_positions(make_model, ids, base, options):
     model = make_model(base, **options)
     answered = generate(model, ids[:, :45])
     assert torch.equal(model(answered[:, :-1]).logits[:, 44:].argmax(-1), answered[:, 45:])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import ENLARGED, SPECIAL, UNTRAINED, WHOLE, every_method
+from conftest import ENLARGED, SPECIAL, WHOLE, WITHIN_POSITIONS, every_method
 
 import cacheformers
 from cacheformers.modeling import reading
@@ -23,7 +23,7 @@ VARIANTS = {
 LENGTHS = [21, 48, 5, 37, 48]  # two end with a segment
 CASES = [
     *every_method(["llama_gqa", "mistral", "opt"]),
-    *UNTRAINED,
+    *WITHIN_POSITIONS,
     *(pytest.param(base, {}, id=base) for base in ("gemma3", "phi3", "gpt_oss") if base in SPECIAL),
     *(pytest.param("llama_gqa", options, id=f"llama_gqa {name}") for name, options in VARIANTS.items()),
     *(pytest.param(name, {}, id=name) for name in WHOLE),

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import ENLARGED, METHODS, ONE_LINE, OWN_WINDOW, SPECIAL, UNTRAINED, every_method, other_cases
+from conftest import ENLARGED, METHODS, ONE_LINE, OWN_WINDOW, SPECIAL, WITHIN_POSITIONS, every_method, other_cases
 from memories import chunked
 from peft import get_peft_model
 from torch.nn.functional import cross_entropy
@@ -64,7 +64,7 @@ def rows_of_windows(bases):
         cases.append(pytest.param(base, {"method": method, **window}, id=f"{base} {method}"))
     for name, options in (("associative", ASSOCIATIVE), ("learned first", LEARNED)):
         cases.append(pytest.param("mistral", {**options, **SLIDING}, id=f"mistral {name} sliding"))
-    return cases + MEMORY_TOKENS + UNTRAINED
+    return cases + MEMORY_TOKENS + WITHIN_POSITIONS
 
 
 def difference(left, right):
@@ -270,7 +270,7 @@ def test_two_memories_on_one_model_in_turn(make_model, ids, base, options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("base", "options"), [*every_method(SOME), FIXED_HEADS, *MEMORY_TOKENS, *UNTRAINED])
+@pytest.mark.parametrize(("base", "options"), [*every_method(SOME), FIXED_HEADS, *MEMORY_TOKENS, *WITHIN_POSITIONS])
 def test_clone_select_expand_reset(make_model, ids, base, options):
     model = make_model(base, **options)
     whole = model(ids).logits
@@ -323,7 +323,7 @@ def test_bounded(make_model, base, options):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("base", "options"), [*every_method(["llama_gqa"], ["llama_gqa"]), FIXED_HEADS, *MEMORY_TOKENS, *UNTRAINED]
+    ("base", "options"), [*every_method(["llama_gqa"], ["llama_gqa"]), FIXED_HEADS, *MEMORY_TOKENS, *WITHIN_POSITIONS]
 )
 def test_a_saved_state_goes_on(make_model, ids, base, options):
     window = {"local_window": "sliding", "window_tokens": 10, "sink_tokens": 3}
