@@ -271,7 +271,7 @@ def mixed_tile(near: Operands, bias: Tensor | None, far: Operands | None, share:
     """
     part = attention(*near, scaling, bias)
     if far is None:
-        return part.output
+        return part.joined(part, share)  # so that gates have a gradient, of 0, in every forward
     time, count = far.queries.shape[2], far.keys.shape[2]
     place = torch.arange(count, device=share.device)
     seen = place <= place[count - time :, None]
