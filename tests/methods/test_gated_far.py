@@ -334,6 +334,28 @@ def test_memories_join_and_go_on(make_model, ids):
         assert torch.allclose(logits[row : row + 1], expected, atol=1e-9)
 
 
+@torch.no_grad()
+def test_beams(make_model, ids):
+    """Each of them has a window and a past of its own: read again at once, it is as likely."""
+    model = make_model("llama_gqa", **GATED)
+    found = model.generate(
+        ids[:, :45],
+        attention_mask=torch.ones_like(ids[:, :45]),
+        max_new_tokens=24,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        num_beams=3,
+        num_return_sequences=3,
+        output_scores=True,
+        return_dict_in_generate=True,
+        length_penalty=0.0,
+    )
+    logits = torch.log_softmax(model(found.sequences).logits[:, 44:-1], -1)
+    scores = logits.gather(2, found.sequences[:, 45:, None])[..., 0].sum(1)
+    assert torch.allclose(scores.double(), found.sequences_scores.double(), atol=1e-4)
+
+
 def test_rotations_that_cannot_be_turned(make_model):
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     with pytest.raises(ValueError, match=r"far_distance=9 reads .*rotation \(dynamic\) changes .*use far_distance=0"):
