@@ -62,7 +62,8 @@ register(
         limits=(
             "All keys and values are kept, so memory grows with the text. Closed gates only save reading them; with "
             "the default threshold of 0 they save nothing.",
-            "A text can be no longer than the base model's positions, unless far_distance is set and all layers have gates.",
+            "A text can be no longer than the base model's positions, unless far_distance is set and all layers have "
+            "gates.",
         ),
         choose_when="the text fits the base's positions, and you want fewer reads of far tokens",
         grows="all keys and values; reads of closed tokens do not",
