@@ -133,8 +133,10 @@ def draw_gates(given: argparse.Namespace, model: nn.Module, options: GatedAttent
     if given.save is not None and given.save.exists():
         raise ValueError(f"{given.save} exists already: choose another folder to write.")
     most = options.base.max_positions
-    if given.tokens is not None and not 0 < given.tokens <= most:
-        raise ValueError(f"--tokens must be from 1 to {most}, the base model's positions, got {given.tokens}.")
+    if given.tokens is not None and given.tokens < 1:
+        raise ValueError(f"--tokens must be at least 1, got {given.tokens}.")
+    if given.tokens is not None and options.positions > most and given.tokens > most:
+        raise ValueError(f"--tokens must be at most {most}, the base model's positions, got {given.tokens}.")
     tokenizer = own_tokenizer(given.model)
     texts = [read_text(model, options, tokenizer, path, given.tokens or most) for path in given.text]
     counted = {layer: torch.cat([text.gates[layer][:, text.counted] for text in texts], 1) for layer in texts[0].gates}

@@ -125,14 +125,16 @@ def check_lessons(options: LessonOptions, memory: Any, rows: int = 1) -> None:
     for name in ("books_share", "unanswerable"):
         if not 0 <= getattr(options, name) < 1:
             raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(options, name)}.")
-    if memory.window.unbounded:
-        most = memory.base.max_positions - memory.segment_tokens
-        if options.prompt != "question" or options.longest_context > most:
-            raise ValueError(
-                "Self-attention of this method sees all of a context: ask with --prompt question, and choose a "
-                f"--longest_context of at most {most}, so that questions fit the base's positions, too."
-            )
     positions = memory.base.max_positions
+    if memory.window.unbounded:
+        most = positions - memory.segment_tokens
+        if options.prompt != "question":
+            raise ValueError("Self-attention of this method sees all of a context: ask with --prompt question.")
+        if memory.positions > positions and options.longest_context > most:
+            raise ValueError(
+                "Self-attention of this method sees all of a context, so that questions must fit the base's "
+                f"{positions} positions, too: choose a --longest_context of at most {most}."
+            )
     if options.distill and positions - memory.segment_tokens < LEAST_ANSWER:
         raise ValueError(
             f"The teacher reads prompts of the base's {positions} positions less segment_tokens "

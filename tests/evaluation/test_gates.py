@@ -89,6 +89,15 @@ def test_gates_of_a_text(save, gate_per):
     torch.testing.assert_close(torch.tensor(titles), means, atol=1e-3, rtol=0)
 
 
+def test_gates_beyond_the_positions(save):
+    """With `far_distance` a text may be longer than the base's 64 positions."""
+    pytest.importorskip("matplotlib")
+    adapter = save("gated_attention", far_distance=20)
+    out = draw(adapter, "--text", str(adapter.parent / "text.txt"), "--tokens=70")
+    (read,) = json.loads((out / "gates.json").read_text())["texts"]
+    assert len(read["counted"]) == 70
+
+
 @pytest.mark.parametrize("kind", ["adapter", "model"])
 def test_fixed_heads_drop_what_is_far(save, kind):
     """The saved model loads, sees what the means say, and holds less after a text longer than many windows."""
@@ -135,7 +144,8 @@ def test_fixed_heads_drop_what_is_far(save, kind):
         ("gated_attention", [], "Gates depend on the text: give --text FILE"),
         ("gated_attention", ["--text={folder}/missing.txt"], "missing.txt"),
         ("gated_attention", ["--text={folder}/text.txt", "--tokens=6"], "all within the window of 6"),
-        ("gated_attention", ["--text={folder}/text.txt", "--tokens=65"], "--tokens must be from 1 to 64"),
+        ("gated_attention", ["--text={folder}/text.txt", "--tokens=65"], "--tokens must be at most 64"),
+        ("gated_attention", ["--text={folder}/text.txt", "--tokens=0"], "--tokens must be at least 1"),
         ("gated_attention", ["--text={folder}/text.txt", "--fix-heads=0.5"], "--fix-heads and --save go together"),
         ("gated_attention", ["--text={folder}/text.txt", "--fix-heads=1", "--save={folder}/base"], "exists already"),
     ],

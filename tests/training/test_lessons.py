@@ -512,8 +512,12 @@ def test_what_cannot_be_learned_is_refused(pool, byte_tokenizer, refused):
         lessons(pool, byte_tokenizer, chat=True)
     base = AutoModelForCausalLM.from_pretrained(pool / "base")
     gated = cacheformers.GatedAttentionAdapterConfig().resolve(base_shape(base.config))
-    with pytest.raises(ValueError, match="sees all of a context"):
+    with pytest.raises(ValueError, match="at most"):
         check_lessons(LessonOptions(questions=["pool"], prompt="question"), gated)
+    far = cacheformers.GatedAttentionAdapterConfig(far_distance=512).resolve(base_shape(base.config))
+    check_lessons(LessonOptions(questions=["pool"], prompt="question"), far)
+    with pytest.raises(ValueError, match="ask with --prompt question"):
+        check_lessons(LessonOptions(questions=["pool"]), far)
     (pool / "pool" / "wiki_qa.jsonl").write_text('{"task": "other", "context": "a", "questions": []}\n')
     assert "has no task of" in refused(train_adapt.main, given(pool, "bad"))
     assert cacheformers.NeurocacheAdapterConfig().retrieval_weight == 0
