@@ -14,6 +14,7 @@ import contextlib
 import math
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -62,9 +63,9 @@ def main(arguments: list[str] | None = None) -> None:
             return
         plan = make_plan(options)
         model = load_model(plan)
+        run = make_run(plan, model)
     except (OSError, ValueError, ImportError, CheckpointError) as error:
         parser.error(str(error))
-    run = make_run(plan, model)
     failure = ""
     try:
         train(plan, run)
@@ -119,6 +120,8 @@ def make_run(plan: Plan, model: Trained) -> TrainingRun:
         teacher_tokens=subject.memory.base.max_positions if plan.options.lessons.distill_all else 0,
         questions=plan.options.lessons.questions_per_step,
     )
+    if plan.options.lessons.questions is not None:
+        check_questions(groups)
     run = TrainingRun(
         accelerator, wrapped, model, optimizer, groups, plan.checkpoints, plan.settings, options.steps, History()
     )
@@ -129,6 +132,16 @@ def make_run(plan: Plan, model: Trained) -> TrainingRun:
         accelerator.print(f"Going on from {plan.resumed}")
     accelerator.init_trackers("cacheformers", config={name: str(value) for name, value in plan.settings.items()})
     return run
+
+
+def check_questions(groups: Sequence[Group]) -> None:
+    """Raise ValueError where a question would stay in the memory: asked in one lane while another one reads."""
+    memory = groups[0].memory
+    if memory is not None and memory.batch_size > 1 and not memory.state.can_crop:
+        raise ValueError(
+            f"This method cannot forget the question of one lane while others read, and {memory.batch_size} lanes go "
+            "through the model together: choose lanes = processes x accumulation."
+        )
 
 
 def share_of_data(plan: Plan) -> str:

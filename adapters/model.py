@@ -71,9 +71,14 @@ class MemoryTuner(LoraModel):
         check_offloading(model, options.layers)
         check_rotation(model, options)
         method = method_named(config.peft_type)
+        implementation = model.config._attn_implementation  # type: ignore[union-attr]  # as above
         if method.attend is not None:
             route_attention(model)  # type: ignore[arg-type]  # as above
-        super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
+        try:
+            super().inject_adapter(model, adapter_name, autocast_adapter_dtype, low_cpu_mem_usage, state_dict)
+        except Exception:  # nothing has been put in (target_modules that name none, for one)
+            model.set_attn_implementation(implementation)  # type: ignore[operator]  # as above
+            raise
         # PeftModel does this, but transformers' loading does not, and both must compute the same.
         self._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
         decoder: Any = find_decoder(model)
@@ -141,6 +146,9 @@ class MemoryTuner(LoraModel):
         )
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(CANNOT_MERGE)
+
+    def unmerge_adapter(self) -> None:
         raise ValueError(CANNOT_MERGE)
 
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Any:

@@ -161,7 +161,6 @@ class DeltaState(ColumnState):
         cache_size: int | None,
     ) -> None:
         super().__init__("log_alpha", "beta")
-        self.stays_empty = cache_size == 0
         shape = (rows, options.base.kv_heads, options.base.head_dim, options.base.head_dim)
         dtype = torch.promote_types(dtype, torch.float32)
         self.held = {layer: torch.zeros(shape, dtype=dtype, device=devices[layer]) for layer in options.layers}
@@ -179,7 +178,7 @@ class DeltaState(ColumnState):
         self.gates = dict(reading.new["gates"])
 
     def commit(self, row: int, columns: Tensor) -> None:
-        if self.stays_empty:
+        if self.off:
             return
         for layer, old in self.held.items():
             chosen = columns.to(old.device)
@@ -195,7 +194,7 @@ class DeltaState(ColumnState):
             self.change(Tensor.detach)
 
     def kept(self, row: int, closed: int) -> int:
-        return 0 if self.stays_empty else closed
+        return 0 if self.off else closed
 
     def reset(self, rows: Sequence[int]) -> None:
         for layer, held in self.held.items():

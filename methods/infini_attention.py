@@ -160,14 +160,14 @@ class InfiniState(ColumnState):
         cache_size: int | None,
     ) -> None:
         super().__init__()
-        self.rule, self.truncated, self.stays_empty = options.rule, options.truncated, cache_size == 0
+        self.rule, self.truncated = options.rule, options.truncated
         self.held = {layer: empty_memory(rows, options.base, dtype, devices[layer]) for layer in options.layers}
 
     def begin(self) -> Reading:
         return Reading(dict(self.held))
 
     def commit(self, row: int, columns: Tensor) -> None:
-        if self.stays_empty:
+        if self.off:
             return
         for layer, held in self.held.items():
             index = torch.tensor([row], device=held.norm.device)
@@ -184,7 +184,7 @@ class InfiniState(ColumnState):
             self.change(Tensor.detach)
 
     def kept(self, row: int, closed: int) -> int:
-        return 0 if self.stays_empty else closed
+        return 0 if self.off else closed
 
     def reset(self, rows: Sequence[int]) -> None:
         for layer, held in self.held.items():

@@ -131,6 +131,11 @@ def attention(
         return compute()
     if memory.method.attend is None:  # beside attention; another model with the same configuration object routed this
         return compute()
+    if kwargs.get("dropout") and module.layer_idx in call.memory.state.own_layers:
+        raise ValueError(
+            f"{memory.method.title} drops no attention weights, but the base has attention_dropout "
+            f"{kwargs['dropout']}: load it with attention_dropout=0 to train."
+        )
     hidden, inverse = call.scratch.pop(f"inputs {module.layer_idx}")
     inputs = AttentionInputs(module, query, key, value, call, compute, kwargs["scaling"], hidden, inverse)
     return memory.method.attend(memory.options, memory.layer, memory.active_parts, inputs), None

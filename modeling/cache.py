@@ -46,9 +46,9 @@ class LocalCache(Cache):
         if layer_idx in self.elsewhere:
             return key_states, value_states
         if self.columns:
-            past_keys, past_values = self.past[layer_idx]
-            key_states = torch.cat([past_keys, key_states], dim=-2)
-            value_states = torch.cat([past_values, value_states], dim=-2)
+            keys, values = self.past[layer_idx]  # perhaps read in another precision, and loaded
+            key_states = torch.cat([keys.to(key_states.dtype), key_states], dim=-2)
+            value_states = torch.cat([values.to(value_states.dtype), value_states], dim=-2)
         if self.stage:
             self.staged[layer_idx] = (key_states, value_states)
         return key_states, value_states
@@ -63,6 +63,7 @@ class LocalCache(Cache):
         return -1
 
 
+CANNOT_FORGET = "This method cannot forget tokens. To go back, clone() the memory before they are read."
 Rotate = Callable[[Tensor, Tensor, int], Tensor]  # keys, positions, layer
 
 
@@ -198,7 +199,7 @@ class MemoryCache(DocumentsCache):
         if removed == 0:
             return
         if not self.state.can_crop:
-            raise ValueError("This method cannot forget tokens. To go back, clone() the memory before they are read.")
+            raise ValueError(CANNOT_FORGET)
         if self.columns and not (self.local or self.state.own_layers or self.state.forward_is_segment):
             raise ValueError("A training step does not keep the keys of a full segment, so it cannot be cropped.")
         held = min(self.columns, self.visible)
@@ -207,9 +208,8 @@ class MemoryCache(DocumentsCache):
                 f"Cannot forget the last {removed} tokens: some are in the memory already, or are padding. Only tokens "
                 "of the open segment can be removed. Assisted decoding needs more: generate without an assistant."
             )
-        left = torch.arange(self.columns - removed).expand(self.batch_size, -1)
+        self._keep_columns(torch.arange(self.columns - removed).expand(self.batch_size, -1))
         self.seen.remove_last(removed)
-        self._keep_columns(left)
         self.timeline.remove_last(removed)
         self.visible -= removed
 
@@ -388,7 +388,12 @@ class MemoryCache(DocumentsCache):
         """Forget the open segments of the given rows. They do not enter the memory, which stays as it is.
 
         So a second question can be asked after a first one that is not to be remembered.
+
+        Raises:
+            ValueError: a method that cannot remove any tokens has read some.
         """
+        if not self.state.can_crop and bool(self.timeline.open[list(rows)].any()):
+            raise ValueError(CANNOT_FORGET)
         for row in rows:
             self.timeline.drop(row)
         self._drop_columns()

@@ -90,6 +90,7 @@ class SegmentCall:
         ids: of the new columns, `[rows, time]`.
         earlier: hidden states of the pieces before this one; None if another piece follows.
         keep: how many of the last hidden states are wanted; None for all.
+        start: columns of the whole forward before this piece.
         returned: whether the caller gets the memory back (not with use_cache=False, unless it was passed in).
         reached: whether it came as far as an attention module, to which some bases pass no keywords on.
         memory_tokens: what the new columns are instead of text: memory tokens that are "read" by the next segment, as
@@ -110,6 +111,7 @@ class SegmentCall:
         self.rotate: Callable[[Tensor, Tensor, int], Tensor] | None = None
         self.earlier: list[Tensor] | None = None
         self.keep: int | None = None
+        self.start = 0
         self.returned = True
         self.reached = False
         self.forgets = False
@@ -157,6 +159,7 @@ class MemoryState(ABC):
         retrieved_tokens: consecutive tokens that are looked up together; `retrieved` returns the first of them.
         memory_tokens: memory tokens that run through all layers behind a segment when it closes, and leave behind what
             `commit` stores; 0 for none. Such a state holds no columns of open segments.
+        off: it was made with cache_size 0, and remembers nothing.
     """
 
     forward_is_segment = False
@@ -164,6 +167,7 @@ class MemoryState(ABC):
     retrieves = False
     retrieved_tokens = 1
     memory_tokens = 0
+    off = False
     own_layers: frozenset[int] = frozenset()
     loss: Tensor | None = None
     gold: Gold | None = None

@@ -299,7 +299,9 @@ class MethodOptions:
             raise ValueError(
                 f"{self.method.title} stores no entries to count: leave cache_size out, or give 0 for no memory."
             )
-        return self.method.new_state(self, rows, devices, dtype, keep_values, cache_size)
+        state = self.method.new_state(self, rows, devices, dtype, keep_values, cache_size)
+        state.off = cache_size == 0
+        return state
 
 
 @dataclass(kw_only=True)

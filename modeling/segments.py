@@ -162,6 +162,11 @@ def before_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
             f"hidden_states and attentions are not available for inputs longer than a segment ({len(pieces)} pieces "
             "here): pass at most segment_tokens tokens at a time."
         )
+    if lowest.method.attend is not None and wanted(decoder, kwargs, "output_attentions"):
+        raise ValueError(
+            f"{lowest.method.title} computes attention without a matrix of weights: leave output_attentions out, or "
+            "ask the base alone (model.disable_adapter())."
+        )
     earlier: list[Tensor] = []
     for start, end in pieces[:-1]:
         output = decoder(**begin_piece(decoder, memory, kwargs, real, start, end))
@@ -185,6 +190,7 @@ def begin_piece(
     begin_segments(decoder, memory, real[:, start:end])
     ids = kwargs["input_ids"][:, start:end]
     call = memory.begin(real[:, start:end], ids)
+    call.start = start
     return {**kwargs, "input_ids": ids, **piece_arguments(decoder, call, ids.device)}
 
 

@@ -245,13 +245,16 @@ class Group:
         self.asked.state.gold = batch.gold
 
     def ask(self, questions: int, tokens: int) -> None:
-        """Make room for questions of up to so many tokens, each of several in a row of the memory, which stays."""
+        """Make room for questions of up to so many tokens, each of several in a row of the memory, which stays.
+
+        A memory that could not forget the question again is asked in a copy.
+        """
         memory = self.memory
         if memory is None:
             return
         if tokens > memory.window.segment_tokens and not memory.window.unbounded:
             self.asked = memory.with_window(tokens)
-        elif questions > memory.batch_size:
+        elif questions > memory.batch_size or not memory.state.can_crop:
             self.asked = memory.clone()
         if questions > memory.batch_size:
             assert self.asked is not None

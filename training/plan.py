@@ -18,6 +18,7 @@ from cacheformers.evaluation.held_out import HeldOut, held_out
 from cacheformers.evaluation.model import EvalOptions, check_evaluation
 from cacheformers.hub.card import is_local
 from cacheformers.hub.push import check_repo, create_repo
+from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.training.adapter import Adaptation, adapter_config
 from cacheformers.training.checkpoints import Checkpoints
 from cacheformers.training.estimate import Estimate, Work, estimate
@@ -114,6 +115,8 @@ def make_plan(options: Options) -> Plan:
     distills = options.lessons.distill > 0
     check_division(accelerator.num_processes, train, run.sharding, options.model.quantize, tokens, distills)
     tokenizer = subject.tokenizer(accelerator)
+    if subject.remembers:
+        refuse_looking_ahead(subject.memory)
     check_lengths(options.data, subject.memory)
     documents = train_documents(options, tokenizer, subject.memory, accelerator.num_processes)
     documents.check(subject.memory.segment_tokens)

@@ -212,8 +212,15 @@ def saved_as(model: Trained) -> tuple[str, str]:
 
 
 def trained_state(model: Trained) -> dict[str, Tensor]:
-    """Return everything trained, by name, on the first process at least. Every process must call this."""
-    trained = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    """Return everything trained, by name, on the first process at least. Every process must call this.
+
+    Parts of a memory that `freeze_idle_gates` left out are there, too: who loads the file expects them.
+    """
+    trained = {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad or ".memory." in name
+    }
     if not any(isinstance(parameter, DTensor) for parameter in trained.values()):
         return trained  # a module of bitsandbytes may lack an attribute that its state dict names, so ask for none
     state = get_model_state_dict(model, options=WHOLE)

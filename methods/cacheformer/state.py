@@ -24,6 +24,7 @@ from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.modeling.memory import joined, keep_columns, part
 from cacheformers.modeling.search.store import SCALE_BYTES, packed, stacked
 
+SIDES = ("keys", "values", "queries")  # of the last tokens, from which segments are compressed
 SEGMENTS = {"long_keys", "long_values", "overlap_keys", "overlap_values"}  # the stores whose vectors are of segments
 
 
@@ -258,14 +259,15 @@ class CacheFormerState:
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor by name."""
         shelves = {name: shelf.vectors for name, shelf in self.shelves.items()}
-        tail = dict(zip(("keys", "values", "queries"), self.tail, strict=False))
+        tail = dict(zip(SIDES, self.tail, strict=False))
         choices = {} if self.chooser is None else {"lists": self.chooser.lists, "evidence": self.chooser.evidence}
         return joined(shelves=shelves, tail=tail, chooser=choices)
 
     def replace(self, tensors: dict[str, Tensor], private: bool = False) -> None:
         """Replace the tensors of `tensors()`; `private` ones are not used elsewhere."""
         self.shelves = {name: Shelf(vectors, private) for name, vectors in part(tensors, "shelves").items()}
-        self.tail = list(part(tensors, "tail").values())
+        tail = part(tensors, "tail")
+        self.tail = [tail[name] for name in SIDES if name in tail]  # files sort their tensors by name
         if self.chooser is not None:
             self.chooser.lists, self.chooser.evidence = tensors["chooser.lists"], tensors["chooser.evidence"]
 

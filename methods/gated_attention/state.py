@@ -72,7 +72,9 @@ class KeyValues:
             return KeyValues.of(torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2), self.dropped)
         end = self.length + keys.shape[2]
         storage = self.storage
-        if storage.claimed != self.length or storage.keys.shape[2] < end or storage.keys.requires_grad:
+        own = storage.claimed == self.length and not storage.keys.requires_grad
+        own = own and storage.keys.is_inference() == torch.is_inference_mode_enabled()
+        if not own or storage.keys.shape[2] < end:
             room = end + max(end // 4, LEAST_ROOM)
             storage = Storage(grown(self.keys, room), grown(self.values, room), self.length)
         storage.keys[:, :, self.length : end] = keys
@@ -91,6 +93,8 @@ class KeyValues:
             if self.dropped and count < self.dropped + self.length:
                 raise ValueError("Tokens cannot be removed where heads with a window have forgotten what was before.")
             return KeyValues(self.storage, count - self.dropped, self.dropped)
+        if not self.length:  # all have been forgotten
+            return self.each(lambda tensor: tensor.new_zeros(*tensor.shape[:2], count, tensor.shape[3]), dropped=0)
         chosen = (columns - self.dropped).clamp(min=0)
         return self.each(lambda tensor: keep_columns(tensor, chosen, 2), dropped=0)
 
@@ -164,6 +168,8 @@ class GatedReading:
     def append(self, name: str, layer: int, keys: Tensor, values: Tensor) -> KeyValues:
         """Append new columns of a layer, and return all of its columns."""
         old = self.held.get((name, layer))
+        if old is not None and old.keys.dtype != keys.dtype:  # read in another precision, and loaded
+            old = old.each(lambda tensor: tensor.to(keys.dtype))
         held = KeyValues.of(keys, values) if old is None else old.appended(keys, values)
         self.new[name, layer] = held
         return held
@@ -244,14 +250,14 @@ class GatedState(MemoryState):
         keep_values: bool,
         cache_size: int | None,
     ) -> None:
-        self.options, self.devices, self.closed = options, devices, cache_size == 0
+        self.options, self.devices = options, devices
         self.own_layers = frozenset(options.layers)
         self.pieces: list[TokenGates] = []  # of the running forward
         self.last: TokenGates | None = None
         self.held: dict[tuple[str, int], KeyValues] = {}
 
     def begin(self) -> GatedReading:
-        return GatedReading(dict(self.held), closed=self.closed)
+        return GatedReading(dict(self.held), closed=self.off)
 
     def end(self, reading: GatedReading) -> None:
         self.held = {**self.held, **reading.new}

@@ -196,6 +196,7 @@ class NeurocacheState(RingState):
         }
         super().__init__(rings, ("hits", "queries"))
         self.stores, self.retrieval_weight = dict(options.retrieval_map), options.retrieval_weight
+        self.losses: list[Tensor] = []  # of the pieces of the running forward
 
     @property
     def hits(self) -> dict[int, Tensor]:
@@ -227,9 +228,15 @@ class NeurocacheState(RingState):
         return int(self.gold.asking.sum()) if self.gold is not None and self.retrieval_weight else 0
 
     def end(self, reading: NeurocacheReading) -> None:
-        losses = list(reading.losses.values())
-        self.loss = self.retrieval_weight * torch.stack(losses).mean() if losses else None
+        if reading.losses:
+            self.losses = [*self.losses, torch.stack(list(reading.losses.values())).mean()]
         super().end(reading)
+
+    def detach(self) -> None:
+        """Make `loss` that of the forward which ends here, of all its pieces."""
+        super().detach()
+        self.loss = self.retrieval_weight * torch.stack(self.losses).sum() if self.losses else None
+        self.losses = []
 
 
 def branch(
@@ -255,7 +262,7 @@ def branch(
             retrieve(options, layer, entries, hidden, call, training)
             if training and options.retrieval_weight and reading.gold is not None and torch.is_grad_enabled():
                 ring = reading.stores[retrieving[layer]]
-                reading.losses[layer] = retrieval_loss(options, ring, reading.encoder, hidden, reading.gold)
+                reading.losses[layer] = retrieval_loss(options, ring, reading.encoder, hidden, reading.gold, call.start)
         if layer in storing:
             ring = reading.stores[layer]
             reading.new["keys"][layer] = entries.to(ring.column_dtype)
@@ -327,7 +334,7 @@ def search_rows(options: NeurocacheOptions, ring: Ring, queries: Tensor, call: S
 
 
 def retrieval_loss(
-    options: NeurocacheOptions, ring: Ring, encoder: NeurocacheParts, hidden: Tensor, gold: Gold
+    options: NeurocacheOptions, ring: Ring, encoder: NeurocacheParts, hidden: Tensor, gold: Gold, start: int = 0
 ) -> Tensor:
     """How far the tokens that ask are from retrieving the passages that answer; its gradient reaches W_p and its norm.
 
@@ -336,9 +343,10 @@ def retrieval_loss(
 
     Args:
         hidden: x of the retrieval layer, `[rows, time, h]`.
+        start: columns of the forward before these.
 
     Returns:
-        The mean over the asking tokens of rows that hold their passage; 0 where there are none.
+        The sum over these asking tokens, of rows that hold their passage, over the number of all that `gold` names.
     """
     losses = [encoder.encode(hidden[:1, :1].detach()).sum() * 0]  # every process has the same graph
     for sharing in ring.sharing():
@@ -351,7 +359,7 @@ def retrieval_loss(
         slots = ring.slots(torch.arange(count).expand(ring.rows, 1, -1))[sharing[0], 0].to(ring.values.device)
         entries = encoder.encode(ring.values.flatten(0, 1)[slots].to(hidden.device, hidden.dtype))  # [m, d]
         for row, places in known.items():
-            asking = gold.asking[row, : hidden.shape[1]].to(hidden.device)
+            asking = gold.asking[row, start : start + hidden.shape[1]].to(hidden.device)
             if not asking.any() or not len(places):
                 continue
             queries = encoder.encode(hidden[row, asking].detach())  # [asking, d]
@@ -360,8 +368,7 @@ def retrieval_loss(
                 scores = scores - entries.square().sum(-1) / 2
             chances = torch.log_softmax(scores / (options.width * TEMPERATURE), -1)
             losses.append(-torch.logsumexp(chances[:, places.to(chances.device)], -1))
-    found = torch.cat([loss.reshape(-1) for loss in losses])
-    return found.sum() / max(len(found) - 1, 1)
+    return torch.stack([loss.sum() for loss in losses]).sum() / gold.asking.sum().clamp(min=1).to(hidden.device)
 
 
 class ContextSources(NamedTuple):

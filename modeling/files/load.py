@@ -91,6 +91,7 @@ def assemble(
 def fill(memory: MemoryCache, index: Index, shards: Shards, device: torch.device | str) -> None:
     """Put the contents of a folder into an empty memory."""
     tensors = shards.all(index.tail)
+    tensors.pop("off", None)
     for layer, store in index.stores.items():
         capacity = tensors.pop(f"capacity.{layer}", None)  # earlier releases wrote it into the index alone
         if capacity is not None and int(capacity) != store.capacity:
@@ -119,7 +120,8 @@ def empty_memory(folder: Path, index: Index, options: Any, decoder: Any) -> Memo
         else layer_devices(decoder, options.layers)
     )
     keep_values = any(store.value_width is not None for store in index.stores.values())
-    capacity = next((store.capacity for store in index.stores.values()), None)
+    off = 0 if "off" in index.files[index.tail].tensors else None
+    capacity = next((store.capacity for store in index.stores.values()), off)
     state = options.new_state(len(index.rows), devices, torch.float32, keep_values, capacity)
     if state.rings.keys() != index.stores.keys():
         raise MemoryFileError(f"{folder} is damaged: its options ask for other stores than it holds.")

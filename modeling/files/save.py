@@ -124,6 +124,8 @@ def write(memory: Any, folder: Path, save: str, before: Index | None, int8: bool
         files[new] = write_file(folder / new, fresh)
     rest = {name: tensor for name, tensor in memory.state_dict().items() if not name.startswith("state.rings.")}
     rest |= {f"capacity.{layer}": torch.tensor(ring.capacity) for layer, ring in memory.state.rings.items()}
+    if memory.state.off:  # stores say so by having no places, but not every method has stores
+        rest["off"] = torch.tensor(True)
     files[tail] = write_file(folder / tail, rest)
     used = {tail, *(piece.file for row in rows for pieces in row.streams.values() for piece in pieces)}
     stores = {layer: Store.of(ring) for layer, ring in memory.state.rings.items()}

@@ -212,6 +212,8 @@ def test_what_cannot_work_says_why(make_base, make_model, config_factory, ids):
         model(ids)
     with pytest.raises(ValueError, match="cannot be merged"):
         model.merge_adapter()
+    with pytest.raises(ValueError, match="cannot be merged"):
+        model.unmerge_adapter()
     model.set_adapter("default")
     with pytest.raises(ValueError, match="cannot mix memories"):
         model(ids, adapter_names=["default", "second"])

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 import torch
-from conftest import OTHERS, WHOLE, WITHIN_POSITIONS, every_method
+from conftest import METHODS, OTHERS, RETRIEVAL, WHOLE, WITHIN_POSITIONS, every_method
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memories import assert_equal
@@ -305,6 +305,51 @@ def test_the_precision_of_the_base_may_differ(make_model, ids, tmp_path, name):
     loaded = cacheformers.load_memory(tmp_path / "m", model)
     assert {tensor.dtype for tensor in loaded.state.state_dict().values()} <= {torch.float32, torch.int64, torch.int8}
     assert bool(torch.isfinite(logits(model, loaded, ids)).all())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*({"method": method} for method in METHODS), {"local_window": "sliding", "window_tokens": 12, "sink_tokens": 3}],
+    ids=str,
+)
+@pytest.mark.parametrize("read_in", [torch.float32, torch.bfloat16], ids=str)
+def test_what_self_attention_sees_may_be_of_another_precision(make_model, ids, tmp_path, options, read_in):
+    """An open segment and a local window that were read in float32 go on in bfloat16, and the other way round."""
+    (asked_in,) = {torch.float32, torch.bfloat16} - {read_in}
+    model = make_model("llama_gqa", asked_in, **options)
+    for flush in (False, True):
+        memory = read(make_model("llama_gqa", read_in, **options), ids[:, :40], flush=flush)
+        memory.save(tmp_path / str(flush))
+        loaded = cacheformers.load_memory(tmp_path / str(flush), model)
+        expected = logits(model, read(model, ids[:, :40], flush=flush), ids)
+        assert (logits(model, loaded, ids) - expected).norm() < 0.2 * expected.norm()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "options", [*({"method": method} for method in METHODS), {**RETRIEVAL, "representatives": "tokens"}], ids=str
+)
+def test_tensors_may_come_in_any_order(make_model, ids, options):
+    """safetensors sorts them by name, and checkpoints of training are such files."""
+    model = make_model("llama_gqa", **options)
+    memory, twin = (cacheformers.new_memory(model, 2) for _ in range(2))
+    model(ids[:, :42], past_key_values=memory)
+    saved = memory.state_dict()
+    twin.load_state_dict(dict(sorted(saved.items())), "cpu")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in twin.state_dict().items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", METHODS)
+def test_a_memory_that_is_off_stays_off(make_model, ids, tmp_path, method):
+    model = make_model("llama_gqa", method=method)
+    memory = cacheformers.new_memory(model, 2, cache_size=0)
+    model(ids[:, :40], past_key_values=memory)
+    memory.save(tmp_path / "m")
+    loaded = cacheformers.load_memory(tmp_path / "m", model)
+    for each in (memory, loaded):
+        model(ids[:, 40:80], past_key_values=each)
+    torch.testing.assert_close(logits(model, loaded, ids), logits(model, memory, ids), rtol=0, atol=0)
 
 
 def test_folders_of_something_else(make_model, ids, tmp_path):

@@ -5,7 +5,7 @@ import torch
 from peft import get_peft_model
 
 import cacheformers
-from cacheformers.modeling.architectures import base_shape
+from cacheformers.modeling.architectures import attention_modules, base_shape, find_decoder, unwrap
 from cacheformers.modeling.method import METHODS, LocalWindowSettings
 
 INFINI, GATED, FORMER = ({"method": name} for name in ("infini_attention", "gated_attention", "cacheformer_on_base"))
@@ -143,6 +143,30 @@ def test_hidden_states_by_the_configuration(make_model, ids):
     model.config.output_hidden_states = True
     with pytest.raises(ValueError, match="longer than a segment"):
         model(ids)
+
+
+@pytest.mark.parametrize("method", ["cacheformer_on_base", "gated_attention", "infini_attention"])
+def test_what_attention_with_a_memory_cannot_do(make_model, make_base, ids, method):
+    """It has no matrix of weights, and where it replaces the base's it drops none."""
+    model = make_model("llama_gqa", method=method)
+    with pytest.raises(ValueError, match="without a matrix of weights"):
+        model(ids[:, :9], output_attentions=True)
+    for layer in attention_modules(find_decoder(unwrap(model))):
+        layer.attention_dropout = 0.5
+    model.train()
+    if method == "infini_attention":
+        assert not torch.equal(model(ids[:, :9]).logits, model(ids[:, :9]).logits)
+        return
+    with pytest.raises(ValueError, match="load it with attention_dropout=0 to train"):
+        model(ids[:, :9])
+
+
+def test_an_adapter_that_fails_leaves_the_base_as_it_was(make_base):
+    base = make_base("llama_gqa")
+    config = cacheformers.GatedAttentionAdapterConfig(target_modules=["nope"])
+    with pytest.raises(ValueError, match="nope"):
+        get_peft_model(base, config)
+    assert base.config._attn_implementation == "sdpa"
 
 
 def test_memories_of_other_models_and_batches(make_model, make_base, ids):

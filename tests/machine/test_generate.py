@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import METHODS, OWN_WINDOW, WITHIN_POSITIONS, other_cases
+from conftest import GATED, METHODS, OWN_WINDOW, WITHIN_POSITIONS, other_cases
 from transformers import DynamicCache, StaticCache
 
 import cacheformers
@@ -250,6 +250,29 @@ def test_going_on_with_all_ids(make_model, ids, tmp_path, method):
     memory = model(ids[:, :18]).past_key_values
     beams = generate(model, ids[:, :30], num_beams=2, past_key_values=memory)
     assert torch.equal(beams, generate(model, ids[:, :30], num_beams=2))
+
+
+@pytest.mark.parametrize(
+    "options", [*({"method": method} for method in METHODS), {**GATED, "window_tokens": 1}], ids=str
+)
+def test_what_inference_mode_read_goes_on_without_it(make_model, ids, options):
+    model = make_model("llama_gqa", **options)
+    with torch.inference_mode():
+        memory = cacheformers.read(model, ids[:, :40], progress=False)
+    expected = cacheformers.read(model, ids[:, :40], progress=False)
+    assert torch.equal(*(generate(model, ids[:, 40:45], past_key_values=given) for given in (memory, expected)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [GATED, {"method": "gated_attention", "window_tokens": 6, "far_heads": {0: [1]}}])
+def test_a_refused_crop_changes_nothing(make_model, ids, options):
+    model = make_model("llama_gqa", **options)
+    memory = cacheformers.read(model, ids[:, :42], progress=False)
+    model(ids[:, 42:50], past_key_values=memory)
+    expected = generate(model, ids[:, 42:51], past_key_values=memory.clone())
+    with pytest.raises(ValueError, match="cannot be removed"):
+        memory.crop(-4)
+    assert torch.equal(generate(model, ids[:, 42:51], past_key_values=memory), expected)
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from gated_cases import (
 )
 from torch.utils.checkpoint import checkpoint
 
+import cacheformers
 from cacheformers.methods.gated_attention.gated_attention import (
     GatedParts,
     fix_heads,
@@ -122,6 +123,17 @@ def test_closed_gates_forget_what_is_far():
     expected = specified(*inputs[:3], torch.zeros(2, 1, 40, dtype=torch.float64))
     assert close(output, expected.transpose(1, 2))
     assert memory.state.held["near", 0].keys.shape[2] <= 7 + 2 * WINDOW and not mean_gates(memory)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{"far_heads": {0: [1], 2: []}}, {"far_distance": 5}], ids=str)
+def test_a_window_of_one_token_keeps_nothing_and_can_be_joined(make_model, ids, options):
+    model = make_model("llama_gqa", method="gated_attention", window_tokens=1, segment_tokens=16, **options)
+    memory, other = (cacheformers.read(model, part, progress=False) for part in (ids[:, :20], ids[:, 20:50]))
+    separate = [model(ids[:, 60:], past_key_values=given.clone()).logits for given in (memory, other)]
+    memory.join([other])
+    together = model(ids[:, 60:].repeat(2, 1), past_key_values=memory).logits
+    assert close(together, torch.cat(separate))
 
 
 # Gates and losses

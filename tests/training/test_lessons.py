@@ -327,6 +327,59 @@ def test_questions_side_by_side_are_questions_one_after_another(pool, byte_token
     assert moved > 4
 
 
+def test_lanes_that_ask_beside_lanes_that_read(pool, byte_tokenizer):
+    """The memory's own loss is the same one lane at a time, and in one batch of several pieces."""
+    options = {"questions_per_context": 1, "books_share": 0.0, "questions": [str(pool / "pool" / "facts.jsonl")]}
+    made = lessons(pool, byte_tokenizer, segment=SEGMENT, prompt_tokens=150, **options)
+    base = AutoModelForCausalLM.from_pretrained(pool / "base", dtype=torch.float64)
+    settings = {"segment_tokens": SEGMENT, "cache_size": 2000, "topk": 4, "retrieval_weight": 0.5, "gate": "none"}
+    config = cacheformers.NeurocacheAdapterConfig(retrieval_map={1: 1}, r=4, **settings)
+    model = get_peft_model(base, config, autocast_adapter_dtype=False).train()
+    sums = []
+    for divided in (1, 2):
+        groups = make_groups(model, made, 2, 2 * SEGMENT, 0, remembers=True, groups=divided)
+        sums.append([])
+        for _ in range(10):
+            batches = [group.lanes.step() for group in groups]
+            own = 0.0
+            for group, batch in zip(groups, batches, strict=True):
+                group.begin(model, batch)
+                train_adapt.read_segment(model, group, batch, torch.device("cpu"))
+                own += float(group.own_loss()) * group.own_targets(batch)
+            sums[-1].append((own, sum(batch.targets for batch in batches)))
+    assert sum(own > 0 for own, _ in sums[0]) > 2
+    assert sums[0] == [pytest.approx(pair, rel=1e-9) for pair in sums[1]]
+
+
+def test_a_method_that_cannot_forget_is_asked_in_a_copy(pool, byte_tokenizer, refused):
+    """CacheFormer's second question knows nothing of the first one; two lanes that would mix are refused."""
+    options = {"questions_per_context": 2, "books_share": 0.0, "questions": [str(pool / "pool" / "facts.jsonl")]}
+    made = lessons(pool, byte_tokenizer, prompt="question", **options)
+    base = AutoModelForCausalLM.from_pretrained(pool / "base", dtype=torch.float64)
+    config = cacheformers.CacheFormerAdapterConfig(window_tokens=32, pool_tokens=8, topk=2, segment_tokens=64, r=4)
+    model = get_peft_model(base, config, autocast_adapter_dtype=False).train()
+    one, other = asked(model, made, 1), asked(model, made, 2)
+    assert (one[3], other[3]) == ([1, 1], [2])
+    torch.testing.assert_close(one[0], other[0], rtol=1e-9, atol=1e-9)
+
+    memory = cacheformers.new_memory(model.eval(), 1)
+    with torch.no_grad():
+        model(made.pieces(0)[0].tokens[None, :40], past_key_values=memory)
+    with pytest.raises(ValueError, match="cannot forget tokens"):
+        memory.drop([0])
+    given = [f"--{name}={value}" for name, value in TAUGHT.items()]
+    given += [f"--base={pool / 'base'}", f"--train={pool / 'train.jsonl'}", f"--output={pool / 'bad'}", "--lanes=2"]
+    given += [
+        "--questions",
+        str(pool / "pool"),
+        "--method=cacheformer_on_base",
+        "--prompt=question",
+        "--max_tokens=1024",
+    ]
+    said = refused(train_adapt.main, [*given, "--segment_tokens=256", "--window_tokens=32", "--pool_tokens=8"])
+    assert "cannot forget the question of one lane" in said
+
+
 def test_a_question_longer_than_a_segment_is_read_at_once(pool, byte_tokenizer):
     """With closed gates its loss is the base's on the prompt alone."""
     options = {"questions_per_context": 1, "books_share": 0.0, "questions": [str(pool / "pool" / "facts.jsonl")]}
@@ -352,6 +405,9 @@ def test_the_number_of_chunks_is_drawn_for_each_context(pool, byte_tokenizer):
     assert counts[:5] == [made.chosen_maker(exercise).options.chunks for exercise in exercises[:5]]
     shown = {byte_tokenizer.decode(made.pieces(index)[1].tokens).count("\n\n") for index in range(20)}
     assert len(shown) > 3, "prompts have more or fewer chunks"
+
+
+PARTS = (slice(0, 2), slice(2, 5))  # as a batch is read where segments close
 
 
 def test_retrieval_loss_is_its_definition(make_model):
@@ -380,8 +436,10 @@ def test_retrieval_loss_is_its_definition(make_model):
         ]
         chances = torch.softmax(torch.stack(scores), 0)
         losses.append(-torch.log(chances[2:5].sum()))
-    expected = torch.stack(losses).mean()
+    expected = torch.stack(losses).sum() / 5  # over all that ask, so that batches add up however they are divided
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    pieces = [retrieval_loss(options, ring, encoder, hidden[:, part], gold, part.start) for part in PARTS]
+    torch.testing.assert_close(sum(pieces), expected, rtol=1e-9, atol=1e-9)
     trained = [encoder.down.weight, encoder.norm.weight, encoder.norm.bias]
     for one, other in zip(torch.autograd.grad(found, trained), torch.autograd.grad(expected, trained), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)

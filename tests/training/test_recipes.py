@@ -42,7 +42,7 @@ ESTIMATED = {
     "smollm2_books": ("smollm2-135m", 1, 2),
     "smollm2_facts": ("smollm2-135m", 1, 3),
 }
-OTHER_METHODS = {"smollm2_cacheformer": "cacheformer_on_base"}  # whose estimate takes minutes
+OTHER_METHODS = dict.fromkeys(("smollm2_cacheformer", "smollm2_retrieval"), "cacheformer_on_base")  # slow estimates
 
 
 def read(recipe, *more):

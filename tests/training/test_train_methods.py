@@ -113,10 +113,18 @@ def test_a_run(folder, method):
 
 
 @pytest.mark.parametrize(
-    "method", ["infini_attention", "gated_deltanet", "recurrent_memory", "gated_attention", "cacheformer_on_base"]
+    ("method", "more"),
+    [
+        ("infini_attention", ()),
+        ("gated_deltanet", ()),
+        ("recurrent_memory", ()),
+        ("gated_attention", ()),
+        ("gated_attention", ("--far_heads", "1:1")),
+        ("cacheformer_on_base", ()),
+    ],
 )
-def test_a_stopped_run_goes_on(documents, method):
-    settings = ("--lanes=4", "--accumulation=2", "--steps=8", "--checkpoint_every=2", "--log_every=3")
+def test_a_stopped_run_goes_on(documents, method, more):
+    settings = ("--lanes=4", "--accumulation=2", "--steps=8", "--checkpoint_every=2", "--log_every=3", *more)
     train_adapt.main(arguments(documents, method, *settings, output="whole"))
     for _ in range(3):
         train_adapt.main(arguments(documents, method, *settings, "--stop_after=1e-9", "--resume"))
@@ -124,6 +132,8 @@ def test_a_stopped_run_goes_on(documents, method):
     train_adapt.main(arguments(documents, method, *settings, "--resume"))
     assert largest_difference(documents / "adapter", documents / "whole") <= 1e-6
     assert result_of(documents)["losses"] == pytest.approx(result_of(documents, "whole")["losses"], rel=1e-6)
+    trained = AutoModelForCausalLM.from_pretrained(documents / "whole").eval()
+    assert torch.isfinite(trained(torch.arange(3, 23)[None]).logits).all()
 
 
 def test_a_checkpoint_knows_the_methods_options(folder, refused):
@@ -201,6 +211,7 @@ def test_which_memory_is_meant(tmp_path):
         ("windowed", ["--lora_targets=none"], "--method windowed with --lora_targets none leaves nothing to train"),
         ("gated_attention", ["--max_tokens=65"], "give --max_tokens 64 or less"),
         ("gated_attention", ["--far_heads", "1"], "'1' is not a layer and its heads"),
+        ("cacheformer_on_base", ["--selection=paper_block"], "chooses with tokens that do not exist while decoding"),
     ],
 )
 def test_what_is_refused(folder, refused, method, more, message):
@@ -210,6 +221,11 @@ def test_what_is_refused(folder, refused, method, more, message):
         given = [str(folder / "recipe.yaml"), *given[:-1]]
     assert message in refused(train_adapt.main, given)
     assert not (folder / "adapter").exists()
+
+
+def test_nothing_to_train(folder, refused):
+    more = ("--far_heads", "1:1", "2:", "--lora_targets=none")
+    assert "no parameter to train" in refused(train_adapt.main, arguments(folder, "gated_attention", *more))
 
 
 @pytest.mark.parametrize(
