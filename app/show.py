@@ -116,7 +116,8 @@ def answered(
     looked_up: list[list[int]] = [[] for _ in prompt] + [found.tolist() for found in answer.asked]
     asked = looked_up[len(looked_up) - len(prompt) + 1 :]
     words = pieces(tokenizer, prompt)
-    start = "".join(words).rfind(answer.question)
+    typed = answer.question.strip()  # as some chat templates do
+    start = "".join(words).rfind(typed)
     ends = list(accumulate(map(len, words)))
     first = next((place for place, end in enumerate(ends) if end > start), 0)
     chosen = [found.tolist() for found in answer.retrieved] or [[] for _ in answer.tokens]
@@ -124,7 +125,7 @@ def answered(
     question = ""
     for word, end, numbers in zip(words, ends, asked, strict=False):
         begin = end - len(word)
-        shown = word[max(0, start - begin) : max(0, start + len(answer.question) - begin)]
+        shown = word[max(0, start - begin) : max(0, start + len(typed) - begin)] if start >= 0 else ""
         question += retrieving(shown, numbers, whole, read)
     said = "".join(
         retrieving(word, numbers, whole, read)

@@ -184,9 +184,10 @@ def shown_text(
     source = memory.origin.sources[0]
     if source is None:
         raise ValueError("The memory was saved without its text, so none of it can be shown: leave out --prompt.")
-    text, length = source.text[: int(source.offsets[-1, 1])], options.prompt_tokens
+    read = memory.tokens_read[0]  # fewer than there are where reading was interrupted
+    text, length = source.text[: int(source.offsets[read - 1, 1])], options.prompt_tokens
     if options.prompt in ("retrieved", "recalled", "hybrid"):
-        recalling = Recalling(model, tokenizer, memory, text, source.offsets.tolist())
+        recalling = Recalling(model, tokenizer, memory, text, source.offsets[:read].tolist())
         retriever: Retriever = recalling
         if options.prompt != "recalled":
             retriever = BM25() if options.prompt == "retrieved" else Hybrid(recalling, BM25())

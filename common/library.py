@@ -204,7 +204,7 @@ class Library:
 
     def check_new(self, name: str) -> None:
         """Raise ValueError if there is a memory of this name."""
-        if self.path(name).exists():
+        if (self.path(name) / INDEX).exists():  # a killed save leaves a folder without one
             raise ValueError(f"{self.folder} has a memory {name} already: choose another name, or overwrite it.")
 
     def check(self, names: Sequence[str] = ()) -> list[str]:

@@ -76,9 +76,15 @@ def longbench(result: dict[str, Any]) -> list[EvalResult]:
     """Return the score of each task of LongBench, and their average, which says over how many tasks it is.
 
     Raises:
-        ValueError: all tasks are sets of one's own, which are no dataset of the Hub.
+        ValueError: all tasks are sets of one's own, which are no dataset of the Hub; or a control.
     """
     settings = result["settings"]
+    if "memory_content" in settings:
+        raise ValueError(
+            f"a control (memory_content {settings['memory_content']!r}), whose scores are not the model's."
+        )
+    shown = settings.get("memory_prompt")
+    method = settings["method"] if shown is None else f"{settings['method']}, {shown['method']} prompt"
     tasks = {task: numbers for task, numbers in result["tasks"].items() if task in TASKS}
     if not tasks:
         raise ValueError(f"{', '.join(result['tasks'])}: a card takes LongBench's own tasks, not sets of one's own.")
@@ -86,14 +92,14 @@ def longbench(result: dict[str, Any]) -> list[EvalResult]:
     found = [
         entry(
             (name, "THUDM/LongBench"),
-            (numbers["metric"], numbers["score"], f"{numbers['metric']} ({settings['method']})"),
+            (numbers["metric"], numbers["score"], f"{numbers['metric']} ({method})"),
             dataset_config=f"{task}_e" if settings["longbench_e"] else task,
             dataset_split="test",
             metric_args={"records": len(numbers["records"]), "max_length": settings["max_length"]},
         )
         for task, numbers in tasks.items()
     ]
-    title = f"average of {len(found)} tasks ({settings['method']})"
+    title = f"average of {len(found)} tasks ({method})"
     average = ("average", round(mean(numbers["score"] for numbers in tasks.values()), 2), title)
     return [*found, entry((name, "THUDM/LongBench"), average, dataset_split="test")]
 

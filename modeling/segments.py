@@ -45,8 +45,10 @@ def new_memory(model: nn.Module, batch_size: int, cache_size: int | None = None)
         cache_size: entries per row, instead of the configured number; 0 remembers nothing.
 
     Raises:
-        ValueError: no memory adapter is active on the model.
+        ValueError: no memory adapter is active on the model, or a negative size.
     """
+    if cache_size is not None and cache_size < 0:
+        raise ValueError(f"cache_size must be at least 0, got {cache_size}.")
     decoder = find_decoder(unwrap(model))
     options = required_options(decoder)
     devices = layer_devices(decoder, options.layers)

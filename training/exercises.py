@@ -457,6 +457,15 @@ def check_document(row: Any, where: str) -> None:
         raise ValueError(
             f'{where} needs questions: a list of {{"input": TEXT, "answers": [TEXT, ...]}}, or an empty one.'
         )
+    for name in ("source", "title"):
+        if not isinstance(row.get(name, ""), str):
+            raise ValueError(f"{where} has a {name} that is not a text.")
+    for question in questions:
+        if not isinstance(question.get("lines", 0), int):
+            raise ValueError(f"{where} has a question whose lines are not a number.")
+        passages, parts = question.get("passages", []), len(row["context"].split("\n\n"))
+        if not isinstance(passages, list) or any(not isinstance(n, int) or not 0 <= n < parts for n in passages):
+            raise ValueError(f"{where} has a question whose passages are not numbers of its {parts}, from 0 on.")
 
 
 def is_question(question: Any) -> bool:

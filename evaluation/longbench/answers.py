@@ -212,6 +212,15 @@ def ready(memory: MemoryCache, prompts: Sequence[Encoded], task: Task) -> Memory
     return memory.with_window(max(len(prompt.asked) for prompt in prompts) + task.new_tokens)
 
 
+class NoNaN(LogitsProcessor):
+    """Raises ValueError for scores that are NaN, of which the first token would be chosen."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if bool(scores.isnan().any()):
+            raise ValueError("The model's scores are NaN, so it cannot answer: check its weights and --dtype.")
+        return scores
+
+
 def generated(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
@@ -236,7 +245,7 @@ def generated(
         attention_mask=mask.to(device),
         past_key_values=memory,
         generation_config=config,
-        logits_processor=LogitsProcessorList([] if watch is None else [watch]),
+        logits_processor=LogitsProcessorList([NoNaN()] if watch is None else [NoNaN(), watch]),
         return_dict_in_generate=True,
     )
     answers = output.sequences[:, ids.shape[1] :].tolist()

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from peft import PeftConfig
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
 from cacheformers.common.base_model import ModelOptions, base_config, base_identity, weights_identity
+from cacheformers.common.documents import fingerprint
 from cacheformers.common.recipe import option
 from cacheformers.evaluation.loading import config_options, counted_positions, load, memory_config
 from cacheformers.evaluation.longbench.prompts import (
@@ -34,6 +35,7 @@ from cacheformers.evaluation.longbench.retrieval import Retriever, check_retriev
 from cacheformers.evaluation.longbench.tasks import MAX_LENGTHS, Task
 from cacheformers.modeling.architectures import WholeConfig
 from cacheformers.modeling.method import retrieving_methods
+from cacheformers.modeling.origin import tokenizer_hash
 
 METHODS = ("truncation", "full", "retrieval", "position-interpolation", "memory")
 # What self-attention sees once the memory has read the context -> the method whose prompt that is.
@@ -107,7 +109,7 @@ class AnsweringOptions:
         help="Memory, to control what it is good for: 'own' (the record's context is read), 'none' (nothing is), "
         "'other' (the context of the task's next record), 'shuffled' (its own, its segments in a random order).",
     )
-    overwrite: bool = option(False, help="Start anew where there are predictions of other settings.")
+    overwrite: bool = option(False, help="Start anew: delete a method's predictions that are there, of all tasks.")
     plots: bool = option(True, help="Draw plots (needs matplotlib).")
 
     def __post_init__(self) -> None:
@@ -427,17 +429,25 @@ def check_limit(maker: PromptMaker, tasks: list[Task]) -> None:
 CUT = "in the middle, as the official code does; then again, shorter, until prompt and answer fit"
 
 
-def model_settings(model: ModelOptions, config: PretrainedConfig, adapter: str | None) -> dict[str, Any]:
+def model_settings(
+    model: ModelOptions, config: PretrainedConfig, adapter: str | None, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
     """Describe what answers, for JSON: the base, and a hash of the files of an adapter (a folder or a Hub id)."""
+    try:
+        generation = GenerationConfig.from_pretrained(model.base).to_diff_dict()
+    except OSError:  # it has none
+        generation = {}
     digest = hashlib.sha256()
     for name in ("adapter_config.json", "adapter_model.safetensors") if adapter is not None else ():
         digest.update(Path(str(cached_file(str(adapter), name))).read_bytes())
     return {
-        "base": Path(model.base).name,
+        "base": Path(model.base).resolve().name,  # `.` has a name, too
         "base_config": base_identity(config),
         "base_weights": weights_identity(model.base, config),
         "adapter": None if adapter is None else digest.hexdigest()[:16],
         **{name: getattr(model, name) for name in ("dtype", "quantize", "attn_implementation")},
+        "tokenizer": fingerprint([tokenizer_hash(tokenizer), tokenizer.chat_template]),
+        "generation_config": fingerprint({name: str(value) for name, value in generation.items()}),
     }
 
 
@@ -464,6 +474,8 @@ def method_settings(method: Method, answering: dict[str, Any], options: Answerin
             more["memory_prompt"] = method_settings(method.shown, answering, options)
         if method.content != "own":
             more["memory_content"] = method.content
+        if method.content == "other" and hasattr(options, "records"):
+            more["records"] = options.records  # the last one's other text is the first one's
     return {
         "method": method.name,
         **answering,

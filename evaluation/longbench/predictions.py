@@ -24,6 +24,7 @@ from cacheformers.training.settings import check_resumable
 SETTINGS = "settings.json"
 TIMES = "times.ndjson"  # the official scorer takes every file whose name ends in jsonl for a task
 OPTIONAL = {"cache_size"}  # settings that are recorded only where they are given
+ADDED = ("tokenizer", "generation_config")  # which earlier versions did not record; what they are now is believed
 PREDICTED: dict[str, Any] = {"_id": str, "pred": str}
 TIMED: dict[str, Any] = {"_id": str, "task": str, "seconds": (int, float), "peak_bytes": int}
 
@@ -54,6 +55,8 @@ class Predictions:
         if not file.exists():
             return
         saved = read_settings(file)
+        believed = {name: self.settings[name] for name in ADDED if name in self.settings}
+        saved["settings"] = {**believed, **saved["settings"]}
         missing = [name for name in self.settings if name not in {*saved["settings"], *OPTIONAL}]
         if missing:
             raise ValueError(

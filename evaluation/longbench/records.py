@@ -173,7 +173,10 @@ def checked(task: str, number: int, row: Any, where: str) -> Record:
             f"{where} has the answer {unnamed!r}, in which no number follows {pattern.partition('(')[0]!r}: it cannot "
             f"be scored. Correct the line, or leave out {template} with --tasks."
         )
-    gold = tuple((int(start), int(end)) for start, end in row.get("gold") or ())
+    try:
+        gold = tuple((int(start), int(end)) for start, end in row.get("gold") or ())
+    except (TypeError, ValueError):
+        raise ValueError(f"{where} has a gold that is not a list of [start, end] pairs.") from None
     if any(not 0 <= start < end <= len(row["context"]) for start, end in gold):
         raise ValueError(f"{where} has a gold passage outside its context of {len(row['context']):,} characters.")
     id = str(row.get("_id", number))
@@ -195,5 +198,9 @@ def check_surrogates(texts: dict[str, list[str]], where: str) -> None:
 
 
 def records_identity(records: Iterable[Record]) -> str:
-    """Hash records, to tell runs apart."""
-    return fingerprint([[record.id, record.input, record.context, record.answers] for record in records])
+    """Hash records, to tell runs apart; where a set is not LongBench's, also whose prompts its records have."""
+    own = [
+        [record.id, record.input, record.context, record.answers, record.template][: 4 if record.task in TASKS else 5]
+        for record in records
+    ]
+    return fingerprint(own)

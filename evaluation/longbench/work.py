@@ -102,7 +102,7 @@ def make_work(
     if "memory" in options.methods and not tokenizer.is_fast:
         raise ValueError(f"The method memory needs a fast tokenizer to find the question, which {model.base} has not.")
     methods = [make_method(name, options, model.base, config, adapter) for name in options.methods]
-    answering = model_settings(model, config, options.adapter)
+    answering = model_settings(model, config, options.adapter, tokenizer)
     forms = {record.form.name: record.form for own in everything.values() for record in own}
     work = []
     for method in methods:

@@ -82,7 +82,7 @@ class PasskeyOptions:
     )
     limit: int | None = option(None, help="Only N cases of each length, for a try.")
     seed: int = option(0, help="Fixes the keys, and which parts of the filler are taken.")
-    overwrite: bool = option(False, help="Delete answers that were given with other settings, and start again.")
+    overwrite: bool = option(False, help="Delete all answers that are there, and start again.")
     plots: bool = option(True, help="Draw the heat map (needs matplotlib).")
 
     def __post_init__(self) -> None:
@@ -92,6 +92,8 @@ class PasskeyOptions:
             raise ValueError(f"needle {self.needle!r} is not one of {', '.join(NEEDLES)}.")
         if not self.depths or any(not 0 <= depth <= 100 for depth in self.depths):
             raise ValueError(f"depths are per cent, 0 to 100, got {self.depths}.")
+        if len({f"{depth:g}" for depth in self.depths}) < len(self.depths):  # as cases are named
+            raise ValueError(f"depths names one twice (six digits count), got {self.depths}.")
         for name in ("trials", "limit", "cache_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -150,7 +152,7 @@ def make_plan(model: ModelOptions, options: PasskeyOptions) -> Plan:
     cases = {length: own[: options.limit] for length, own in everything.items()}
     check_cases(maker, [case for own in cases.values() for case in own], config, memory, options)
     settings = {
-        **model_settings(model, config, options.adapter),
+        **model_settings(model, config, options.adapter, tokenizer),
         **{name: getattr(options, name) for name in ("needle", "cache_size", "seed")},
         "filler": filler.identity(),
     }
@@ -176,7 +178,7 @@ def evaluate(plan: Plan, arguments: list[str]) -> None:
         [answer for length in plan.cases for answer in answers[length]],
         predictions.times(plan.cases),
         plan.maker.wording,
-        name=Path(options.adapter or plan.model.base).name,
+        name=Path(options.adapter or plan.model.base).resolve().name,
         command=[COMMAND, *arguments],
         settings=predictions.settings,
         options={**asdict(plan.model), **asdict(options)},

@@ -74,6 +74,19 @@ def test_words_show_what_their_tokens_retrieved(desk, tmp_path):
     assert stretches == 10 and all(stretch < stretches for _, found in words for stretch in found)
 
 
+@pytest.mark.parametrize(
+    "template", ["[U]{{ messages[0].content | trim }}[A]", "[U]{{ messages[0].content | upper }}[A]"]
+)
+def test_templates_that_change_the_question(desk, tmp_path, template):
+    """The question is shown as it was typed, not what stands around it."""
+    (tmp_path / "book.txt").write_text(FACT)
+    desk.tokenizer.chat_template = template
+    talk = desk.talk(last(desk.open([tmp_path / "book.txt"])))
+    list(desk.ask(talk, " <b> Boris? "))
+    text = re.sub(r"<[^>]+>", "", show.conversation(talk, desk.tokenizer))
+    assert "&lt;b&gt; Boris?" in text and "[U]" not in text
+
+
 def test_memory_off_stays_empty(desk):
     talk = desk.talk(None)
     list(desk.ask(talk, FACT))

@@ -292,6 +292,12 @@ def test_what_a_prompt_shows_beside_the_question(folder, model, tokenizer, monke
         main(words)
     assert capsys.readouterr().out.count("What question and answer retrieved most") == len(expected)
 
+    begun = cacheformers.read(model, tokenizer(make_text(WORDS), return_tensors="pt").input_ids[:, :40], progress=False)
+    begun.origin.sources = memory.origin.sources
+    words = make_parser().parse_args(["ask", "book.memory", question, "--prompt", "tail", "--prompt-tokens", "20"])
+    shown = shown_text(model, begun, tokenizer, question, words)
+    assert shown.split() == make_text(WORDS).split()[20:40], "of a text whose reading was stopped, what was read"
+
 
 def test_other_encodings_and_fields(folder, model, monkeypatch, capsys):
     monkeypatch.chdir(folder)

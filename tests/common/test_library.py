@@ -138,6 +138,14 @@ def test_the_command(library, folder, monkeypatch, capsys, refused):
     assert "holds no memory yet" in refused(command.main, ["shelf", "remove", "low"])
 
 
+def test_what_a_killed_save_left_does_not_take_the_name(library, folder):
+    library.add(str(folder / "low.txt"), progress=False)
+    (library.path("low") / "index.json").unlink()
+    assert library.names == []
+    library.add(str(folder / "low.txt"), progress=False)
+    assert library.names == ["low"]
+
+
 def test_documents_that_cannot_be_read_do_not_stop_the_others(library, folder, monkeypatch, refused):
     monkeypatch.chdir(folder)
     (folder / "empty.txt").write_text("")

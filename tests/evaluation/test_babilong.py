@@ -272,6 +272,11 @@ def test_methods_are_longbenchs(data, capsys):
     texts = {title: predictions(data, title)["qa1-700.jsonl"] for title in titles}
     assert texts["base-full"] == texts["base-truncation"] != texts["remembering-memory"]
     babilong.main(arguments(data, *more, "--tasks", "qa1", "--memory_content=none", methods=("memory",)))
+    babilong.main(arguments(data, *more, "--tasks", "qa1", "--memory_content=other", methods=("memory",)))
+    with pytest.raises(SystemExit):  # the last record's other text is the first one's, so their number counts
+        babilong.main(
+            arguments(data, *more, "--tasks", "qa1", "--memory_content=other", "--records=9", methods=("memory",))
+        )
     nothing = predictions(data, "remembering-memory-none")["qa1-700.jsonl"]
     assert nothing != texts["remembering-memory"]
 

@@ -3,14 +3,17 @@
 import gzip
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from longbench_cases import arguments, predictions, result, row, write_rows
 from peft import PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from cacheformers import eval_longbench
+from cacheformers.evaluation.longbench.records import Record, records_identity
+from cacheformers.evaluation.longbench.report import load_result
 
 
 @pytest.mark.parametrize(
@@ -119,6 +122,44 @@ def test_a_larger_memory_than_the_adapter_has(bench, remembering, config_factory
     assert "memory of limited size" in error_of([*given, f"--adapter={bench / 'matrix'}", "--cache_size=8192"])
     recalling = [*given, f"--adapter={bench / 'matrix'}", "--memory_prompt=recalled"]
     assert "this memory's method retrieves nothing" in error_of(recalling)
+
+
+def test_another_tokenizer_or_generation_config_is_another_model(bench, error_of):
+    eval_longbench.main(arguments(bench, "--tasks", "trec"))
+    file = bench / "out" / "pred" / "base-truncation" / "settings.json"
+    saved = file.read_text()
+    tokenizer = AutoTokenizer.from_pretrained(bench / "base")
+    tokenizer.chat_template = "{{ messages[0].content }}!"
+    tokenizer.save_pretrained(bench / "base")
+    assert "written with other settings: tokenizer" in error_of(arguments(bench))
+    config = GenerationConfig.from_pretrained(bench / "base")
+    config.repetition_penalty = 1.7
+    config.save_pretrained(bench / "base")
+    assert "generation_config" in error_of(arguments(bench))
+    settings = json.loads(saved)
+    del settings["settings"]["tokenizer"], settings["settings"]["generation_config"]  # as earlier versions wrote it
+    file.write_text(json.dumps(settings))
+    eval_longbench.main(arguments(bench, "--tasks", "trec"))
+
+
+@pytest.mark.parametrize("gold", [[3, 10], [[3, 10, 4]], 7])
+def test_gold_that_is_no_list_of_pairs(bench, error_of, gold):
+    write_rows(bench / "sets" / "own.jsonl", [{**row("hotpotqa", 0, 50), "template": "hotpotqa", "gold": gold}])
+    given = [word for word in arguments(bench, f"--data={bench / 'sets'}") if not word.startswith("--tasks")]
+    given = [word for word in given if word not in ("hotpotqa", "trec", "samsum", "passage_count")]
+    assert "line 1 has a gold that is not a list of [start, end] pairs" in error_of(given)
+
+
+def test_a_record_with_another_template_is_another_record():
+    record = Record("own", "1", "q", "c", ["a"], 1, None, "qasper")
+    assert records_identity([record]) != records_identity([replace(record, template="quote")])
+
+
+@pytest.mark.parametrize("tasks", [{"qasper": {}}, {"qasper": {"score": None, "buckets": {}, "records": []}}, {"a": 1}])
+def test_a_damaged_result_cannot_be_compared(tmp_path, tasks):
+    (tmp_path / "result.json").write_text(json.dumps({"tasks": tasks, "average": 1}))
+    with pytest.raises(ValueError, match="result.json is damaged"):
+        load_result(str(tmp_path))
 
 
 def test_a_folder_of_other_settings(bench, error_of):

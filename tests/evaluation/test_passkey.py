@@ -246,6 +246,7 @@ def test_lengths_can_be_added_and_settings_must_be_the_same(data, refused):
         (["--lengths", "100"], "too short: introduction, needle and question alone take"),
         (["--lengths", "0"], "is not a number of tokens"),
         (["--depths", "50", "101"], "depths are per cent"),
+        (["--depths", "33.33333", "33.333333"], "depths names one twice"),
         (["--needle=haystack"], "is not one of passkey, number, word"),
         (["--filler=nothing.txt"], "neither 'repeat' nor a file"),
         (["--filler={data}/short.txt"], "too few to fill 600"),
@@ -261,6 +262,16 @@ def test_errors(data, adapter, refused, given, message):
     (data / "short.txt").write_text("Too short. " * 9)
     assert message in refused(passkey.main, arguments(data, *(text.format(data=data) for text in given)))
     assert not (data / "out").exists()
+
+
+def test_nan_is_no_answer(data, refused):
+    base = AutoModelForCausalLM.from_pretrained(data / "base")
+    base.lm_head.weight.data.fill_(float("nan"))
+    base.save_pretrained(data / "broken")
+    AutoTokenizer.from_pretrained(data / "base").save_pretrained(data / "broken")
+    with pytest.raises(SystemExit, match="The model's scores are NaN"):
+        passkey.main(arguments(data, f"--base={data / 'broken'}"))
+    assert not any(answers(data).values()) and not (data / "out" / "result.json").exists()
 
 
 # Documents to train on

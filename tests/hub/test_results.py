@@ -133,6 +133,24 @@ def test_own_tasks_are_not_published_as_longbench(adapter, folder, capsys):
         main([str(folder / "own.json"), "--card", str(adapter)])
 
 
+def test_a_control_is_not_published_as_the_score(adapter, folder):
+    """Prompts of a memory stand side by side; what it scores without its text, or with another one, is no result."""
+    result = json.loads(longbench(folder / "lb.json").read_text())
+    for name, more in (
+        ("cut", {"memory_prompt": {"method": "truncation"}}),
+        ("none", {"memory_content": "none"}),
+        ("other", {"memory_prompt": {"method": "recalled"}, "memory_content": "other"}),
+    ):
+        settings = {**result["settings"], **more}
+        (folder / f"{name}.json").write_text(json.dumps({**result, "settings": settings}))
+    for name in ("none", "other"):
+        with pytest.raises(SystemExit, match=f"a control .memory_content '{name}'., whose scores are not the model's"):
+            main([str(folder / f"{name}.json"), "--card", str(adapter)])
+    main([str(folder / "lb.json"), str(folder / "cut.json"), "--card", str(adapter)])
+    names = {name for _, task, name in found(adapter) if task == "qasper"}
+    assert names == {"qa_f1_score (memory)", "qa_f1_score (memory, truncation prompt)"}
+
+
 def test_evaluating_again_keeps_results_that_were_written_into_the_card(folder):
     adapter, valid = trained(folder), f"--valid={folder / 'valid.jsonl'}"
     assert "model-index" not in metadata_load(adapter / "README.md")

@@ -161,6 +161,11 @@ def test_what_attention_with_a_memory_cannot_do(make_model, make_base, ids, meth
         model(ids[:, :9])
 
 
+def test_a_negative_size(make_model):
+    with pytest.raises(ValueError, match="cache_size must be at least 0, got -5"):
+        cacheformers.new_memory(make_model("llama_gqa"), 1, cache_size=-5)
+
+
 def test_an_adapter_that_fails_leaves_the_base_as_it_was(make_base):
     base = make_base("llama_gqa")
     config = cacheformers.GatedAttentionAdapterConfig(target_modules=["nope"])

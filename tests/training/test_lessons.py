@@ -138,6 +138,24 @@ def test_a_question_needs_its_text(tmp_path):
             load_pools(files, len)
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"source": None}, "a source that is not a text"),
+        ({"title": 5}, "a title that is not a text"),
+        ({"lines": "4"}, "lines are not a number"),
+        ({"passages": None}, "passages are not numbers of its 1, from 0 on"),
+        ({"passages": [0, 9]}, "passages are not numbers"),
+    ],
+)
+def test_optional_fields_of_documents(tmp_path, more, message):
+    made = document("wiki_qa", 0)
+    where = made if next(iter(more)) in ("source", "title") else made["questions"][0]
+    where.update(more)
+    with pytest.raises(ValueError, match=message):
+        load_pools(write_pool(tmp_path / "pool.jsonl", made), len)
+
+
 def test_documents_of_which_no_exercise_comes_are_given_up(tmp_path):
     """Solved examples that take a quarter of the longest context, and quotes of short sentences."""
     long = [document("dialogue_summary", number) for number in range(4)]
