@@ -208,8 +208,10 @@ class MemoryCache(DocumentsCache):
                 f"Cannot forget the last {removed} tokens: some are in the memory already, or are padding. Only tokens "
                 "of the open segment can be removed. Assisted decoding needs more: generate without an assistant."
             )
-        self._keep_columns(torch.arange(self.columns - removed).expand(self.batch_size, -1))
+        left = torch.arange(self.columns - removed).expand(self.batch_size, -1)
+        self.state.keep(left)  # it may refuse, and then nothing has changed
         self.seen.remove_last(removed)
+        self._keep_columns(left)
         self.timeline.remove_last(removed)
         self.visible -= removed
 
