@@ -217,15 +217,18 @@ def trained_state(model: Trained) -> dict[str, Tensor]:
     Parts of a memory that `freeze_idle_gates` left out are there, too: who loads the file expects them.
     """
     trained = {
-        name: parameter.detach()
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad or ".memory." in name
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad or ".memory." in name
     }
     if not any(isinstance(parameter, DTensor) for parameter in trained.values()):
-        return trained  # a module of bitsandbytes may lack an attribute that its state dict names, so ask for none
-    state = get_model_state_dict(model, options=WHOLE)
+        # A module of bitsandbytes may lack an attribute that its state dict names, so ask for none.
+        return {name: parameter.detach() for name, parameter in trained.items()}
+    state = get_model_state_dict(model, options=WHOLE)  # without what is frozen, which may be a large base
     # A frozen weight that is tied to another one is in there under its second name.
-    return {name: tensor for name, tensor in state.items() if name in trained}  # type: ignore[misc]
+    found: dict[str, Tensor] = {name: state[name] for name in trained if name in state}  # type: ignore[misc]
+    for name, parameter in trained.items():
+        if not parameter.requires_grad:
+            found[name] = parameter.full_tensor().cpu() if isinstance(parameter, DTensor) else parameter.detach()
+    return found
 
 
 def save_trained(folder: Path, model: Trained, weights: dict[str, Tensor]) -> None:
