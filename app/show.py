@@ -116,16 +116,16 @@ def answered(
     looked_up: list[list[int]] = [[] for _ in prompt] + [found.tolist() for found in answer.asked]
     asked = looked_up[len(looked_up) - len(prompt) + 1 :]
     words = pieces(tokenizer, prompt)
-    typed = answer.question.strip()  # as some chat templates do
-    start = "".join(words).rfind(typed)
+    typed, whole_prompt = answer.question.strip(), "".join(words)  # stripped, as some chat templates do
+    start = whole_prompt.rfind(typed) if typed in whole_prompt else len(whole_prompt)  # else nothing of it is marked
     ends = list(accumulate(map(len, words)))
-    first = next((place for place, end in enumerate(ends) if end > start), 0)
+    first = next((place for place, end in enumerate(ends) if end > start), len(words))
     chosen = [found.tolist() for found in answer.retrieved] or [[] for _ in answer.tokens]
     whole = Counter(number // STRETCH for numbers in asked[first:] + chosen for number in numbers if number < read)
     question = ""
     for word, end, numbers in zip(words, ends, asked, strict=False):
         begin = end - len(word)
-        shown = word[max(0, start - begin) : max(0, start + len(typed) - begin)] if start >= 0 else ""
+        shown = word[max(0, start - begin) : max(0, start + len(typed) - begin)]
         question += retrieving(shown, numbers, whole, read)
     said = "".join(
         retrieving(word, numbers, whole, read)

@@ -173,7 +173,7 @@ def train(setting: Setting, device: str) -> int:
     segments = segments_before(options, setting.work(place.type))
     segments -= 2 * setting.backprop_segments if setting.max_tokens else 0
     groups = [
-        Group(None, None if options is None else cacheformers.new_memory(model, rows))  # type: ignore[arg-type]
+        Group(None, None if options is None else cacheformers.new_memory(model, rows))  # type: ignore[arg-type]  # no lanes are read
         for _ in range(setting.accumulation)
     ]
 

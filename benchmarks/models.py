@@ -71,7 +71,7 @@ def memory_model(
     chosen: dict[str, object] = {"segment_tokens": 1024, "retrieval_map": {shape.first: shape.first}, **options}
     if not lora:
         chosen["target_modules"] = []
-    config = cacheformers.NeurocacheAdapterConfig(**chosen, task_type="CAUSAL_LM")  # type: ignore[arg-type]
+    config = cacheformers.NeurocacheAdapterConfig(**chosen, task_type="CAUSAL_LM")  # type: ignore[arg-type]  # options by name
     return open_gates(get_peft_model(base_model(shape, dtype, device), config), 0.1)
 
 

@@ -86,7 +86,7 @@ def measure(model: Any, memory: MemoryCache, ids: torch.Tensor, options: argpars
         rows.append({"dtype": str(dtype), "bytes": ring.nbytes, "recall": found, "loss": loss})
     times = interleaved(
         {
-            name: lambda ring=ring: search(queries, ring.entries(0), options.topk, "l2")  # type: ignore[misc]
+            name: lambda ring=ring: search(queries, ring.entries(0), options.topk, "l2")  # type: ignore[misc]  # a default binds it
             for name, ring in rings.items()
         },
         options.rounds,

@@ -127,6 +127,11 @@ def base_config(base: str) -> PretrainedConfig:
     return AutoConfig.from_pretrained(base)
 
 
+def short_name(place: str) -> str:
+    """Return the last part of a folder or a Hub id; `.` has one, too."""
+    return Path(place).absolute().name
+
+
 def base_identity(config: PretrainedConfig) -> str:
     """Hash a base's configuration; the hash does not depend on where the model is stored."""
     facts = {

@@ -24,7 +24,7 @@ from peft import PeftConfig
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from cacheformers.common.base_model import ModelOptions
+from cacheformers.common.base_model import ModelOptions, short_name
 from cacheformers.common.environment import environment, origin_lines
 from cacheformers.common.files import write_json
 from cacheformers.common.plots import save_figures
@@ -246,7 +246,7 @@ def make_result(
     arguments: list[str],
 ) -> dict[str, Any]:
     """Collect everything about a run, for JSON."""
-    name = Path(options.adapter or model.base).name
+    name = short_name(options.adapter or model.base)
     counts = {unit: sum(getattr(text, unit) for text in texts) for unit in ("tokens", "words", "characters", "bytes")}
     counts["words"] = options.words or counts["words"]
     total = Measure.of(losses, [np.isfinite(each) for each in losses])

@@ -306,7 +306,7 @@ def find_decoder(model: nn.Module) -> nn.Module:
     if is_whole(model):
         return model.base_model  # type: ignore[return-value]  # without its head
     model = getattr(model, "base_language_model", model)  # in this package's model classes
-    path = architecture(model.config).decoder  # type: ignore[arg-type]
+    path = architecture(model.config).decoder  # type: ignore[arg-type]  # a configuration
     for prefix in (path, path.partition(".")[2], ""):
         try:
             decoder = model.get_submodule(prefix)
@@ -319,8 +319,8 @@ def find_decoder(model: nn.Module) -> nn.Module:
 
 def attention_modules(decoder: nn.Module) -> list[nn.Module]:
     """Return the self-attention of every layer."""
-    name = "self_attn" if is_whole(decoder) else architecture(decoder.config).attention  # type: ignore[arg-type]
-    return [getattr(layer, name) for layer in decoder.layers]  # type: ignore[union-attr]
+    name = "self_attn" if is_whole(decoder) else architecture(decoder.config).attention  # type: ignore[arg-type]  # as above
+    return [getattr(layer, name) for layer in decoder.layers]  # type: ignore[union-attr]  # a list of modules
 
 
 def split_projections(weights: list[Tensor], shape: BaseShape) -> tuple[Tensor, ...]:

@@ -172,7 +172,7 @@ def keep_inputs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Pre-hook of self-attention: keep its input and inverse rotation in the call's scratch, for `attention`."""
     call = kwargs.get("memory_state")
     if isinstance(call, SegmentCall):
-        implementation: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]
+        implementation: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]  # a configuration
         if not implementation.startswith(PREFIX):
             raise ValueError(
                 f"set_attn_implementation({implementation!r}) took the memory out of attention: name "

@@ -129,7 +129,7 @@ class CompositePreTrainedModel(MemoryPreTrainedModel):
     @property
     def base_language_model(self) -> PreTrainedModel:
         """The base model without its head."""
-        return self.base_model.language_model  # type: ignore[return-value]
+        return self.base_model.language_model  # type: ignore[return-value]  # a decoder
 
     def attach_memories(self, language_model: PreTrainedModel, from_base: bool) -> None:
         """Put a memory on each augmented attention module of a base model.
@@ -168,12 +168,12 @@ class CompositePreTrainedModel(MemoryPreTrainedModel):
         for memory in self.memories():
             self._initialize_weights(memory)
             mark_initialized(memory)
-        super().initialize_weights()  # type: ignore[no-untyped-call]
+        super().initialize_weights()  # type: ignore[no-untyped-call]  # transformers'
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if not isinstance(module, CompositeMemory):
-            return super()._init_weights(module)  # type: ignore[no-untyped-call]
+            return super()._init_weights(module)  # type: ignore[no-untyped-call]  # transformers'
         missing = {
             name: parameter
             for name, parameter in module.named_parameters()
@@ -204,7 +204,7 @@ class CompositeModel(CompositePreTrainedModel):
         super().__init__(config)
         self.language_model = language_model or AutoModel.from_config(config.text_config)
         self.attach_memories(self.language_model, from_base)
-        self.post_init()  # type: ignore[no-untyped-call]
+        self.post_init()  # type: ignore[no-untyped-call]  # transformers'
 
     def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> BaseModelOutputWithPast:
         """Call the base model on ids `[rows, time]` of any length; `past_key_values` may be a `MemoryCache`."""
@@ -230,7 +230,7 @@ class CompositeForCausalLM(ChecksPrompts, ForwardWithHead, CompositePreTrainedMo
         path = next(path for path, module in self.named_modules() if module is embeddings)
         self._tied_weights_keys = {"lm_head.weight": f"{path}.weight"}
         self.register_forward_pre_hook(before_model, with_kwargs=True)
-        self.post_init()  # type: ignore[no-untyped-call]
+        self.post_init()  # type: ignore[no-untyped-call]  # transformers'
 
     def logits(self, hidden: Tensor) -> Tensor:
         text_config = self.config.text_config
@@ -268,4 +268,4 @@ class CompositeForCausalLM(ChecksPrompts, ForwardWithHead, CompositePreTrainedMo
 def mark_initialized(module: nn.Module) -> None:
     """Tell transformers that every module inside has its values already."""
     for part in module.modules():
-        part._is_hf_initialized = True  # type: ignore[assignment]
+        part._is_hf_initialized = True  # type: ignore[assignment]  # a mark of transformers'

@@ -157,13 +157,13 @@ class ChecksPrompts:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Check the prompt, then generate as in transformers."""
-        check_prompt(self, args, kwargs)  # type: ignore[arg-type]
-        return super().generate(*args, **in_one_forward(kwargs))  # type: ignore[misc]
+        check_prompt(self, args, kwargs)  # type: ignore[arg-type]  # mixed into a model
+        return super().generate(*args, **in_one_forward(kwargs))  # type: ignore[misc]  # the model's
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse continuous batching."""
-        check_batching(self)  # type: ignore[arg-type]
-        return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
+        check_batching(self)  # type: ignore[arg-type]  # mixed into a model
+        return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]  # the model's
 
 
 def check_prompt(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -106,7 +106,7 @@ class ForwardWithHead:
         logits: Tensor = self.lm_head(hidden)
         return logits
 
-    @can_return_tuple  # type: ignore[untyped-decorator]
+    @can_return_tuple  # type: ignore[untyped-decorator]  # transformers'
     def forward(
         self,
         input_ids: Tensor | None = None,

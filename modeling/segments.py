@@ -52,7 +52,7 @@ def new_memory(model: nn.Module, batch_size: int, cache_size: int | None = None)
     decoder = find_decoder(unwrap(model))
     options = required_options(decoder)
     devices = layer_devices(decoder, options.layers)
-    dtype = next(decoder.layers.parameters()).dtype  # type: ignore[union-attr]
+    dtype = next(decoder.layers.parameters()).dtype  # type: ignore[union-attr]  # a list of modules
     dtype = dtype if dtype.is_floating_point else torch.float32
     state = options.new_state(batch_size, devices, dtype, decoder.training, cache_size)
     memory = MemoryCache(state, options.window, batch_size, options.signature)
@@ -69,7 +69,7 @@ def identity(decoder: nn.Module) -> dict[str, str]:
 
 def put_memory(layer: nn.Module, attention: nn.Module, memory: MethodOnLayer) -> None:
     """Put a memory on a layer's attention module, with the hooks that it needs (`memory.handles`)."""
-    attention.memory = memory  # type: ignore[assignment]
+    attention.memory = memory  # type: ignore[assignment]  # a protocol of modules
     memory.handles = []
     if memory.method.branch is not None:
         memory.handles.append(attention.register_forward_hook(add_branch, with_kwargs=True))
@@ -109,7 +109,7 @@ def reader(decoder: nn.Module, memory: MemoryCache) -> nn.Module:
     if top is None or memory.columns or not memory.window.empties:
         return decoder
     lower = copy.copy(decoder)
-    lower._modules = {**decoder._modules, "layers": decoder.layers[: top + 1]}  # type: ignore[index, dict-item]
+    lower._modules = {**decoder._modules, "layers": decoder.layers[: top + 1]}  # type: ignore[index, dict-item]  # a list of modules
     return lower
 
 
@@ -253,8 +253,8 @@ def run_memory_tokens(decoder: nn.Module, memory: MemoryCache, rows: list[int], 
         The forward, and its last hidden states `[all rows, tokens, h]`, which mean nothing in other rows.
     """
     lowest = active_memories(decoder)[0]
-    embeddings: Tensor = lowest.method.memory_tokens(lowest.options, lowest.active_parts, memory)  # type: ignore[misc]
-    table: Any = decoder.get_input_embeddings()  # type: ignore[operator]
+    embeddings: Tensor = lowest.method.memory_tokens(lowest.options, lowest.active_parts, memory)  # type: ignore[misc]  # it has some
+    table: Any = decoder.get_input_embeddings()  # type: ignore[operator]  # a decoder's
     weight: Tensor = table.weight
     if isinstance(weight, DTensor) or weight.shape[1] != embeddings.shape[2]:
         raise ValueError(

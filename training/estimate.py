@@ -178,7 +178,7 @@ def on_device(adapter: LoraConfig, device_type: str) -> LoraConfig:
     if hasattr(adapter, "search"):
         adapter.search = IN_TURN
     if getattr(adapter, "cache_dtype", "") is None and device_type != "cpu":
-        adapter.cache_dtype = "bfloat16"  # type: ignore[attr-defined]
+        adapter.cache_dtype = "bfloat16"  # type: ignore[attr-defined]  # Neurocache's
     return adapter
 
 
@@ -191,7 +191,7 @@ def materialize(model: nn.Module) -> None:
                 if tensor is not None and tensor not in made:
                     new = torch.empty(tensor.shape, dtype=tensor.dtype)
                     made[tensor] = nn.Parameter(new, tensor.requires_grad) if held is module._parameters else new
-                held[name] = None if tensor is None else made[tensor]  # type: ignore[assignment]
+                held[name] = None if tensor is None else made[tensor]  # type: ignore[assignment]  # parts may be None
 
 
 def rehearse(
@@ -205,7 +205,7 @@ def rehearse(
     base: Any = model.get_base_model()
     options: Any = None
     if isinstance(adapter, MemoryAdapterConfig):
-        options = adapter.resolve(base_shape(base.config))  # type: ignore[attr-defined]
+        options = adapter.resolve(base_shape(base.config))  # type: ignore[attr-defined]  # a memory adapter
     freeze_idle_gates(model, options)
     trained = trained_parameters(model)
     tracker.relabel((p for p in model.parameters() if not p.requires_grad), "weights")
@@ -235,7 +235,7 @@ def rehearse(
     optimizer.zero_grad()
     tracker.label = "memory"
     rows = work.lanes // work.accumulation
-    batch = Group(None, None if options is None else new_memory(model, rows))  # type: ignore[arg-type]
+    batch = Group(None, None if options is None else new_memory(model, rows))  # type: ignore[arg-type]  # no lanes are read
     segments = segments_before(options, work)
     for left in reversed(range(segments)):
         with torch.set_grad_enabled(left == 0):
@@ -296,7 +296,7 @@ def segments_before(options: Any, work: Work) -> int:
 
 def quantized(tracker: Tracker, model: nn.Module, kind: str) -> None:
     """Make the frozen linear layers of the decoder work as bitsandbytes' do."""
-    for layer in find_decoder(model).layers:  # type: ignore[union-attr]
+    for layer in find_decoder(model).layers:  # type: ignore[union-attr]  # a list of modules
         for module in list(layer.modules()):
             for name, child in module.named_children():
                 if isinstance(child, nn.Linear) and not child.weight.requires_grad:
@@ -315,7 +315,7 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Multiply as `nn.Linear` does."""
-        product: Tensor = Product.apply(states, self.weight, self.keeps_input)  # type: ignore[no-untyped-call]
+        product: Tensor = Product.apply(states, self.weight, self.keeps_input)  # type: ignore[no-untyped-call]  # torch's
         return product if self.bias is None else product + self.bias
 
 

@@ -39,7 +39,7 @@ class MethodOptions:
 
     def values(self) -> dict[str, Any]:
         """Return the fields as the config takes them; raise ValueError for a map from layers that cannot be read."""
-        chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]  # a dataclass at runtime
         for name, read in (("retrieval_map", layer_map), ("far_heads", head_map)):
             if chosen.get(name) is not None:
                 chosen[name] = read(chosen[name])

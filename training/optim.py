@@ -67,7 +67,7 @@ def kind_of(name: str, rates: Mapping[str, str]) -> str:
 
 def make_optimizer(model: nn.Module, rates: Rates, name: str = "adamw") -> Optimizer:
     """Make the optimizer `name`, a key of `OPTIMIZERS`."""
-    return OPTIMIZERS[name](parameter_groups(model, rates))  # type: ignore[call-arg]
+    return OPTIMIZERS[name](parameter_groups(model, rates))  # type: ignore[call-arg]  # constructors differ
 
 
 def make_schedule(optimizer: Optimizer, steps: int, warmup_steps: int, done: int = 0) -> LRScheduler:

@@ -115,8 +115,8 @@ def shard(model: nn.Module, device: torch.device, processes: int) -> None:
     decoder = find_decoder(unwrap(model))
     memories = active_memories(decoder)
     # Higher layers encode with the lowest memory's projection, so that layer must stay gathered until they are done.
-    shared = None if not memories else decoder.layers[memories[0].layer]  # type: ignore[index]
-    for layer in decoder.layers:  # type: ignore[union-attr]
+    shared = None if not memories else decoder.layers[memories[0].layer]  # type: ignore[index]  # a list of modules
+    for layer in decoder.layers:  # type: ignore[union-attr]  # a list of modules
         fully_shard(layer, mesh=mesh, reshard_after_forward=layer is not shared)
     fully_shard(model, mesh=mesh)
 

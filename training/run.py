@@ -224,7 +224,7 @@ def trained_state(model: Trained) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in trained.items()}
     state = get_model_state_dict(model, options=WHOLE)  # without what is frozen, which may be a large base
     # A frozen weight that is tied to another one is in there under its second name.
-    found: dict[str, Tensor] = {name: state[name] for name in trained if name in state}  # type: ignore[misc]
+    found: dict[str, Tensor] = {name: state[name] for name in trained if name in state}  # type: ignore[misc]  # all values are tensors
     for name, parameter in trained.items():
         if not parameter.requires_grad:
             found[name] = parameter.full_tensor().cpu() if isinstance(parameter, DTensor) else parameter.detach()

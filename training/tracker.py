@@ -30,7 +30,7 @@ class Tracker(TorchDispatchMode):
     """
 
     def __init__(self, shares: Mapping[str, float] | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # Accelerate's
         self.shares = shares or {}
         self.label = "activations"
         self.live: Counter[str] = Counter()

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file
 
-from cacheformers.common.base_model import ModelOptions, base_config, base_identity, weights_identity
+from cacheformers.common.base_model import ModelOptions, base_config, base_identity, short_name, weights_identity
 from cacheformers.common.documents import fingerprint
 from cacheformers.common.recipe import option
 from cacheformers.evaluation.loading import config_options, counted_positions, load, memory_config
@@ -236,7 +236,7 @@ def make_method(
         ImportError, OSError, ValueError: it is not possible with this base model, this adapter or these options.
     """
     memory = memory_config(config, adapter)
-    model = Path(base).name
+    model = short_name(base)
     if name == "memory":
         if memory is None:
             raise ValueError("The method memory takes a model with a memory: give an --adapter that has one.")
@@ -245,7 +245,7 @@ def make_method(
             raise ValueError("cache_size is for a memory of limited size, which this model does not have.")
         unlimited = options.forget or options.memory_content == "none"
         held = None if unlimited else options.cache_size or configured
-        title = f"{Path(options.adapter).name if options.adapter else model}-memory"
+        title = f"{short_name(options.adapter) if options.adapter else model}-memory"
         title += "" if options.memory_prompt == "question" else f"-{options.memory_prompt}"
         title += "" if options.memory_content == "own" else f"-{options.memory_content}"
         own = Method(name, title, options.adapter, options.max_length, counted_positions(config, memory), held)
@@ -255,7 +255,7 @@ def make_method(
     if memory is config:
         raise ValueError(f"{base} has a memory that cannot be taken off: only the method memory can use it.")
     used = options.adapter if memory is None else None
-    title = f"{Path(used).name if used else model}-{name}"
+    title = f"{short_name(used) if used else model}-{name}"
     positions, max_length = config.get_text_config().max_position_embeddings, options.max_length
     if name == "position-interpolation":
         if (getattr(config, "rope_parameters", None) or {}).get("rope_type") != "default":
@@ -441,7 +441,7 @@ def model_settings(
     for name in ("adapter_config.json", "adapter_model.safetensors") if adapter is not None else ():
         digest.update(Path(str(cached_file(str(adapter), name))).read_bytes())
     return {
-        "base": Path(model.base).resolve().name,  # `.` has a name, too
+        "base": short_name(model.base),
         "base_config": base_identity(config),
         "base_weights": weights_identity(model.base, config),
         "adapter": None if adapter is None else digest.hexdigest()[:16],

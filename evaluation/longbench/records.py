@@ -199,8 +199,8 @@ def check_surrogates(texts: dict[str, list[str]], where: str) -> None:
 
 def records_identity(records: Iterable[Record]) -> str:
     """Hash records, to tell runs apart; where a set is not LongBench's, also whose prompts its records have."""
-    own = [
-        [record.id, record.input, record.context, record.answers, record.template][: 4 if record.task in TASKS else 5]
-        for record in records
-    ]
+    own: list[list[Any]] = []
+    for record in records:
+        template = [] if record.task in TASKS else [record.template]
+        own.append([record.id, record.input, record.context, record.answers, *template])
     return fingerprint(own)

@@ -166,11 +166,8 @@ def load_result(path: str) -> dict[str, Any]:
     if not isinstance(result, dict) or not isinstance(result.get("tasks"), dict) or "average" not in result:
         raise ValueError(f"{file} is no result of eval_longbench.py.")
     for task, numbers in result["tasks"].items():
-        if (
-            not isinstance(numbers, dict)
-            or not {"score", "buckets", "records"} <= numbers.keys()
-            or (numbers["score"] is None)
-        ):
+        whole = isinstance(numbers, dict) and {"score", "buckets", "records"} <= numbers.keys()
+        if not whole or numbers["score"] is None:
             raise ValueError(f"{file} is damaged: {task} has no score, buckets and records.")
     return result
 

@@ -21,7 +21,7 @@ from accelerate import PartialState
 from torch import nn
 from transformers import PretrainedConfig
 
-from cacheformers.common.base_model import ModelOptions
+from cacheformers.common.base_model import ModelOptions, short_name
 from cacheformers.common.documents import fingerprint
 from cacheformers.common.environment import environment, origin_lines
 from cacheformers.common.files import write_json, write_text
@@ -178,7 +178,7 @@ def evaluate(plan: Plan, arguments: list[str]) -> None:
         [answer for length in plan.cases for answer in answers[length]],
         predictions.times(plan.cases),
         plan.maker.wording,
-        name=Path(options.adapter or plan.model.base).resolve().name,
+        name=short_name(options.adapter or plan.model.base),
         command=[COMMAND, *arguments],
         settings=predictions.settings,
         options={**asdict(plan.model), **asdict(options)},

@@ -64,7 +64,7 @@ def attend_rows(
     chooser = Chooser(options, len(q), q.device, q.dtype) if options.cache else None
     run = Run(options, (0,), q.shape[2], projected.scale, chooser, None, projected.asking(options), rotate)
     stores = make_stores(options, parts, projected, rotate)
-    read: Tensor = TiledAttention.apply(run, q, projected.gates(parts), *stores)  # type: ignore[no-untyped-call]
+    read: Tensor = TiledAttention.apply(run, q, projected.gates(parts), *stores)  # type: ignore[no-untyped-call]  # torch's
     return read, run
 
 

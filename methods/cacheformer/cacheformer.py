@@ -357,7 +357,7 @@ class Projected(NamedTuple):
     def each(self, change: Callable[[Tensor], Tensor]) -> Projected:
         """Apply a function to every tensor."""
         tensors = {name: part for name, part in self._asdict().items() if isinstance(part, Tensor)}
-        return self._replace(**{name: change(tensor) for name, tensor in tensors.items()})  # type: ignore[arg-type]
+        return self._replace(**{name: change(tensor) for name, tensor in tensors.items()})  # type: ignore[arg-type]  # names of its tensors
 
 
 def normed(norm: nn.LayerNorm | None, vectors: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ class CacheFormerLayerParts(MethodOnLayer, nn.ModuleDict):
 
     @property
     def active_parts(self) -> CacheFormerParts:
-        return CacheFormerParts(**dict(self.items()))  # type: ignore[arg-type]
+        return CacheFormerParts(**dict(self.items()))  # type: ignore[arg-type]  # names of its parts
 
     @property
     def fingerprint(self) -> tuple[float, ...]:
@@ -192,7 +192,7 @@ class CacheFormerSelfAttention(nn.Module):
         return self.o_proj(read.transpose(1, 2).flatten(2))
 
     # This part decides on the host what to look up; the rest compiles.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def attend(self, projected: Projected, places: Places, state: CacheFormerState | None) -> Tensor:
         """Return what heads read, `[rows, heads, time, head_dim]`."""
         if state is not None:
@@ -272,9 +272,9 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
         self.layers = nn.ModuleList(CacheFormerLayer(config, self.options, layer) for layer in layers)
         self.norm = nn.LayerNorm(config.hidden_size, eps=NORM_EPS)
         self.gradient_checkpointing = False
-        self.post_init()  # type: ignore[no-untyped-call]
+        self.post_init()  # type: ignore[no-untyped-call]  # transformers'
 
-    @capture_outputs  # type: ignore[untyped-decorator]
+    @capture_outputs  # type: ignore[untyped-decorator]  # transformers'
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -315,7 +315,7 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
             store(cache, reading, hidden, places.real)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=cache)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
     def prepare(
         self,
         hidden: Tensor,
@@ -346,7 +346,7 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
         return cache, reading, places._replace(positions=places.positions.to(hidden.device))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
 def store(cache: MemoryCache, reading: CacheFormerReading | None, hidden: Tensor, real: Tensor | None) -> None:
     """Let a cache hold what a forward read, whose last hidden states `[rows, time, hidden_size]` must be finite.
 
@@ -368,10 +368,10 @@ class CacheFormerForCausalLM(ForwardWithHead, CacheFormerPreTrainedModel, Genera
         super().__init__(config)
         self.model = CacheFormerModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
-        self.post_init()  # type: ignore[no-untyped-call]
+        self.post_init()  # type: ignore[no-untyped-call]  # transformers'
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as in transformers; raise ValueError with `selection="paper_block"`, which looks ahead."""
         refuse_looking_ahead(self.model.options)
         check_shape(args[0] if args else kwargs.get("inputs", kwargs.get("input_ids")))
-        return super().generate(*args, **kwargs)  # type: ignore[misc]
+        return super().generate(*args, **kwargs)  # type: ignore[misc]  # of the mixin beside

@@ -177,7 +177,7 @@ class CacheFormerState:
         dropped, window_dropped = (tuple(of(first).tolist()) for of in (options.left, options.window_left))
         run = Run(options, starts, time, projected.scale, self.chooser, real, asking, rotate, dropped, window_dropped)
         gates = projected.gates(parts)
-        read: Tensor = TiledAttention.apply(run, projected.q, gates, *Stores(**stores))  # type: ignore[no-untyped-call]
+        read: Tensor = TiledAttention.apply(run, projected.q, gates, *Stores(**stores))  # type: ignore[no-untyped-call]  # torch's
         if run.lists:  # none without a cache or without tokens
             self.taken = run.chosen().transpose(1, 2).flatten(2)
         earlier = self.tokens_read

@@ -510,7 +510,7 @@ class TiledAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Run, queries: Tensor, gates: Tensor | None, *stores: Tensor | None) -> Tensor:
-        output, shifts = run.forward(queries, Stores(*stores), gates)  # type: ignore[arg-type]
+        output, shifts = run.forward(queries, Stores(*stores), gates)  # type: ignore[arg-type]  # None only where unread
         ctx.run = run
         ctx.save_for_backward(queries, gates, output, shifts, *stores)
         return output

@@ -17,7 +17,14 @@ import cacheformers
 from cacheformers.adapters.folders import check_base_folder
 from cacheformers.cli import fetch
 from cacheformers.common import gguf_base
-from cacheformers.common.base_model import ModelOptions, base_config, check_vocabulary, load_base, load_tokenizer
+from cacheformers.common.base_model import (
+    ModelOptions,
+    base_config,
+    check_vocabulary,
+    load_base,
+    load_tokenizer,
+    short_name,
+)
 from cacheformers.common.environment import environment, origin_lines
 
 IDS = torch.arange(3, 15)[None]
@@ -118,6 +125,14 @@ def test_a_folder(folder, model):
     torch.testing.assert_close(logits(loaded), logits(model))
     assert len(tokenizer) == 128 == base_config(folder).vocab_size
     assert load_base(ModelOptions(folder, dtype="bfloat16"), "cpu")[0].dtype == torch.bfloat16
+
+
+def test_results_are_named_after_the_folder_that_was_given(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    monkeypatch.chdir(tmp_path / "model")
+    names = [short_name(place) for place in (".", str(tmp_path / "link"), "some/model/", "owner/name")]
+    assert names == ["model", "link", "model", "name"]
 
 
 @pytest.mark.parametrize(
