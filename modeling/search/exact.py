@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,13 +11,29 @@ from torch import Tensor
 from cacheformers.modeling.search.base import Search, ranked, result_dtype
 from cacheformers.modeling.search.store import Entries, unpacked
 
-# Scores of a tile. With its temporaries it stays below 64 MiB.
-SCORE_BYTES = 16 << 20
-# Queries searched together, and what the blocks with their candidates may take.
-MAX_ROWS, FOUND_BYTES = 512, 16 << 20
-# Numbers of entries that are converted to the products' precision, or compared in float64, at a time: they stay in the
-# cache.
-AT_A_TIME = 1 << 16
+
+class Sizes(NamedTuple):
+    """How much is worked on at a time.
+
+    Attributes:
+        scores: bytes of the scores of a tile.
+        rows: queries searched together.
+        found: bytes that the blocks with their candidates may take.
+        numbers: of entries that are converted to the products' precision, or compared in float64.
+        ties: bytes of scores in float64, and half as many of entries, where more are tied than there are candidates.
+    """
+
+    scores: int
+    rows: int
+    found: int
+    numbers: int
+    ties: int
+
+
+# What is at work stays in the processor's cache: with all temporaries below 64 MiB.
+ON_CPU = Sizes(scores=16 << 20, rows=512, found=16 << 20, numbers=1 << 16, ties=8 << 20)
+# A GPU takes as long to start a small product as for a large one: with all temporaries below 1 GiB.
+ON_GPU = Sizes(scores=256 << 20, rows=4096, found=128 << 20, numbers=1 << 24, ties=128 << 20)
 # Entries of a block, of which only the greatest score is looked at if it cannot be among the best, and for each hit
 # that many blocks at least.
 BLOCK, BLOCKS = 16, 4
@@ -27,16 +44,19 @@ SPARE = 256
 EQUAL = {torch.float32: 2.0**-20, torch.float64: 2.0**-47}
 # faiss errs by about one such share, so `settle` leaves differences of up to this many to a search in float64.
 DOUBTFUL = 4
-# Bytes of scores in float64 at a time, and half as many of entries, where more are tied than there are candidates.
-TIE_BYTES = 8 << 20
 
 
 class ExactSearch(Search):
-    """Compares every entry, with at most 64 MiB of extra memory for any number of queries and entries."""
+    """Compares every entry, with at most 64 MiB of extra memory, on a GPU 1 GiB, for any number of both."""
 
     def find(self, queries: Tensor, entries: Entries, topk: int, similarity: str) -> tuple[Tensor, Tensor]:
         dtype = torch.float64 if _rounds_products(queries.device) else result_dtype(queries)
         return nearest(queries, entries, topk, similarity, dtype)
+
+
+def sizes_on(device: torch.device) -> Sizes:
+    """Return how much a device works on at a time."""
+    return ON_CPU if device.type == "cpu" else ON_GPU
 
 
 def nearest(queries: Tensor, entries: Entries, topk: int, similarity: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -47,7 +67,8 @@ def nearest(queries: Tensor, entries: Entries, topk: int, similarity: str, dtype
     Returns:
         Scores and hits `[n, topk]`, as `Search`.
     """
-    most = max(min(MAX_ROWS, FOUND_BYTES // (BLOCK * (topk + SPARE) * dtype.itemsize)), 1)
+    sizes = sizes_on(queries.device)
+    most = max(min(sizes.rows, sizes.found // (BLOCK * (topk + SPARE) * dtype.itemsize)), 1)
     if len(queries) > most:
         found = [nearest(part, entries, topk, similarity, dtype) for part in queries.split(most)]
         return torch.cat([scores for scores, _ in found]), torch.cat([hits for _, hits in found])
@@ -75,7 +96,7 @@ def nearest(queries: Tensor, entries: Entries, topk: int, similarity: str, dtype
     if len(again) and dtype == torch.float32:
         scores[again], hits[again] = nearest(queries[again], entries, topk, similarity, torch.float64)
     elif len(again):
-        for few in again.split(max(TIE_BYTES // (8 * entries.count), 1)):
+        for few in again.split(max(sizes.ties // (8 * entries.count), 1)):
             scores[few], hits[few] = _oldest_of_equal(queries[few], entries, topk, similarity)
     return scores, hits
 
@@ -99,7 +120,8 @@ def _candidates(
         many pairs, which are left out.
     """
     rows, dtype = len(queries), queries.dtype
-    columns = -(-entries.count // -(-entries.count * rows * queries.element_size() // SCORE_BYTES))
+    bytes_of_all = entries.count * rows * queries.element_size()
+    columns = -(-entries.count // -(-bytes_of_all // sizes_on(queries.device).scores))
     depth = min(max(columns // (BLOCKS * topk), 1), BLOCK)
     wide = max(columns // (depth * BLOCKS * topk), 1)
     blocks = -(-columns // (depth * wide)) * wide
@@ -169,7 +191,7 @@ def _parts(entries: Entries, start: int, stop: int, dtype: torch.dtype) -> Itera
     first = 0
     for span in entries.spans:
         end = min(stop - first, len(span))
-        size = end if span.dtype == dtype else max(AT_A_TIME // span.shape[1], 1)
+        size = end if span.dtype == dtype else max(sizes_on(span.device).numbers // span.shape[1], 1)
         for low in range(max(start - first, 0), end, max(size, 1)):
             yield first + low, unpacked(span[low : min(low + size, end)]).to(dtype)
         first += len(span)
@@ -199,7 +221,7 @@ def _scores(queries: Tensor, entries: Entries, row: Tensor, entry: Tensor, simil
     Entry by entry: in a matrix product equal entries can get scores that differ in the last bit.
     """
     found = []
-    step = max(AT_A_TIME // queries.shape[1], 1)
+    step = max(sizes_on(queries.device).numbers // queries.shape[1], 1)
     for low in range(0, len(row), step):
         asked = queries.index_select(0, row[low : low + step]).double()
         vectors = gathered(entries, entry[low : low + step]).double()

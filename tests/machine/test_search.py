@@ -276,8 +276,7 @@ def test_tiles_find_what_all_scores_at_once_do(data, noise, similarity, seed, dt
     everything[77::500] = torch.nan if nan else 0.0
     entries = fill(Ring(1, 2100, 48, dtype=dtype), everything, 700)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact_search, "SCORE_BYTES", 1 << 15)
-        patch.setattr(exact_search, "MAX_ROWS", 16)
+        patch.setattr(exact_search, "ON_CPU", exact_search.ON_CPU._replace(scores=1 << 15, rows=16))
         patch.setattr(exact_search, "SPARE", 40)
         scores, hits = ExactSearch()(queries, entries, topk, similarity)
     stored = between(entries, 0, entries.count).double()
@@ -289,6 +288,19 @@ def test_tiles_find_what_all_scores_at_once_do(data, noise, similarity, seed, dt
     expected = best.sort(dim=1, descending=True, stable=True).indices[:, :topk].sort(dim=1).values
     assert torch.equal(hits.sort(dim=1).values, expected)
     assert (scores[:, 1:] <= scores[:, :-1]).all()
+
+
+@pytest.mark.parametrize("similarity", ["l2", "dot"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_gpu_s_large_tiles_find_what_small_ones_do(dtype, similarity):
+    queries, stored = made(clustered, 0, 1500, 6000, width=64, noise=1e-3)
+    entries = fill(Ring(1, 5000, 64, dtype=dtype), stored, 700)
+    scores, hits = ExactSearch()(queries, entries, 16, similarity)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact_search, "ON_CPU", exact_search.ON_GPU)
+        large_scores, large_hits = ExactSearch()(queries, entries, 16, similarity)
+    assert torch.equal(large_hits, hits)
+    torch.testing.assert_close(large_scores, scores, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("back_end", ["exact", "faiss", "faiss:Flat"])
