@@ -20,7 +20,7 @@ import numpy as np
 
 from cacheformers.evaluation.babilong.tasks import ANSWERS
 from cacheformers.evaluation.longbench.records import file_rows
-from cacheformers.evaluation.longbench.retrieval import UNIT
+from cacheformers.evaluation.longbench.retrieval import UNIT, load_bm25s
 from cacheformers.evaluation.longbench.tasks import QUOTE
 
 Span = tuple[int, int]
@@ -79,9 +79,7 @@ class Pool:
 
     @cached_property
     def index(self) -> Any:
-        import bm25s
-
-        index = bm25s.BM25()
+        index = load_bm25s().BM25()
         index.index([UNIT.findall(document["context"].lower()) for document in self.documents], show_progress=False)
         return index
 

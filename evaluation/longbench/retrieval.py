@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -56,6 +59,23 @@ def pieces(sentence: str, words: int) -> list[str]:
     return [sentence[start:end] for start, end in zip([0, *starts], [*starts, len(sentence)], strict=True)]
 
 
+@cache
+def load_bm25s() -> Any:
+    """Import bm25s without JAX: where JAX is installed bm25s calls it at once, and it reserves 75 % of a GPU's memory.
+
+    What bm25s would use it for, taking the best of the scores, is not called here.
+    """
+    known = sys.modules.get("jax")
+    sys.modules["jax"] = None  # type: ignore[assignment]  # `import jax` then says that there is none
+    try:
+        return import_module("bm25s")
+    finally:
+        if known is None:
+            del sys.modules["jax"]
+        else:
+            sys.modules["jax"] = known
+
+
 class BM25:
     """Words in common, weighed by how rare they are (bm25s). `scores` says how near each text is, `[texts]`."""
 
@@ -64,12 +84,10 @@ class BM25:
             raise ImportError('The retriever bm25 takes bm25s. Run: pip install "cacheformers[eval]"')
 
     def scores(self, query: str, texts: Sequence[str]) -> Any:
-        import bm25s
-
         asked, *found = (UNIT.findall(text.lower()) for text in (query, *texts))
         if not asked or not any(found):  # bm25s fails without any word
             return np.zeros(len(texts))
-        index = bm25s.BM25()
+        index = load_bm25s().BM25()
         index.index(found, show_progress=False)
         return index.get_scores(asked)
 

@@ -1,5 +1,8 @@
 """`--memory_prompt` and `--memory_content`: what self-attention sees after a memory has read, and what it has read."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -195,6 +198,25 @@ def test_memory_and_bm25_together(bench, config_factory):
 )
 def test_without_a_word_no_text_is_nearer(query, texts):
     assert BM25().scores(query, texts).tolist() == [0] * len(texts)
+
+
+SEARCH = """
+from cacheformers.evaluation.longbench.retrieval import BM25
+assert BM25().scores("red window", ["a blue door", "a red window"]).argmax() == 1
+print("Searched.")
+import jax
+"""
+
+
+def test_bm25_leaves_the_gpu_s_memory_to_torch(tmp_path):
+    """JAX reserves three quarters of it as soon as it is called, and bm25s would call it when it is imported."""
+    (tmp_path / "jax").mkdir()
+    (tmp_path / "jax" / "__init__.py").write_text("print('JAX was imported.')")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", SEARCH], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["Searched.", "JAX was imported."]
 
 
 def test_the_tail_is_the_end_of_the_prompt(bench, closed):
