@@ -150,12 +150,21 @@ def run_elsewhere(command: str, arguments: list[str]) -> None:
             sys.argv[1:] = arguments
             module.cli_evaluate()
         elif command == "compare":
-            module.main(sorted(["--compare", *arguments], key=lambda argument: argument not in ("-h", "--help")))
+            module.main(comparison(arguments))
         else:
             module.main(arguments if command in RECIPES else dashed(arguments))
     except KeyboardInterrupt:
         print(f"\ncacheformers {command}: stopped.", file=sys.stderr)
         sys.exit(130)
+
+
+def comparison(arguments: Sequence[str]) -> list[str]:
+    """Put what `compare` is given in an order that leaves results to `--compare`, wherever `--output` stands."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--output")
+    options, rest = parser.parse_known_args(arguments)
+    given = [] if options.output is None else ["--output", options.output]
+    return sorted(["--compare", *rest, *given], key=lambda argument: argument not in ("-h", "--help"))
 
 
 def dashed(arguments: Sequence[str]) -> list[str]:

@@ -95,8 +95,13 @@ def limited(records: list[Record], limit: int | None, seed: int | None) -> list[
 def own_tasks(data: str) -> list[str]:
     """Return the tasks in a folder if none of them is LongBench's: sets of one's own, in the same form."""
     files = sorted(file for file in Path(data).glob("*") if file.name.endswith(SUFFIXES))
-    names = [file.name.partition(".")[0] for file in files]
+    names = [task_name(file) for file in files]
     return [] if any(name.removesuffix("_e") in TASKS for name in names) else names
+
+
+def task_name(file: Path) -> str:
+    """Return the name of a file without what says its kind."""
+    return file.name[: -max(len(suffix) for suffix in SUFFIXES if file.name.endswith(suffix))]
 
 
 def task_file(folder: Path, name: str) -> Path:
@@ -104,7 +109,7 @@ def task_file(folder: Path, name: str) -> Path:
     for candidate in (place / f"{name}{suffix}" for place in (folder, folder / "data") for suffix in SUFFIXES):
         if candidate.is_file():
             return candidate
-    there = sorted({file.name.split(".")[0] for file in folder.rglob("*") if file.name.endswith(SUFFIXES)})
+    there = sorted({task_name(file) for file in folder.rglob("*") if file.name.endswith(SUFFIXES)})
     raise FileNotFoundError(
         f"{folder} holds no {name}.jsonl, .jsonl.gz or .parquet. Choose with --tasks among what is there: "
         f"{', '.join(there) or 'nothing'}."

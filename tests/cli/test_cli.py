@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList
 import cacheformers
 from cacheformers.cli import ask
 from cacheformers.cli.ask import shown_text
-from cacheformers.cli.main import ELSEWHERE, dashed, main, make_parser
+from cacheformers.cli.main import ELSEWHERE, comparison, dashed, main, make_parser
 from cacheformers.evaluation.longbench.retrieval import chunks
 from cacheformers.modeling.conversation import opening
 from cacheformers.modeling.files.index import read_index
@@ -428,6 +428,14 @@ def test_every_verb_of_the_door_has_help(verb, monkeypatch, capsys):
         main([verb, "--help"])
     usage = "lm-eval" if verb == "lm-eval" else f"cacheformers {verb}"  # lm-eval's parser has a name of its own
     assert stopped.value.code == 0 and f"usage: {usage} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "given", [["--output", "DIR", "A", "B"], ["--output=DIR", "A", "B"], ["A", "--output", "DIR", "B"]]
+)
+def test_results_that_are_compared_may_come_after_the_output(given):
+    assert comparison(given) == ["--compare", "A", "B", "--output", "DIR"]
+    assert comparison(["A", "B", "--plots=false"]) == ["--compare", "A", "B", "--plots=false"]
 
 
 @pytest.mark.parametrize("command", [["read", "BOOK", "-o", "MEMORY"], ["ask", "MEMORY", "Who?"]])

@@ -150,6 +150,15 @@ def test_gold_that_is_no_list_of_pairs(bench, error_of, gold):
     assert "line 1 has a gold that is not a list of [start, end] pairs" in error_of(given)
 
 
+def test_sets_of_one_s_own_may_have_dots_in_their_names(bench):
+    """And their predictions, results and table bear these names."""
+    write_rows(bench / "sets" / "law.2024.jsonl", [{**row("hotpotqa", 0, 50), "template": "hotpotqa"}])
+    given = [word for word in arguments(bench, f"--data={bench / 'sets'}") if not word.startswith("--tasks")]
+    eval_longbench.main([word for word in given if word not in ("hotpotqa", "trec", "samsum", "passage_count")])
+    [found] = (bench / "out").glob("*/result.json")
+    assert list(json.loads(found.read_text())["tasks"]) == ["law.2024"]
+
+
 def test_a_record_with_another_template_is_another_record():
     record = Record("own", "1", "q", "c", ["a"], 1, None, "qasper")
     assert records_identity([record]) != records_identity([replace(record, template="quote")])
