@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -202,6 +203,23 @@ def check_vocabulary(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBas
     known = config.get_text_config().vocab_size
     if len(tokenizer) > known:
         raise ValueError(f"The tokenizer has {len(tokenizer)} entries, the model {known}: they do not belong together.")
+
+
+def check_end(base: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError where the tokenizer's end of text is none of the ends at which the model stops generating."""
+    folder = base_folder(base)
+    try:
+        ends = GenerationConfig.from_pretrained(folder).eos_token_id
+    except OSError:  # a base without generation_config.json
+        ends = base_config(base).get_text_config().eos_token_id
+    ends = [ends] if isinstance(ends, int) else ends
+    if ends and tokenizer.eos_token_id not in ends:
+        there = ", ".join(repr(tokenizer.convert_ids_to_tokens(end)) for end in ends)
+        raise ValueError(
+            f"The tokenizer of {base} ends texts with {tokenizer.eos_token!r}, and the model stops at {there}: answers "
+            "would be learned with an end that it goes on after. Correct eos_token in tokenizer_config.json, or "
+            "eos_token_id in generation_config.json."
+        )
 
 
 def check_attention(implementation: str | None) -> None:

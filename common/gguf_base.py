@@ -12,13 +12,14 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.constants import HF_HOME
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 
 # What must be there for a folder to count as finished (a large model has an index of several safetensors files).
 FINISHED = ("config.json", "tokenizer.json", "model.safetensors*")
 ORIGIN = "origin.json"  # in a model folder: where its weights come from
 # Types that are kept; all others become bfloat16.
 LOSSLESS = {"F32": torch.float32, "F16": torch.float16}
+SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 EDGE = 1 << 20  # bytes at a file's beginning and end that tell it from others
 
 
@@ -74,6 +75,7 @@ def convert(gguf: Path, out: Path, package: str | None = None) -> None:
         folder = Path(scratch) / "model"
         try:
             tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+            set_special_tokens(tokenizer, gguf)
             kind = weight_kind(gguf)
             dtype = LOSSLESS.get(kind, torch.bfloat16)
             model = AutoModelForCausalLM.from_pretrained(
@@ -95,6 +97,20 @@ def convert(gguf: Path, out: Path, package: str | None = None) -> None:
         except OSError:
             if not is_finished(out):  # another process may have been faster
                 raise
+
+
+def set_special_tokens(tokenizer: PreTrainedTokenizerBase, gguf: Path) -> None:
+    """Give a tokenizer the special tokens that the file names.
+
+    transformers 5.17 takes the first token for the last one: answers would be taught an end that nothing stops at.
+    """
+    from gguf import GGUFReader
+
+    reader = GGUFReader(gguf)
+    for name, field in SPECIAL_TOKENS.items():
+        found = reader.get_field(f"tokenizer.ggml.{field}_token_id")
+        if found is not None and getattr(tokenizer, f"{name}_id") != found.contents():
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(int(found.contents())))
 
 
 def drop_unknown_tokens(folder: Path, vocabulary: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from cacheformers.common.base_model import StartOptions, base_config
+from cacheformers.common.base_model import StartOptions, base_config, check_end
 from cacheformers.common.documents import DataOptions, DocumentRow, Documents, check_lengths, open_documents
 from cacheformers.common.recipe import RecipeParser
 from cacheformers.evaluation.held_out import HeldOut, held_out
@@ -156,6 +156,8 @@ def train_documents(
     documents = open_documents(options.data.train, tokenizer, options.data)
     if options.lessons.questions is None:
         return documents
+    if options.model.init == "pretrained":
+        check_end(options.model.base, tokenizer)
     room, most = question_room(options.lessons, memory), memory.base.max_positions - memory.segment_tokens
     return Lessons(options.lessons, documents, tokenizer, room, teacher_tokens=most, seed=options.train.seed)
 

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from peft import get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 import cacheformers
 from cacheformers.adapters.folders import check_base_folder
@@ -20,6 +20,7 @@ from cacheformers.common import gguf_base
 from cacheformers.common.base_model import (
     ModelOptions,
     base_config,
+    check_end,
     check_vocabulary,
     load_base,
     load_tokenizer,
@@ -194,6 +195,30 @@ def test_the_4_bit_weights_are_fetched_where_the_hub_cannot_be_reached(tmp_path,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["answers_facts", "auto", "gguf"]
     adapter = json.loads((tmp_path / "answers_facts" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == str(out)
+
+
+def test_a_tokenizer_has_the_special_tokens_that_the_file_names(tmp_path, model, tokens):
+    """transformers 5.17 confuses them, and a wrong end is one that trained answers go on after."""
+    file = write_gguf(tmp_path / "model.gguf", model, tokens)
+    tokenizer = AutoTokenizer.from_pretrained(gguf_base.converted(file))
+    tokenizer.eos_token, tokenizer.bos_token = tokens[1], tokens[3]
+    gguf_base.set_special_tokens(tokenizer, file)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == (tokens[1], tokens[2])
+
+
+def test_an_end_at_which_the_model_does_not_stop(folder, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = "a"
+    (tmp_path / "base" / "generation_config.json").unlink(missing_ok=True)
+    for ends in ([tokenizer.eos_token_id], [1, tokenizer.eos_token_id], None):
+        GenerationConfig(eos_token_id=ends).save_pretrained(folder)
+        check_end(folder, tokenizer)
+    GenerationConfig(eos_token_id=[1, 2]).save_pretrained(folder)
+    with pytest.raises(ValueError, match="ends texts with 'a', and the model stops at '<bos>', '<eos>'"):
+        check_end(folder, tokenizer)
+    (tmp_path / "base" / "generation_config.json").unlink()
+    with pytest.raises(ValueError, match="and the model stops at '<eos>'"):
+        check_end(folder, tokenizer)  # as config.json says
 
 
 def test_another_gguf_file_of_the_same_name(tmp_path, model, tokens):
