@@ -69,7 +69,7 @@ def main() -> None:
     given.add_argument("--rounds", type=int, default=15)
     given.add_argument("--minutes", type=float, default=9.5, help="for all of it (default: %(default)s)")
     given.add_argument("--smollm2", default="data/smollm2-135m-instruct", help="folder (default: %(default)s)")
-    books = ROOT.parent / "shared/data/books"
+    books = Path("../shared/data/books")
     given.add_argument("--books", type=Path, default=books, help="folder of train.jsonl.gz and valid.jsonl.gz")
     options = given.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -87,7 +87,7 @@ def main() -> None:
             traceback.print_exc()
             result["failed"][name] = f"{type(error).__name__}: {error}"
         result["seconds"][name] = time.perf_counter() - begun
-        save("gpu", options, result, page)
+        save("gpu", options, result, page, indent=None)
         gc.collect()
         torch.cuda.empty_cache()
     if result["failed"]:
