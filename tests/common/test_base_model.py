@@ -197,12 +197,20 @@ def test_the_4_bit_weights_are_fetched_where_the_hub_cannot_be_reached(tmp_path,
     assert adapter["base_model_name_or_path"] == str(out)
 
 
-def test_a_tokenizer_has_the_special_tokens_that_the_file_names(tmp_path, model, tokens):
+def test_a_tokenizer_has_the_special_tokens_that_the_file_names(tmp_path, model, tokens, monkeypatch):
     """transformers 5.17 confuses them, and a wrong end is one that trained answers go on after."""
     file = write_gguf(tmp_path / "model.gguf", model, tokens)
-    tokenizer = AutoTokenizer.from_pretrained(gguf_base.converted(file))
-    tokenizer.eos_token, tokenizer.bos_token = tokens[1], tokens[3]
-    gguf_base.set_special_tokens(tokenizer, file)
+    load = AutoTokenizer.from_pretrained
+
+    def confused(*given, **options):
+        tokenizer = load(*given, **options)
+        tokenizer.eos_token, tokenizer.bos_token = tokens[1], tokens[3]
+        return tokenizer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoTokenizer, "from_pretrained", confused)
+        folder = gguf_base.converted(file)
+    tokenizer = load(folder)
     assert (tokenizer.bos_token, tokenizer.eos_token) == (tokens[1], tokens[2])
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import get_peft_model
 from recipe import largest_difference, make_text, write_documents
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import cacheformers
 from cacheformers import train_adapt
@@ -596,4 +596,6 @@ def test_what_cannot_be_learned_is_refused(pool, byte_tokenizer, refused):
         check_lessons(LessonOptions(questions=["pool"]), far)
     (pool / "pool" / "wiki_qa.jsonl").write_text('{"task": "other", "context": "a", "questions": []}\n')
     assert "has no task of" in refused(train_adapt.main, given(pool, "bad"))
+    GenerationConfig(eos_token_id=7).save_pretrained(pool / "base")
+    assert "answers would be learned with an end that it goes on after" in refused(train_adapt.main, given(pool, "bad"))
     assert cacheformers.NeurocacheAdapterConfig().retrieval_weight == 0
