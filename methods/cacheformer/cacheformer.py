@@ -206,7 +206,7 @@ class CacheFormerOptions(CacheFormerSettings):
 
     def admissible(self, position: Tensor) -> Tensor:
         """Count the segments, from the first on, that the block beginning at a position may retrieve."""
-        before = self.window_start(position) if self.exclude_window or self.pretrained else position
+        before = self.window_start(position) if self.before_window else position
         return before // self.pool_tokens
 
     def filled(self, position: Tensor) -> Tensor:
@@ -233,6 +233,21 @@ class CacheFormerOptions(CacheFormerSettings):
     def unscored(self, position: Tensor) -> Tensor:
         """Count the segments after the sinks that a token does not even score: with `long` it sees all vectors."""
         return torch.zeros_like(position) if self.long else self.gone(position)
+
+    @property
+    def joins_blocks(self) -> bool:
+        """Whether all blocks that begin in a window can retrieve the same segments of the budget."""
+        return not self.cache or self.cache_tokens is None or self.selection == "token" or self.before_window
+
+    @property
+    def joins_windows(self) -> bool:
+        """Whether a tile may be of several windows: tokens that choose for themselves share columns within one."""
+        return not self.cache or (self.cache_tokens is None and self.selection == "previous_block")
+
+    @property
+    def before_window(self) -> bool:
+        """Whether only segments before the window are retrieved."""
+        return self.exclude_window or self.pretrained
 
     def left(self, position: Tensor) -> Tensor:
         """Count the segments after the sinks of which no token from a position on retrieves a key."""

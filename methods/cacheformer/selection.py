@@ -108,28 +108,46 @@ class Chooser:
         """Return the segments that a tile retrieves, and take its opinions into account from now on.
 
         Args:
-            positions: `[rows or 1, time]`, all of one block.
+            positions: `[rows or 1, time]`, of a part of a block or of whole blocks.
             opinions: what `weigh` returned for the tile; None where it sees no compressed columns.
             real: which tokens count, `[rows, time]`; None for all.
 
         Returns:
-            Segments, ascending, -1 at the end: `[rows, kv_heads, k*u]`, or for each token `[rows, kv_heads, time,
-            k*u]`.
+            Segments, ascending, -1 at the end, for each block or each token: `[rows, kv_heads, parts, k*u]`.
         """
         options = self.options
         if options.selection != "token":
             self.begin_block(positions[:, :1], None if real is None else real[:, :1])
         if opinions is None:
-            return self.lists
+            return self.lists[:, :, None]
         if options.selection == "token":
             return self.select(opinions, positions, positions[:, :1])
-        lists = self.lists
         if options.selection == "prefix":
-            so_far = self.evidence[:, :, None, : opinions.shape[3]] + opinions.cumsum(2)
-            lists, opinions = self.select(so_far, positions, positions[:, :1]), opinions.sum(2)
-        self.evidence = self.evidence.clone()
-        self.evidence[:, :, : opinions.shape[2]] += opinions
+            opinions = opinions.unflatten(2, (self.blocks(positions.shape[1]), -1)).cumsum(3)
+            opinions[:, :, 0] += self.evidence[:, :, None, : opinions.shape[4]]
+            lists = self.select(opinions.flatten(2, 3), positions, positions[:, :1])
+            self.evidence = torch.zeros_like(self.evidence)
+            opinions = opinions[:, :, :, -1]
+        else:
+            lists = self.lists[:, :, None]
+            if opinions.shape[2] > 1:
+                lists = torch.cat([lists, self.next_blocks(positions, opinions[:, :, :-1])], 2)
+                self.lists, self.evidence = lists[:, :, -1], torch.zeros_like(self.evidence)
+            else:
+                self.evidence = self.evidence.clone()
+        self.evidence[:, :, : opinions.shape[3]] += opinions[:, :, -1]
         return lists
+
+    def blocks(self, time: int) -> int:
+        """Count the blocks of a tile of so many tokens."""
+        return max(time // self.options.block_rows, 1)
+
+    def next_blocks(self, positions: Tensor, opinions: Tensor) -> Tensor:
+        """Choose for all blocks of a tile but the first, by the opinions of each one's previous block."""
+        rows, size = len(opinions), self.options.block_rows
+        firsts = positions[:, size::size].expand(rows, -1).reshape(-1, 1)  # blocks are rows, as each has its own
+        chosen = self.select(opinions.transpose(1, 2).flatten(0, 1), firsts, firsts - size)
+        return chosen.unflatten(0, (rows, -1)).transpose(1, 2)
 
     def begin_block(self, first: Tensor, real: Tensor | None) -> None:
         """Where a row's tile begins a block, choose for it, and forget the opinions of the previous block."""
@@ -151,17 +169,18 @@ class Chooser:
         """Note a tile's opinions before the run."""
         block = int(positions[0, 0]) // self.options.block_rows
         thought = self.foreseen.setdefault(block, torch.zeros_like(self.evidence))
-        thought[:, :, : opinions.shape[2]] += opinions
+        thought[:, :, : opinions.shape[3]] += opinions[:, :, 0]
 
     def weigh(self, probabilities: Tensor, real: Tensor | None = None) -> Tensor:
-        """Compute the opinions of a tile's tokens: of each token where they choose one by one, else their sum.
+        """Compute the opinions of a tile's tokens: of each token where they choose one by one, else each block's sum.
 
         Args:
             probabilities: among all compressed columns, `[rows, kv_heads, group, time, segments*r_s]`.
             real: which tokens count, `[rows, time]`; None for all.
 
         Returns:
-            `[rows, kv_heads, (time,) segments]`; with magnitude="mean" `[rows, heads, (time,) segments, r_s]`.
+            `[rows, kv_heads, time or blocks, segments]`; with magnitude="mean" `[rows, heads, time or blocks, segments,
+            r_s]`.
         """
         opinions = probabilities.unflatten(-1, (-1, self.options.pool_vectors))
         if self.options.magnitude == "rows":
@@ -175,7 +194,7 @@ class Chooser:
         if real is not None:
             opinions = opinions * real.to(opinions.device)[:, None, None, :, *[None] * (opinions.dim() - 4)]
         if self.options.selection not in ("token", "prefix"):
-            opinions = opinions.sum(3)
+            opinions = opinions.unflatten(3, (self.blocks(opinions.shape[3]), -1)).sum(4)
         return opinions.sum(2) if self.options.magnitude == "rows" else opinions.flatten(1, 2)
 
     def select(self, evidence: Tensor, positions: Tensor, scored: Tensor) -> Tensor:

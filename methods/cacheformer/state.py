@@ -71,7 +71,7 @@ class Shelf:
     def forgotten(self, sinks: int, fewer: Tensor, left: Tensor) -> Shelf:
         """Leave out the next `fewer` vectors after the sinks; `left` remain. Both by row, `[rows, 1]`."""
         where = after_sinks(left, fewer, sinks, self.vectors.shape[1])
-        return Shelf(take(self.vectors, slice(None), where), private=not torch.is_grad_enabled())
+        return Shelf(take(self.vectors, slice(None), where)[:, :, 0], private=not torch.is_grad_enabled())
 
 
 class CacheFormerState:

@@ -1,8 +1,9 @@
-"""CacheFormer's attention, tile by tile. A tile is a run of tokens that share a window and a block.
+"""CacheFormer's attention, tile by tile: a tile is a part of a window and of a block, or whole ones of them.
 
-Every branch shows a token a prefix of its columns, so a mask is one number per token and branch. Scores exist for one
-tile and a few heads at a time, and are computed again for the gradient, so no tensor of time x columns is ever held.
-The probabilities of the compressed columns serve both attention and the choice of segments.
+A branch shows all tokens of a tile the same columns, or each of its equal parts (windows, blocks, tokens) its own. A
+token sees a prefix of them, so a mask is one number per token and branch. Scores exist for one tile and a few heads at
+a time, and are computed again for the gradient, so no tensor of time x columns is ever held. The probabilities of the
+compressed columns serve both attention and the choice of segments.
 
 Shapes: queries and outputs `[rows, heads, time, head_dim]`, gates `[rows, heads, time, branches]`, one number per head
 and token `[rows, heads, time]`.
@@ -23,7 +24,7 @@ from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions, Rot
 from cacheformers.methods.cacheformer.selection import Chooser
 from cacheformers.modeling.search.store import unpacked
 
-TILE_TOKENS = 128
+TILE_TOKENS = {"cpu": 128, "cuda": 1024}  # at most
 # Scores held at once, unless one key-value head has more: they fit a processor's cache, or keep a GPU busy.
 SCORES_AT_ONCE = {"cpu": 2**19, "cuda": 2**26}
 # Where each token has its own list: up to this many times a list's columns, multiplying all columns and hiding most of
@@ -56,14 +57,14 @@ class Move:
     """Turns the keys of segments forward.
 
     Attributes:
-        shifts: positions, by segment: `[rows, 1 or kv_heads, (time,) segments]`.
+        shifts: positions, by segment: `[rows, 1 or kv_heads, parts, segments]`.
     """
 
     rotate: Rotate
     shifts: Tensor
 
     def __call__(self, keys: Tensor, heads: slice, back: bool = False) -> Tensor:
-        """Turn keys of some kv heads, `[rows, kv_heads, (time,) segments * s, head_dim]`, or their gradients back."""
+        """Turn keys of some kv heads, `[rows, kv_heads, parts, segments * s, head_dim]`, or their gradients back."""
         shifts = self.shifts if self.shifts.shape[1] == 1 else self.shifts[:, heads]
         segments = shifts.shape[-1]
         shifts = shifts.expand(*keys.shape[:-2], segments).reshape(-1, segments)
@@ -78,8 +79,8 @@ class View(NamedTuple):
 
     Attributes:
         keys, values: names of the stores.
-        where: columns of the stores: (start, end), the same for all; or their numbers `[rows or 1, kv_heads,
-            columns]`; or those of each token `[rows, kv_heads, time, columns]`.
+        where: columns of the stores: (start, end), the same for all; or their numbers, for each of the equal parts of a
+            tile, `[rows or 1, kv_heads, parts, columns]`.
         limit: how many of the columns each token sees, `[rows or 1, time]`, on the host.
         seen: which segments of the columns a token sees, `[rows, kv_heads, time, segments]`; None for all.
         move: turns the keys of the columns to where they are read; None where they stay.
@@ -93,16 +94,17 @@ class View(NamedTuple):
     move: Move | None = None
 
     @property
-    def by_token(self) -> bool:
-        """Whether every token has its own columns."""
-        return isinstance(self.where, Tensor) and self.where.dim() == 4
+    def parts(self) -> int:
+        """The number of parts of the tile that have their own columns."""
+        return self.where.shape[2] if isinstance(self.where, Tensor) else 1
 
     def pieces(self, queries: Tensor, kv_heads: int) -> Iterator[tuple[slice, slice]]:
-        """Yield key-value heads whose scores are held at once, and their query heads."""
-        rows, heads, time, _ = queries.shape
+        """Yield key-value heads whose scores, and columns, are held at once, and their query heads."""
+        rows, heads, time, width = queries.shape
         most = self.where.shape[-1] if isinstance(self.where, Tensor) else self.where[1] - self.where[0]
         budget = SCORES_AT_ONCE.get(queries.device.type, SCORES_AT_ONCE["cpu"])
-        step, group = max(budget * kv_heads // (rows * heads * time * most), 1), heads // kv_heads
+        held = rows * most * max(heads * time // kv_heads, width * (self.parts if self.parts > 1 else 0))
+        step, group = max(budget // held, 1), heads // kv_heads
         for begin in range(0, kv_heads, step):
             end = min(begin + step, kv_heads)
             yield slice(begin, end), slice(begin * group, end * group)
@@ -112,7 +114,7 @@ class View(NamedTuple):
         return self.where[:, heads] if isinstance(self.where, Tensor) else self.where
 
     def fetch(self, stores: Stores, heads: slice, dtype: torch.dtype, read: bool = True) -> tuple[Tensor, Tensor]:
-        """Take keys and values of some key-value heads, `[rows, kv_heads, (time,) columns, head_dim]`.
+        """Take keys and values of some key-value heads, `[rows, kv_heads, parts, columns, head_dim]`.
 
         Where values are not wanted, or keys are values, keys are returned twice.
         """
@@ -127,29 +129,29 @@ class View(NamedTuple):
     def hide(self, scores: Tensor, heads: slice, value: float) -> None:
         """Overwrite some heads' scores of columns that a token does not see."""
         full, most = int(self.limit.min()), scores.shape[-1]
+        by_token = scores.unflatten(3, (-1, self.limit.shape[1] // self.parts))  # [..., parts, group, tokens, columns]
         if self.seen is not None:
-            by_segment = unfold(scores, self.limit.shape[1], False).unflatten(-1, (self.seen.shape[-1], -1))
-            by_segment.masked_fill_(~self.seen[:, heads, None, ..., None], value)
+            by_segment = by_token.unflatten(-1, (self.seen.shape[-1], -1))
+            by_segment.masked_fill_(~self.seen[:, heads, None, None, ..., None], value)
         elif full < most:
-            hidden = (torch.arange(full, most) >= self.limit[..., None]).to(scores.device)
-            by_head = unfold(scores, self.limit.shape[1], self.by_token)
-            by_head[..., full:].masked_fill_(hidden[:, None, None], value)
+            hidden = torch.arange(full, most) >= self.limit.unflatten(1, (self.parts, -1))[..., None]
+            by_token[..., full:].masked_fill_(hidden.to(scores.device)[:, None, :, None], value)
 
 
 def after_sinks(count: Tensor, hidden: Tensor, sinks: int, kv_heads: int) -> Tensor:
-    """Return where `count` columns are, if `hidden` after the sinks are left out, `[rows or 1, kv_heads, columns]`.
+    """Return where `count` columns are, if `hidden` after the sinks are left out, `[rows or 1, kv_heads, 1, columns]`.
 
     Both are `[rows or 1, 1]`; rows with fewer columns than others repeat their last.
     """
     columns = torch.arange(int(count.max())).minimum((count - 1).clamp(min=0))
     columns = torch.where(columns < sinks, columns, columns + hidden)
-    return columns[:, None].expand(-1, kv_heads, -1)
+    return columns[:, None, None].expand(-1, kv_heads, -1, -1)
 
 
 def take(store: Tensor, heads: slice, where: tuple[int, int] | Tensor) -> Tensor:
-    """Take columns of some heads of a store `[rows, kv_heads, tokens, head_dim]`."""
+    """Take columns of some heads of a store `[rows, kv_heads, tokens, head_dim]`, for each part of a tile."""
     if isinstance(where, tuple):
-        return store[:, heads, where[0] : where[1]]
+        return store[:, heads, None, where[0] : where[1]]
     places = flat_places(store, heads, where)
     return store.flatten(0, 2).index_select(0, places.flatten()).unflatten(0, places.shape)
 
@@ -157,31 +159,27 @@ def take(store: Tensor, heads: slice, where: tuple[int, int] | Tensor) -> Tensor
 def add(gradient: Tensor, heads: slice, where: tuple[int, int] | Tensor, added: Tensor) -> None:
     """Add to columns of a contiguous gradient: the inverse of `take`."""
     if isinstance(where, tuple):
-        gradient[:, heads, where[0] : where[1]] += added
+        gradient[:, heads, where[0] : where[1]] += added[:, :, 0]
     else:
         index = flat_places(gradient, heads, where).flatten()[:, None].expand(-1, added.shape[-1])
         gradient.view(-1, gradient.shape[-1]).scatter_add_(0, index, added.flatten(0, -2))
 
 
 def flat_places(store: Tensor, heads: slice, where: Tensor) -> Tensor:
-    """Number columns `[rows, some kv_heads, ...]` of a store whose first three dimensions are flattened."""
+    """Number columns `[rows or 1, some kv_heads, parts, columns]` of a store whose first three dimensions are one."""
     rows, kv_heads, tokens = store.shape[:3]
     begins = torch.arange(0, rows * kv_heads * tokens, tokens, device=store.device).view(rows, kv_heads)[:, heads]
-    return where.to(store.device) + begins[..., *[None] * (where.dim() - 2)]
+    return where.to(store.device) + begins[..., None, None]
 
 
-def fold(tensor: Tensor, kv_heads: int, by_token: bool) -> Tensor:
-    """Bring `[rows, heads, time, ...]` to the layout of columns: `[rows, kv_heads, group*time, ...]`.
-
-    Where each token has its own columns: `[rows, kv_heads, time, group, ...]`.
-    """
-    grouped = tensor.unflatten(1, (kv_heads, -1))
-    return grouped.transpose(2, 3) if by_token else grouped.flatten(2, 3)
+def fold(tensor: Tensor, kv_heads: int, parts: int) -> Tensor:
+    """Bring `[rows, heads, time, ...]` to the layout of columns: `[rows, kv_heads, parts, group*time/parts, ...]`."""
+    return tensor.unflatten(1, (kv_heads, -1)).unflatten(3, (parts, -1)).transpose(2, 3).flatten(3, 4)
 
 
-def unfold(tensor: Tensor, time: int, by_token: bool) -> Tensor:
+def unfold(tensor: Tensor, time: int) -> Tensor:
     """Undo `fold`, up to `[rows, kv_heads, group, time, ...]`."""
-    return tensor.transpose(2, 3) if by_token else tensor.unflatten(2, (-1, time))
+    return tensor.unflatten(3, (-1, time // tensor.shape[2])).transpose(2, 3).flatten(3, 4)
 
 
 class Attended(NamedTuple):
@@ -202,22 +200,22 @@ def attend(
         weigh: turns probabilities `[rows, kv_heads, group, time, columns]` into opinions `[rows, kv_heads or heads,
             ...]`.
     """
-    own, time, kv_heads = view.by_token, queries.shape[2], stores.keys.shape[1]
+    time, kv_heads = queries.shape[2], stores.keys.shape[1]
     lowest, none_visible = torch.finfo(queries.dtype).min, int(view.limit.min()) == 0
     reads, totals, opinions = [], [], []
     for heads, here in view.pieces(queries, kv_heads):
         keys, values = view.fetch(stores, heads, queries.dtype, read)
-        scores = fold(queries[:, here], keys.shape[1], own) @ keys.transpose(-1, -2)
+        scores = fold(queries[:, here], keys.shape[1], view.parts) @ keys.transpose(-1, -2)
         view.hide(scores, heads, lowest)
         top = scores.amax(-1)
         probabilities = torch.softmax(scores, -1)
-        totals.append(unfold(top - probabilities.amax(-1).log(), time, own).flatten(1, 2))
+        totals.append(unfold(top - probabilities.amax(-1).log(), time).flatten(1, 2))
         if none_visible:
             view.hide(probabilities, heads, 0.0)
         if read:
-            reads.append(unfold(probabilities @ values, time, own).flatten(1, 2))
+            reads.append(unfold(probabilities @ values, time).flatten(1, 2))
         if weigh is not None:
-            opinions.append(weigh(unfold(probabilities, time, own)))
+            opinions.append(weigh(unfold(probabilities, time)))
     return Attended(
         torch.cat(reads, 1) if read else queries[..., :0],
         torch.cat(totals, 1),
@@ -240,7 +238,8 @@ class Run:
         dropped: how many segments after the sinks the stores do not hold any more, like `starts`; of compressed ones
             only without `long`.
         window_dropped: the same for `Stores.keys` and `Stores.values`.
-        lists: the segments that each tile retrieved; `forward` fills it.
+        tiles, lists: (begin, end) of each tile, and the segments that it retrieved, `[rows, kv_heads, parts, k*u]`, -1
+            for none; `forward` fills them.
     """
 
     options: CacheFormerOptions
@@ -253,19 +252,34 @@ class Run:
     rotate: Rotate | None = None
     dropped: tuple[int, ...] = (0,)
     window_dropped: tuple[int, ...] = (0,)
+    tiles: list[tuple[int, int]] = field(default_factory=list)
     lists: list[Tensor] = field(default_factory=list)
 
-    def tiles(self) -> Iterator[tuple[int, int]]:
-        """Yield (begin, end) of each tile. In every row, its tokens share a window and a block."""
-        periods = {self.options.window_tokens}
-        if self.options.cache and self.options.selection != "token":
-            periods.add(self.options.block_rows)
-        cuts = {self.time, *range(0, self.time, TILE_TOKENS)}
-        for start in set(self.starts):
-            for period in periods:
-                cuts.update(range(-start % period, self.time, period))
-        ordered = sorted(cuts)
-        return iter(zip(ordered[:-1], ordered[1:], strict=True))
+    def cut(self, most: int) -> list[tuple[int, int]]:
+        """Return (begin, end) of each tile, of at most so many tokens."""
+        tiles, begin = [], 0
+        while begin < self.time:
+            left = min(most, self.time - begin)
+            end = begin + min(self.tile(start + begin, left) for start in self.starts)
+            tiles.append((begin, end))
+            begin = end
+        return tiles
+
+    def tile(self, position: int, most: int) -> int:
+        """Return how many tokens the tile at a position may have: whole windows, whole blocks, or part of a block."""
+        options = self.options
+        window, block = options.window_tokens, 1
+        if options.cache and options.selection != "token":
+            block = options.block_rows
+        in_window = min(window - position % window, most)
+        if len(self.starts) == 1 and self.real is None and position % block == 0 and options.causal:
+            whole = most // window * window
+            if whole and position % window == 0 and window % block == 0 and options.joins_windows:
+                return whole
+            whole = in_window // block * block
+            if whole and options.joins_blocks:
+                return whole
+        return min(in_window, block - position % block)
 
     def positions(self, begin: int, end: int) -> Tensor:
         """Return positions `[rows or 1, time]`, on the host."""
@@ -275,15 +289,8 @@ class Run:
         """Return what each branch shows a tile, without branches that show nothing."""
         options, size = self.options, self.options.pool_tokens
         dropped = torch.tensor(self.dropped)[:, None]
-        begin, last = options.window_start(positions[:, :1]), positions[:, -1:]
-        limit = positions - begin + 1
-        missing = torch.tensor(self.window_dropped)[:, None] * size
-        begin, last = begin - missing, last - missing
-        where: tuple[int, int] | Tensor = (int(begin[0]), int(last[0]) + 1)
-        if len(begin) > 1:
-            window = (begin + torch.arange(int(limit.max()))).minimum(last)
-            where = window[:, None].expand(-1, options.kv_heads, -1)
-        shown = {"short": View("keys", "values", where, limit)}
+        limit = positions - options.window_start(positions) + 1
+        shown = {"short": View("keys", "values", self.window(positions), limit)}
         horizon, vectors = options.horizon(positions), options.pool_vectors
         if options.long or options.cache:
             unscored = options.unscored(positions[:, :1])
@@ -300,37 +307,56 @@ class Run:
             shown["cache"] = self.retrieved(positions, lists)
         return {name: view for name, view in shown.items() if int(view.limit.max()) > 0}
 
+    def window(self, positions: Tensor) -> tuple[int, int] | Tensor:
+        """Return where the windows of a tile are, by the rows or by the windows of a tile of several."""
+        options = self.options
+        missing = torch.tensor(self.window_dropped)[:, None] * options.pool_tokens
+        begins = options.window_start(positions[:, :: options.window_tokens]) - missing  # a tile of more has whole ones
+        last = positions[:, -1:] - missing
+        if begins.numel() == 1:
+            return int(begins), int(last) + 1
+        most = min(int((last - begins).max()) + 1, 2 * options.window_tokens)
+        columns = (begins[..., None] + torch.arange(most)).minimum(last[..., None])
+        return columns[:, None].expand(-1, options.kv_heads, -1, -1)
+
     def retrieved(self, positions: Tensor, lists: Tensor) -> View:
         """Return a view of the tokens of the listed segments."""
         options, size = self.options, self.options.pool_tokens
         keys, values = ("cache_keys", "cache_values") if options.rounds else ("keys", "values")
         filled, dropped = options.filled(positions), torch.tensor(self.dropped, device=lists.device)
-        places = torch.where(lists < options.sinks, lists, lists - dropped.view(-1, *[1] * (lists.dim() - 1)))
+        places = torch.where(lists < options.sinks, lists, lists - dropped[:, None, None, None])
         segments = int((options.admissible(options.block_start(positions)) - dropped.cpu()[:, None]).max())
-        alike = lists.dim() == 4 and not options.packed  # a segment is read at one place by all tokens of a tile
+        by_token = lists.shape[2] == positions.shape[1]
+        alike = by_token and not options.packed  # a segment is read at one place by all tokens of a tile
         if alike and segments <= min(lists.shape[2], ALL_AT_ONCE) * options.retrieved:
             nowhere = torch.where(places < 0, segments, places)
             seen = lists.new_zeros(*lists.shape[:3], segments + 1, dtype=torch.bool).scatter_(-1, nowhere, True)
             numbers = torch.arange(segments, device=lists.device)
             numbers = torch.where(numbers < options.sinks, numbers, numbers + dropped[:, None])
-            move = self.move(positions, numbers[:, None] * size)
+            move = self.move(positions[:, :1], numbers[:, None, None] * size)
             return View(keys, values, (0, segments * size), filled * size, seen[..., :segments], move)
         most = int(filled.max())
         tokens = places[..., :most, None].clamp(min=0) * size + torch.arange(size, device=lists.device)
-        move = self.move(positions, lists[..., :most].clamp(min=0) * size)
+        firsts = positions[:, :: positions.shape[1] // lists.shape[2]]
+        move = self.move(firsts, lists[..., :most].clamp(min=0) * size)
         return View(keys, values, tokens.flatten(-2), filled * size, move=move)
 
-    def move(self, positions: Tensor, begins: Tensor) -> Move | None:
-        """Return how keys of segments that begin at `[rows or 1, 1 or kv_heads, (time,) segments]` are moved."""
+    def move(self, firsts: Tensor, begins: Tensor) -> Move | None:
+        """Return how keys of segments are moved.
+
+        Args:
+            firsts: positions of the first tokens of parts, `[rows or 1, parts]`.
+            begins: positions of the segments, `[rows or 1, 1 or kv_heads, parts, segments]`.
+        """
         options, rotate = self.options, self.rotate
         if rotate is None or not (options.far_distance or options.packed):
             return None
         before = torch.tensor(options.far_distance, device=begins.device)
-        shape = (-1, *[1] * (begins.dim() - 1))
-        start = options.window_start(positions[:, 0]).to(begins.device).view(shape)
+        start = options.window_start(firsts).to(begins.device)[:, None, :, None]
         if options.packed:
             place = torch.arange(begins.shape[-1], device=begins.device)
-            before = (options.filled(positions[:, 0]).to(begins.device).view(shape) - place) * options.pool_tokens
+            filled = options.filled(firsts).to(begins.device)[:, None, :, None]
+            before = (filled - place) * options.pool_tokens
         shifts = (start - before - begins).clamp(min=0)
         return Move(rotate, shifts) if bool(shifts.any()) else None
 
@@ -346,8 +372,8 @@ class Run:
     def chosen(self) -> Tensor:
         """Return the segments that each token retrieved in `forward`, `[rows, kv_heads, time, k*u]`, -1 for none."""
         each = [
-            lists if lists.dim() == 4 else lists[:, :, None].expand(-1, -1, end - begin, -1)
-            for lists, (begin, end) in zip(self.lists, self.tiles(), strict=True)
+            lists.repeat_interleave((end - begin) // lists.shape[2], 2)
+            for lists, (begin, end) in zip(self.lists, self.tiles, strict=True)
         ]
         return torch.cat(each, 2)
 
@@ -363,12 +389,13 @@ class Run:
         output = torch.zeros_like(queries)
         kinds = 1 if options.aggregation == "joint" else len(branches)
         shifts = output.new_zeros(kinds, *queries.shape[:3], dtype=dtype)
+        self.tiles = self.cut(TILE_TOKENS.get(queries.device.type, TILE_TOKENS["cpu"]))
         with torch.autocast(queries.device.type, enabled=False):
             if self.chooser is not None:
                 self.chooser.grow(stores.long_keys.shape[2] // options.pool_vectors)
                 if not options.causal:
                     self.look_ahead(queries, stores)
-            for begin, end in self.tiles():
+            for begin, end in self.tiles:
                 part = slice(begin, end)
                 shown, done = self.attend_branches(queries[:, :, part].to(dtype) * self.scale, stores, begin, end)
                 if options.aggregation == "joint":
@@ -407,7 +434,7 @@ class Run:
     def look_ahead(self, queries: Tensor, stores: Stores) -> None:
         """Tell the chooser the opinions of whole blocks, including their last tokens (`paper_block`)."""
         assert self.chooser is not None
-        for begin, end in self.tiles():
+        for begin, end in self.tiles:
             positions = self.positions(begin, end)
             shown = self.views(positions, None)
             if "long" in shown:
@@ -430,7 +457,7 @@ class Run:
             name: None if store is None or store.dtype == torch.int8 else store.new_zeros(store.shape, dtype=dtype)
             for name, store in stores._asdict().items()
         }
-        for number, (begin, end) in enumerate(self.tiles()):
+        for number, (begin, end) in enumerate(self.tiles):
             part = slice(begin, end)
             tile, upstream = queries[:, :, part].to(dtype) * self.scale, gradient[:, :, part].to(dtype)
             kept = (upstream * output[:, :, part].to(dtype)).sum(-1)  # [rows, heads, time]
@@ -471,11 +498,11 @@ class Run:
         Returns:
             Product of the branch's own output and the gradient, summed over head_dim; `kept` with a joint softmax.
         """
-        own, time, means = view.by_token, queries.shape[2], []
+        time, means = queries.shape[2], []
         for heads, here in view.pieces(queries, self.options.kv_heads):
 
             def by_column(tensor: Tensor, here: slice = here, count: int = heads.stop - heads.start) -> Tensor:
-                return fold(tensor[:, here], count, own)
+                return fold(tensor[:, here], count, view.parts)
 
             keys, values = view.fetch(stores, heads, queries.dtype)
             tile, incoming = by_column(queries), by_column(upstream)
@@ -488,9 +515,9 @@ class Run:
             if share is not None:
                 given = by_column(share).clamp(min=torch.finfo(share.dtype).tiny)
                 mean = (weights * to_weights).sum(-1) / given
-            means.append(unfold(mean, time, own).flatten(1, 2))
+            means.append(unfold(mean, time).flatten(1, 2))
             to_scores = weights.mul_(to_weights.sub_(mean[..., None]))
-            to_queries[:, here] += unfold(to_scores @ keys, time, own).flatten(1, 2)
+            to_queries[:, here] += unfold(to_scores @ keys, time).flatten(1, 2)
             key_gradient, value_gradient = to_stores[view.keys], to_stores[view.values]
             if key_gradient is None:  # rounded
                 continue

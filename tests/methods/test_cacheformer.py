@@ -89,7 +89,7 @@ def test_equals_the_specification(choice):
 
 @pytest.mark.parametrize("choice", CASES[::4])
 def test_small_tiles_of_single_heads_make_no_difference(choice, monkeypatch):
-    monkeypatch.setattr(cacheformer_tiles, "TILE_TOKENS", 3)
+    monkeypatch.setattr(cacheformer_tiles, "TILE_TOKENS", {"cpu": 3})
     monkeypatch.setattr(cacheformer_tiles, "SCORES_AT_ONCE", {"cpu": 1})
     assert_equals_the_specification(choice)
 
@@ -249,7 +249,7 @@ def test_columns_of_the_papers_examples(time, vectors, topk, neighbors, overlap,
         select_rows=32,
     )
     shown = cacheformer_tiles.Run(options, (0,), time, 1.0).views(
-        torch.tensor([[time - 1]]), torch.zeros(1, 1, topk * neighbors).long()
+        torch.tensor([[time - 1]]), torch.zeros(1, 1, 1, topk * neighbors).long()
     )
     visible = sum(int(branch.limit) for branch in shown.values())
     assert visible == columns - vectors

@@ -16,6 +16,7 @@ from cacheformers.methods.cacheformer.cacheformer import CacheFormerParts, Proje
 from cacheformers.methods.cacheformer.memory import CacheFormerOnBaseOptions, attend
 from cacheformers.methods.cacheformer.naive import naive
 from cacheformers.methods.cacheformer.representatives import REPRESENTATIVES
+from cacheformers.methods.cacheformer.tiles import Run
 from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
 from cacheformers.modeling.rotary import rotation
 
@@ -24,7 +25,18 @@ TIME = 41
 CHUNKS = [[41], [1] * 41, [9, 1, 17, 3, 11]]
 SIZES = {"window_tokens": 8, "pool_tokens": 4, "pool_vectors": 2, "topk": 2, "neighbors": 2, "segment_tokens": 6}
 MEANS = {"representatives": "mean", "long": False, "overlap": False}
+WHOLE = {"segment_tokens": TIME, "sink": True, "topk": 3, "neighbors": 1}
+JOINED = {
+    "packed, of blocks": {**MEANS, **WHOLE, "packed": True, "select_rows": 2},
+    "tokens so far, of blocks": {**MEANS, **WHOLE, "packed": True, "selection": "prefix", "select_rows": 4},
+    "budget, of blocks": {**MEANS, **WHOLE, "cache_tokens": 16, "far_distance": 5, "select_rows": 2},
+    "8 bits, of blocks": {**WHOLE, "cache_int8": True, "magnitude": "mean", "select_rows": 2},
+    "not far, of windows": {**MEANS, **WHOLE, "far_distance": 5, "window_tokens": 4, "select_rows": 2},
+    "gated, of windows": {**WHOLE, "aggregation": "gated", "window_tokens": 4},
+    "compressed alone, of windows": {**WHOLE, "cache": False, "window_tokens": 4},
+}
 CHOICES = {
+    **JOINED,
     "default": {},
     "each token": {"selection": "token", "overlap": False},
     "so far": {"selection": "prefix", "select_rows": 5, "aggregation": "separate"},
@@ -134,6 +146,16 @@ def same(left, right, bound=1e-10):
 
 
 # The specification
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_tiles_of_whole_blocks_or_windows(name):
+    """Most tokens are in such tiles, so that the tests below are about them."""
+    options = options_for(**JOINED[name])
+    period = options.window_tokens if "windows" in name else options.block_rows
+    tiles = Run(options, (0,), TIME, 1.0).cut(TIME)
+    assert [begin for begin, _ in tiles] + [TIME] == [0] + [end for _, end in tiles]
+    assert sum(end - begin for begin, end in tiles if end - begin > period) > TIME / 2
 
 
 def test_pieces_equal_the_specification(options):
