@@ -31,7 +31,9 @@ from cacheformers.evaluation.longbench.tasks import load_templates
 
 WINDOW = {"window_tokens": 256, "pool_tokens": 32, "long": False, "overlap": False, "target_modules": []}
 SO_FAR = {"sink": True, "selection": "prefix"}
+BEFORE = {"sink": True, "select_rows": 8}  # chosen by the 8 tokens before
 MEANS = {**SO_FAR, "representatives": "mean"}
+TOKENS = {"representatives": "tokens", "pool_vectors": 4, "packed": True}
 ROWS: dict[str, dict[str, Any] | None] = {
     "full attention": None,
     "window alone": {"cache": False},
@@ -41,6 +43,15 @@ ROWS: dict[str, dict[str, Any] | None] = {
     "48 segments, means, read at 64": {**MEANS, "topk": 48, "far_distance": 64},
     "48 segments, means, true distance": {**MEANS, "topk": 48},
     "48 segments, compressed (random), true distance": {**SO_FAR, "pool_vectors": 1, "topk": 48},
+    "48 segments, means, read at 64, by blocks of 8": {
+        **BEFORE,
+        "representatives": "mean",
+        "topk": 48,
+        "far_distance": 64,
+    },
+    "48 segments, tokens, packed, by blocks of 8": {**BEFORE, **TOKENS, "topk": 48},
+    "16 segments, tokens, packed, by blocks of 8": {**BEFORE, **TOKENS, "topk": 16},
+    "48 segments, tokens, packed": {**SO_FAR, **TOKENS, "topk": 48},
 }
 
 

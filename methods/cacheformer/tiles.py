@@ -66,12 +66,9 @@ class Move:
     def __call__(self, keys: Tensor, heads: slice, back: bool = False) -> Tensor:
         """Turn keys of some kv heads, `[rows, kv_heads, parts, segments * s, head_dim]`, or their gradients back."""
         shifts = self.shifts if self.shifts.shape[1] == 1 else self.shifts[:, heads]
-        segments = shifts.shape[-1]
-        shifts = shifts.expand(*keys.shape[:-2], segments).reshape(-1, segments)
-        # The tokens of a segment turn alike, so they take the place of heads.
-        columns = keys.reshape(len(shifts), segments, -1, keys.shape[-1]).transpose(1, 2)
-        turned = self.rotate(columns, -shifts if back else shifts)
-        return turned.transpose(1, 2).reshape(keys.shape)
+        shifts = shifts.expand(*keys.shape[:-2], shifts.shape[-1]).reshape(-1, 1)
+        columns = keys.reshape(len(shifts), -1, 1, keys.shape[-1])  # a segment's tokens turn alike, as heads do
+        return self.rotate(columns, -shifts if back else shifts).reshape(keys.shape)
 
 
 class View(NamedTuple):
@@ -98,12 +95,16 @@ class View(NamedTuple):
         """The number of parts of the tile that have their own columns."""
         return self.where.shape[2] if isinstance(self.where, Tensor) else 1
 
+    @property
+    def columns(self) -> int:
+        """The number of columns of a part."""
+        return self.where.shape[-1] if isinstance(self.where, Tensor) else self.where[1] - self.where[0]
+
     def pieces(self, queries: Tensor, kv_heads: int) -> Iterator[tuple[slice, slice]]:
         """Yield key-value heads whose scores, and columns, are held at once, and their query heads."""
         rows, heads, time, width = queries.shape
-        most = self.where.shape[-1] if isinstance(self.where, Tensor) else self.where[1] - self.where[0]
         budget = SCORES_AT_ONCE.get(queries.device.type, SCORES_AT_ONCE["cpu"])
-        held = rows * most * max(heads * time // kv_heads, width * (self.parts if self.parts > 1 else 0))
+        held = rows * self.columns * max(heads * time // kv_heads, width * (self.parts if self.parts > 1 else 0))
         step, group = max(budget // held, 1), heads // kv_heads
         for begin in range(0, kv_heads, step):
             end = min(begin + step, kv_heads)
@@ -118,9 +119,10 @@ class View(NamedTuple):
 
         Where values are not wanted, or keys are values, keys are returned twice.
         """
-        keys = unpacked(take(getattr(stores, self.keys), heads, self.of(heads))).to(dtype)
+        keys = unpacked(take(getattr(stores, self.keys), heads, self.of(heads)))
         if self.move is not None:
-            keys = self.move(keys, heads)
+            keys = self.move(keys.to(torch.promote_types(dtype, torch.float32)), heads)
+        keys = keys.to(dtype)
         values = getattr(stores, self.values)
         if values is None or not read:
             return keys, keys
@@ -191,7 +193,12 @@ class Attended(NamedTuple):
 
 
 def attend(
-    queries: Tensor, stores: Stores, view: View, read: bool = True, weigh: Callable[[Tensor], Tensor] | None = None
+    queries: Tensor,
+    scale: float,
+    stores: Stores,
+    view: View,
+    read: bool = True,
+    weigh: Callable[[Tensor], Tensor] | None = None,
 ) -> Attended:
     """Attend from a tile with the softmax of one branch.
 
@@ -200,7 +207,10 @@ def attend(
         weigh: turns probabilities `[rows, kv_heads, group, time, columns]` into opinions `[rows, kv_heads or heads,
             ...]`.
     """
+    if weigh is None and view.seen is None and queries.device.type == "cpu":
+        return attend_fused(queries, scale, stores, view)
     time, kv_heads = queries.shape[2], stores.keys.shape[1]
+    queries = queries.to(torch.promote_types(queries.dtype, torch.float32)) * scale
     lowest, none_visible = torch.finfo(queries.dtype).min, int(view.limit.min()) == 0
     reads, totals, opinions = [], [], []
     for heads, here in view.pieces(queries, kv_heads):
@@ -221,6 +231,30 @@ def attend(
         torch.cat(totals, 1),
         None if weigh is None else torch.cat(opinions, 1),
     )
+
+
+def attend_fused(queries: Tensor, scale: float, stores: Stores, view: View) -> Attended:
+    """Compute `attend` by PyTorch's fused attention for CPUs, which returns the log-sum-exp of scores, too."""
+    time, kv_heads = queries.shape[2], stores.keys.shape[1]
+    full, most, bias = int(view.limit.min()), view.columns, None
+    if full < most:
+        hidden = torch.arange(most) >= view.limit.unflatten(1, (view.parts, -1))[..., None]  # [rows, parts, time, most]
+        bias = queries.new_zeros(hidden.shape).masked_fill_(hidden, torch.finfo(queries.dtype).min)
+        bias = bias.repeat(1, 1, queries.shape[1] // kv_heads, 1)[:, None]
+    reads, totals = [], []
+    for heads, here in view.pieces(queries, kv_heads):
+        keys, values = view.fetch(stores, heads, queries.dtype)
+        tile = fold(queries[:, here], keys.shape[1], view.parts)
+        seen = None if bias is None else bias.expand(-1, keys.shape[1], -1, -1, -1).flatten(1, 2)
+        read, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            tile.flatten(1, 2), keys.flatten(1, 2), values.flatten(1, 2), attn_mask=seen, scale=scale
+        )
+        reads.append(unfold(read.view(tile.shape), time).flatten(1, 2))
+        totals.append(unfold(total.view(tile.shape[:-1]), time).flatten(1, 2))
+    read = torch.cat(reads, 1).to(torch.promote_types(queries.dtype, torch.float32))
+    if full == 0:
+        read = read.masked_fill((view.limit == 0)[:, None, :, None], 0.0)
+    return Attended(read, torch.cat(totals, 1), None)
 
 
 @dataclass
@@ -296,7 +330,7 @@ class Run:
             unscored = options.unscored(positions[:, :1])
             limit = (horizon // size - unscored) * vectors
             hidden = (unscored - (0 if options.long else dropped)) * vectors
-            where = (0, int(limit.max()))
+            where: tuple[int, int] | Tensor = (0, int(limit.max()))
             if bool(hidden.any()):
                 where = after_sinks(limit[:, -1:], hidden, options.sinks * vectors, options.kv_heads)
             shown["long"] = View("long_keys", "long_values", where, limit)
@@ -397,7 +431,7 @@ class Run:
                     self.look_ahead(queries, stores)
             for begin, end in self.tiles:
                 part = slice(begin, end)
-                shown, done = self.attend_branches(queries[:, :, part].to(dtype) * self.scale, stores, begin, end)
+                shown, done = self.attend_branches(queries[:, :, part], stores, begin, end)
                 if options.aggregation == "joint":
                     shift = torch.logsumexp(torch.stack([branch.total for branch in done.values()]), 0)
                     shares = {name: (branch.total - shift).exp() for name, branch in done.items()}
@@ -422,14 +456,14 @@ class Run:
         if "long" in shown:
             asking = tile
             if self.asking is not None:
-                asking = self.asking[:, :, begin:end].to(tile.dtype) * self.scale
-            done["long"] = attend(asking, stores, shown["long"], self.options.long, weigh)
+                asking = self.asking[:, :, begin:end]
+            done["long"] = attend(asking, self.scale, stores, shown["long"], self.options.long, weigh)
         if self.chooser is not None:
             lists = self.chooser(positions, done["long"].opinions if "long" in done else None, real)
             self.lists.append(lists)
             shown = self.views(positions, lists)
         shown = {name: view for name, view in shown.items() if name in self.options.branches}
-        return shown, {name: done.get(name) or attend(tile, stores, view) for name, view in shown.items()}
+        return shown, {name: done.get(name) or attend(tile, self.scale, stores, view) for name, view in shown.items()}
 
     def look_ahead(self, queries: Tensor, stores: Stores) -> None:
         """Tell the chooser the opinions of whole blocks, including their last tokens (`paper_block`)."""
@@ -438,9 +472,8 @@ class Run:
             positions = self.positions(begin, end)
             shown = self.views(positions, None)
             if "long" in shown:
-                dtype = torch.promote_types(queries.dtype, torch.float32)
-                tile = queries[:, :, begin:end].to(dtype) * self.scale
-                opinions = attend(tile, stores, shown["long"], False, self.chooser.weigh).opinions
+                tile = queries[:, :, begin:end]
+                opinions = attend(tile, self.scale, stores, shown["long"], False, self.chooser.weigh).opinions
                 assert opinions is not None
                 self.chooser.foresee(positions, opinions)
 

@@ -20,8 +20,8 @@ def by_blocks(q, k, v, block_mask, enable_gqa):
 def test_both_read_the_same(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
     flex = importlib.import_module("flex")
-    found = flex.compare(1536, "cpu", 1, by_blocks)
+    found = flex.compare(1536, 64, "cpu", 1, by_blocks)
     assert found["difference"] < 1e-5 and found["FlexAttention"]["ratio"] > 0
     mask = flex.block_mask
     monkeypatch.setattr(flex, "block_mask", lambda options, chosen, tokens: mask(options, chosen - 1, tokens))
-    assert flex.compare(1536, "cpu", 1, by_blocks)["difference"] > 1e-3
+    assert flex.compare(1536, 64, "cpu", 1, by_blocks)["difference"] > 1e-3
