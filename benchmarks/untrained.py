@@ -166,7 +166,9 @@ def ask(model: Any, maker: PromptMaker, case: Case, memory: Any) -> dict[str, An
     if getattr(state, "layers", None) and state.layers[0].chooser is not None:
         needle = maker.parts(case)[1]
         first = next(place for place in range(len(prompt.read)) if prompt.read[place : place + len(needle)] == needle)
-        result["hits"] = hits(state, len(key) + 1, first, first + len(needle))
+        rates = hits(state, len(key) + 1, first, first + len(needle))
+        upper = rates[len(rates) // 2 :]
+        result |= {"hit_rate": round(mean(rates), 3), "upper_hit_rate": round(mean(upper), 3)}
     return result
 
 
@@ -201,13 +203,13 @@ def page(cases: list[dict[str, Any]]) -> list[str]:
 
 def passkey_cells(own: list[dict[str, Any]]) -> list[str]:
     """Return the cells of one row and length."""
-    rates = [case["hits"] for case in own if "hits" in case]
-    upper = [mean(rate[len(rate) // 2 :]) for rate in rates]
+    rates = [
+        f"{mean(case[rate] for case in own):.2f}" if rate in own[0] else "-" for rate in ("hit_rate", "upper_hit_rate")
+    ]
     return [
         f"{sum(case['found'] for case in own)} of {len(own)}",
         f"{mean(case['loss'] for case in own):.2f}",
-        f"{mean(map(mean, rates)):.2f}" if rates else "-",
-        f"{mean(upper):.2f}" if rates else "-",
+        *rates,
     ]
 
 
