@@ -111,6 +111,21 @@ def by_head(grouped: Tensor, tokens: int) -> Tensor:
     return grouped.unflatten(2, (-1, tokens)).flatten(1, 2)
 
 
+def fused_on_cpu(
+    queries: Tensor, keys: Tensor, values: Tensor, scaling: float, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Compute attention without a gradient by PyTorch's kernel for CPUs.
+
+    Returns:
+        The output, `[rows, heads, time, d]`, and the log-sum-exp of scores, which `F.scaled_dot_product_attention` does
+        not give, `[rows, heads, time]`.
+    """
+    fused: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        queries, keys, values, attn_mask=bias, scale=scaling
+    )
+    return fused
+
+
 def attention(
     module: nn.Module,
     query: Tensor,

@@ -22,8 +22,10 @@ from torch.autograd.function import once_differentiable
 
 from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions, Rotate
 from cacheformers.methods.cacheformer.selection import Chooser
+from cacheformers.modeling.attention import fused_on_cpu
 from cacheformers.modeling.search.store import unpacked
 
+FUSED_ON = ("cpu",)  # devices whose fused attention gives the log-sum-exp of scores
 TILE_TOKENS = {"cpu": 128, "cuda": 1024}  # at most
 # Scores held at once, unless one key-value head has more: they fit a processor's cache, or keep a GPU busy.
 SCORES_AT_ONCE = {"cpu": 2**19, "cuda": 2**26}
@@ -207,7 +209,7 @@ def attend(
         weigh: turns probabilities `[rows, kv_heads, group, time, columns]` into opinions `[rows, kv_heads or heads,
             ...]`.
     """
-    if weigh is None and view.seen is None and queries.device.type == "cpu":
+    if weigh is None and view.seen is None and queries.device.type in FUSED_ON:
         return attend_fused(queries, scale, stores, view)
     time, kv_heads = queries.shape[2], stores.keys.shape[1]
     queries = queries.to(torch.promote_types(queries.dtype, torch.float32)) * scale
@@ -234,7 +236,10 @@ def attend(
 
 
 def attend_fused(queries: Tensor, scale: float, stores: Stores, view: View) -> Attended:
-    """Compute `attend` by PyTorch's fused attention for CPUs, which returns the log-sum-exp of scores, too."""
+    """Compute `attend` by PyTorch's fused attention for CPUs.
+
+    A token that sees nothing gets the lowest total, so its share of this branch is 0.
+    """
     time, kv_heads = queries.shape[2], stores.keys.shape[1]
     full, most, bias = int(view.limit.min()), view.columns, None
     if full < most:
@@ -246,14 +251,10 @@ def attend_fused(queries: Tensor, scale: float, stores: Stores, view: View) -> A
         keys, values = view.fetch(stores, heads, queries.dtype)
         tile = fold(queries[:, here], keys.shape[1], view.parts)
         seen = None if bias is None else bias.expand(-1, keys.shape[1], -1, -1, -1).flatten(1, 2)
-        read, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            tile.flatten(1, 2), keys.flatten(1, 2), values.flatten(1, 2), attn_mask=seen, scale=scale
-        )
+        read, total = fused_on_cpu(tile.flatten(1, 2), keys.flatten(1, 2), values.flatten(1, 2), scale, seen)
         reads.append(unfold(read.view(tile.shape), time).flatten(1, 2))
         totals.append(unfold(total.view(tile.shape[:-1]), time).flatten(1, 2))
     read = torch.cat(reads, 1).to(torch.promote_types(queries.dtype, torch.float32))
-    if full == 0:
-        read = read.masked_fill((view.limit == 0)[:, None, :, None], 0.0)
     return Attended(read, torch.cat(totals, 1), None)
 
 

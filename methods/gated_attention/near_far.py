@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from cacheformers.modeling.attention import by_head, by_kv_head
+from cacheformers.modeling.attention import by_head, by_kv_head, fused_on_cpu
 
 TILE = 192  # queries
 
@@ -57,9 +57,7 @@ def softmax_part(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, 
     """
     exact = torch.promote_types(queries.dtype, torch.float32)
     if queries.device.type == "cpu" and keys.shape[-1] == values.shape[-1] and not torch.is_grad_enabled():
-        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            queries, keys, values, attn_mask=bias, scale=scaling
-        )
+        output, lse = fused_on_cpu(queries, keys, values, scaling, bias)
         return Part(output.to(exact), lse.to(exact))
     scores = (queries @ keys.mT).to(exact) * scaling
     if bias is not None:

@@ -12,6 +12,7 @@ from peft import get_peft_model
 
 import cacheformers
 from cacheformers.hub.card import refresh_card
+from cacheformers.methods.cacheformer import tiles as cacheformer_tiles
 from cacheformers.methods.cacheformer.cacheformer import CacheFormerParts, Projected, make_parts
 from cacheformers.methods.cacheformer.memory import CacheFormerOnBaseOptions, attend
 from cacheformers.methods.cacheformer.naive import naive
@@ -156,6 +157,16 @@ def test_tiles_of_whole_blocks_or_windows(name):
     tiles = Run(options, (0,), TIME, 1.0).cut(TIME)
     assert [begin for begin, _ in tiles] + [TIME] == [0] + [end for _, end in tiles]
     assert sum(end - begin for begin, end in tiles if end - begin > period) > TIME / 2
+
+
+@torch.no_grad()
+def test_as_on_a_gpu(options, monkeypatch):
+    """There no fused attention gives the log-sum-exp of scores: another path, the same outputs."""
+    parts, inputs = parts_for(options), some_inputs(2)
+    fused = stream(options, parts, inputs, chunks=CHUNKS[0])[0]
+    monkeypatch.setattr(cacheformer_tiles, "FUSED_ON", ())
+    found = stream(options, parts, inputs, chunks=CHUNKS[0])[0]
+    assert same(found, specified(options, parts, *inputs), 1e-12) and same(found, fused, 1e-12)
 
 
 def test_pieces_equal_the_specification(options):
