@@ -51,7 +51,6 @@ ROWS: dict[str, dict[str, Any] | None] = {
     },
     "48 segments, tokens, packed, by blocks of 8": {**BEFORE, **TOKENS, "topk": 48},
     "16 segments, tokens, packed, by blocks of 8": {**BEFORE, **TOKENS, "topk": 16},
-    "48 segments, tokens, packed": {**SO_FAR, **TOKENS, "topk": 48},
 }
 
 
