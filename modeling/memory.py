@@ -160,6 +160,7 @@ class MemoryState(ABC):
         memory_tokens: memory tokens that run through all layers behind a segment when it closes, and leave behind what
             `commit` stores; 0 for none. Such a state holds no columns of open segments.
         off: it was made with cache_size 0, and remembers nothing.
+        reading: read() is reading a text, so what comes next is no question about it.
     """
 
     forward_is_segment = False
@@ -168,6 +169,7 @@ class MemoryState(ABC):
     retrieved_tokens = 1
     memory_tokens = 0
     off = False
+    reading = False
     own_layers: frozenset[int] = frozenset()
     loss: Tensor | None = None
     gold: Gold | None = None

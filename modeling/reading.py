@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,7 +83,8 @@ def read(
     size = batch_size or len(order)
     batches = [order[start : start + size] for start in range(0, len(order), size)]
     step = options.segment_tokens
-    with tqdm(total=sum(lengths), unit=" tokens", unit_scale=True, desc="Reading", disable=not progress) as bar:
+    bar = tqdm(total=sum(lengths), unit=" tokens", unit_scale=True, desc="Reading", disable=not progress)
+    with bar, text_of(memory):
         if len(batches) == len(set(lengths)) == 1:
             read_batch(decoder, memory, documents, step, flush, bar)
         else:
@@ -97,6 +99,16 @@ def read(
             vars(memory).update(vars(whole))  # only now, so that an error leaves it as it was
     memory.forget_ids()
     return memory
+
+
+@contextmanager
+def text_of(memory: MemoryCache) -> Iterator[None]:
+    """Say that what comes next is a text to be remembered, and no question about it."""
+    memory.state.reading = True
+    try:
+        yield
+    finally:
+        memory.state.reading = False
 
 
 def read_batch(

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +88,8 @@ class CacheFormerOptions(CacheFormerSettings):
         heads, kv_heads, head_dim: shape of the layer's attention.
         tied: keys are also values.
         local_norm, global_norm: LayerNorm on the keys and values of tokens, and on compressed ones.
-        representatives, far_distance, packed: see `CacheFormerOnBaseSettings`; only with `pretrained`.
+        representatives, far_distance, packed, reading_retrieves: see `CacheFormerOnBaseSettings`; only with
+            `pretrained`.
         pretrained: for attention that was trained without this method. Keys are compressed before their rotation and
             then rotated to their segment's center. Only text wholly before the window is compressed or retrieved, so
             attention to a text of up to two windows stays as it was.
@@ -105,6 +106,7 @@ class CacheFormerOptions(CacheFormerSettings):
     representatives = "compressed"  # not a field here: from scratch there is no other choice
     far_distance = 0
     packed = False
+    reading_retrieves = True
 
     def __post_init__(self) -> None:
         kinds = {"int": (int,), "int | None": (int, type(None)), "bool": (bool,)}
@@ -217,6 +219,15 @@ class CacheFormerOptions(CacheFormerSettings):
     def sinks(self) -> int:
         """The number of segments, from the first on, that are never forgotten."""
         return int(self.sink and self.cache)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether there is a choice: not if the first segment is all that is retrieved."""
+        return self.cache and self.retrieved > self.sinks
+
+    def by_windows(self) -> Self:
+        """Return the same options without a choice: tokens see windows, and the first segment with `sink`."""
+        return replace(self, topk=1, neighbors=1, cache=self.sink and self.cache)
 
     def gone(self, position: Tensor) -> Tensor:
         """Count the segments after the sinks that a token cannot retrieve any more, with `cache_tokens`.

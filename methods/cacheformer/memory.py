@@ -71,6 +71,12 @@ class CacheFormerOnBaseSettings(CacheFormerSettings, MethodSettings):
         "beyond the base's positions.",
         free=True,
     )
+    reading_retrieves: bool = setting(
+        True,
+        "Retrieve while read() reads a text, too. False: only what follows the text, questions and answers, retrieves; "
+        "of the text a token sees its windows, and the first segment with `sink`. Several times as fast.",
+        free=True,
+    )
     segment_tokens: int = setting(2048, "Tokens of one forward; bounds activations and changes no result.", free=True)
 
     def resolve(self, base: BaseShape) -> CacheFormerOnBaseOptions:
@@ -215,7 +221,7 @@ def attend(
         return attend_documents(options, parts, projected, rotate).transpose(1, 2)
     reading: CacheFormerReading = call.reading
     state = reading.before[layer].successor()
-    read = state.attend(parts, projected, rotate, call.real)
+    read = state.attend(parts, projected, rotate, call.real, reading.by_windows)
     reading.after[layer] = state
     return read.transpose(1, 2)
 
@@ -251,9 +257,10 @@ def attend_inputs(
 
 @dataclass
 class CacheFormerReading:
-    """The states before and after one forward, by layer."""
+    """The states before and after one forward, by layer, and whether it is of a text that is read without retrieval."""
 
     before: dict[int, CacheFormerState]
+    by_windows: bool = False
     after: dict[int, CacheFormerState] = field(default_factory=dict)
 
 
@@ -283,7 +290,7 @@ class CacheFormerMemory(MemoryState):
         self.layers = {layer: CacheFormerState(options, rows, dtype, devices[layer]) for layer in layers}
 
     def begin(self) -> CacheFormerReading:
-        return CacheFormerReading(self.layers)
+        return CacheFormerReading(self.layers, self.reading and not self.options.reading_retrieves)
 
     def end(self, reading: CacheFormerReading) -> None:
         self.layers = {**self.layers, **reading.after}

@@ -11,9 +11,16 @@ Vectors = list[tuple[Tensor, Tensor]]  # a key and a value each
 
 
 def naive(
-    options: CacheFormerOptions, parts: CacheFormerParts, projected: Projected, rotate: Rotate | None = None
+    options: CacheFormerOptions,
+    parts: CacheFormerParts,
+    projected: Projected,
+    rotate: Rotate | None = None,
+    text: int = 0,
 ) -> tuple[Tensor, list[list[list[int]]]]:
     """Attend to one document, a batch of one row.
+
+    Args:
+        text: how many of its tokens are a text that is read without retrieval (`reading_retrieves`).
 
     Returns:
         The output `[1, heads, time, head_dim]`, and the segments that each token retrieves, by kv head.
@@ -40,7 +47,7 @@ def naive(
         shifted = [compress(options, parts, source, values, c, half, rotate) for c in range(segments + 1)]
         probabilities = [[segment_probabilities(options, asking[h, t], long, t) for t in range(time)] for h in heads]
 
-        chosen = [choose(options, probabilities, t, time) for t in range(time)]
+        chosen = [choose(options, probabilities, t, time, text) for t in range(time)]
         lists.append(chosen)
         for head in heads:
             rows = []
@@ -154,12 +161,19 @@ def score(options: CacheFormerOptions, query: Tensor, vector: tuple[Tensor, Tens
     return torch.maximum(query * key, query * other).sum() if options.representatives == "bounds" else query @ key
 
 
-def choose(options: CacheFormerOptions, probabilities: list[list[list[Tensor]]], t: int, time: int) -> list[int]:
-    """Choose the segments that row t retrieves, from `probabilities[head][row][segment]` of one group of heads."""
+def choose(
+    options: CacheFormerOptions, probabilities: list[list[list[Tensor]]], t: int, time: int, text: int = 0
+) -> list[int]:
+    """Choose the segments that row t retrieves, from `probabilities[head][row][segment]` of one group of heads.
+
+    Rows of a text that is read without retrieval retrieve the first segment alone, if `sink`, and have no opinion.
+    """
     if not options.cache:
         return []
     p = options.block_rows
     first = t // p * p
+    if t < text:
+        return [0] if options.sink and options.admissible(torch.tensor(first)) > 0 else []
     rows = {
         "previous_block": range(first - p, first),
         "token": range(t, t + 1),
@@ -171,7 +185,7 @@ def choose(options: CacheFormerOptions, probabilities: list[list[list[Tensor]]],
     for c in allowed:
         score = 0.0
         for head in probabilities:
-            shares = [head[row][c] for row in rows if row >= 0]
+            shares = [head[row][c] for row in rows if row >= text]
             if shares and options.magnitude == "rows":
                 score += float(torch.stack([share.norm() for share in shares]).mean())
             elif shares:

@@ -116,6 +116,8 @@ class Chooser:
             Segments, ascending, -1 at the end, for each block or each token: `[rows, kv_heads, parts, k*u]`.
         """
         options = self.options
+        if not options.chooses:
+            return self.first_segment(positions)
         if options.selection != "token":
             self.begin_block(positions[:, :1], None if real is None else real[:, :1])
         if opinions is None:
@@ -137,6 +139,25 @@ class Chooser:
                 self.evidence = self.evidence.clone()
         self.evidence[:, :, : opinions.shape[3]] += opinions[:, :, -1]
         return lists
+
+    def choose_freely(self, read: Tensor, segments: int) -> None:
+        """Choose for a block that goes on after a text, without opinions: the oldest of so many segments.
+
+        Args:
+            read: how many tokens of each row were read, `[rows, 1]`.
+        """
+        self.grow(segments)
+        last = (read - 1).clamp(min=0)
+        self.lists = self.select(self.evidence, last, last)
+
+    def first_segment(self, positions: Tensor) -> Tensor:
+        """Retrieve the first segment where it may be retrieved, by parts of a tile that are alike in that."""
+        options, time = self.options, positions.shape[1]
+        by_window = options.before_window and options.window_tokens % options.block_rows == 0
+        part = options.window_tokens if by_window else options.block_rows
+        there = options.admissible(options.block_start(positions[:, :: min(part, time)])) > 0
+        lists = torch.where(there, 0, -1)[:, None, :, None].to(self.lists.device)
+        return lists.expand(len(self.lists), options.kv_heads, -1, -1)
 
     def blocks(self, time: int) -> int:
         """Count the blocks of a tile of so many tokens."""

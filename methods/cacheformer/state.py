@@ -113,7 +113,7 @@ class CacheFormerState:
         shape = (rows, options.kv_heads, options.pool_tokens, options.head_dim)
         sides = 1 if options.tied else 3 if options.representatives == "tokens" else 2
         self.tail = [blank.new_zeros(shape) for _ in range(sides)]
-        self.chooser = Chooser(options, rows, blank.device, dtype) if options.cache else None
+        self.chooser = self.new_chooser(options, blank)
         self.taken: Tensor | None = None
 
     @property
@@ -121,21 +121,27 @@ class CacheFormerState:
         return len(self.tokens_read)
 
     def attend(
-        self, parts: CacheFormerParts, projected: Projected, rotate: Rotate | None = None, real: Tensor | None = None
+        self,
+        parts: CacheFormerParts,
+        projected: Projected,
+        rotate: Rotate | None = None,
+        real: Tensor | None = None,
+        by_windows: bool = False,
     ) -> Tensor:
         """Read any number of new tokens, and return what heads read, `[rows, heads, time, head_dim]`.
 
         Args:
             rotate: turns unrotated keys to positions; only used with `pretrained`.
             real: which tokens are not padding, `[rows, time]`; None for all.
+            by_windows: they see windows, and the first segment with `sink`; what follows makes a new choice.
         """
         if real is None or bool(real.all()):
-            return self.advance(parts, projected, rotate, [projected.q.shape[2]] * self.rows)
+            return self.advance(parts, projected, rotate, [projected.q.shape[2]] * self.rows, by_windows)
         real = real.cpu()
         counts = real.sum(1)
         order = torch.argsort(~real, dim=1, stable=True)[:, : int(counts.max())]  # real tokens first
         packed = projected.each(lambda tensor: keep_columns(tensor, order, 2))
-        read = self.advance(parts, packed, rotate, counts.tolist())
+        read = self.advance(parts, packed, rotate, counts.tolist(), by_windows)
         output = torch.zeros_like(projected.q)
         row, column = (torch.arange(order.shape[1]) < counts[:, None]).nonzero(as_tuple=True)
         place = order[row, column]
@@ -147,7 +153,12 @@ class CacheFormerState:
         return output
 
     def advance(
-        self, parts: CacheFormerParts, projected: Projected, rotate: Rotate | None, counts: list[int]
+        self,
+        parts: CacheFormerParts,
+        projected: Projected,
+        rotate: Rotate | None,
+        counts: list[int],
+        by_windows: bool = False,
     ) -> Tensor:
         """Read tokens of which each row's first `counts` are real; the others are overwritten later."""
         options, time = self.options, projected.q.shape[2]
@@ -175,15 +186,26 @@ class CacheFormerState:
         real = torch.arange(time) < torch.tensor(counts)[:, None] if ragged else None
         asking = projected.asking(options)
         dropped, window_dropped = (tuple(of(first).tolist()) for of in (options.left, options.window_left))
-        run = Run(options, starts, time, projected.scale, self.chooser, real, asking, rotate, dropped, window_dropped)
+        chooser = self.chooser
+        if by_windows:
+            self.chooser, options = self.new_chooser(options, projected.q), options.by_windows()
+            chooser = self.new_chooser(options, projected.q)
+        run = Run(options, starts, time, projected.scale, chooser, real, asking, rotate, dropped, window_dropped)
         gates = projected.gates(parts)
         read: Tensor = TiledAttention.apply(run, projected.q, gates, *Stores(**stores))  # type: ignore[no-untyped-call]  # torch's
         if run.lists:  # none without a cache or without tokens
             self.taken = run.chosen().transpose(1, 2).flatten(2)
         earlier = self.tokens_read
         self.tokens_read = [before + count for before, count in zip(self.tokens_read, counts, strict=True)]
+        if by_windows and self.chooser is not None:
+            segments = stores["long_keys"].shape[2] // options.pool_vectors
+            self.chooser.choose_freely(torch.tensor(self.tokens_read)[:, None], segments)
         self.forget(earlier)
         return read
+
+    def new_chooser(self, options: CacheFormerOptions, like: Tensor) -> Chooser | None:
+        """Return a chooser without any opinion, for vectors `[rows, ...]` of this kind."""
+        return Chooser(options, len(like), like.device, like.dtype) if options.cache else None
 
     def missing(self, name: str, tokens: Tensor) -> Tensor:
         """Count the segments after the sinks that a shelf does not hold any more, where rows have read so much."""

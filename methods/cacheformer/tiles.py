@@ -327,7 +327,7 @@ class Run:
         limit = positions - options.window_start(positions) + 1
         shown = {"short": View("keys", "values", self.window(positions), limit)}
         horizon, vectors = options.horizon(positions), options.pool_vectors
-        if options.long or options.cache:
+        if options.long or options.chooses:
             unscored = options.unscored(positions[:, :1])
             limit = (horizon // size - unscored) * vectors
             hidden = (unscored - (0 if options.long else dropped)) * vectors
@@ -453,7 +453,7 @@ class Run:
         positions = self.positions(begin, end)
         shown, done = self.views(positions, None), {}
         real = None if self.real is None else self.real[:, begin:end]
-        weigh = None if self.chooser is None else partial(self.chooser.weigh, real=real)
+        weigh = partial(self.chooser.weigh, real=real) if self.chooser is not None and self.options.chooses else None
         if "long" in shown:
             asking = tile
             if self.asking is not None:

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from attention_core import SHAPE, random_inputs, rotate, run_pieces
 from conftest import adapter_config
 from memories import chunked, projections
@@ -110,22 +111,24 @@ def project(q, k, v, positions=None):
     return Projected(rotate(q, positions), rotate(k, positions), v, q, k)
 
 
-def specified(options, parts, q, k, v):
+def specified(options, parts, q, k, v, text=0):
     """`[rows, time, heads, d]`, each row a document."""
-    rows = [naive(options, parts, project(*(t[row : row + 1] for t in (q, k, v))), rotate)[0] for row in range(len(q))]
+    rows = [[tensor[row : row + 1] for tensor in (q, k, v)] for row in range(len(q))]
+    rows = [naive(options, parts, project(*row), rotate, text)[0] for row in rows]
     return torch.cat(rows).transpose(1, 2)
 
 
-def stream(options, parts, inputs, **more):
-    """Through a memory, piece by piece."""
+def stream(options, parts, inputs, reading=False, memory=None, **more):
+    """Through a memory, piece by piece; `reading` as while read() reads."""
 
     def layer(call, q, k, v, _):
         call.rotate = lambda keys, shift, layer: rotate(keys, shift)
         call.local.update(k, v, 1)  # as a layer without the method does
         return attend(options, 0, parts, project(q, k, v, call.positions[:, -q.shape[2] :]), call)
 
-    state = options.new_state(len(inputs[0]), DEVICES, inputs[0].dtype)
-    return run_pieces(state, options.window, layer, (*inputs, inputs[0][:, 0]), **more)
+    state = options.new_state(len(inputs[0]), DEVICES, inputs[0].dtype) if memory is None else memory.state
+    state.reading = reading
+    return run_pieces(state, options.window, layer, (*inputs, inputs[0][:, 0]), memory=memory, **more)
 
 
 def some_inputs(rows, time=TIME):
@@ -204,6 +207,37 @@ def test_padding_is_as_if_it_were_not_there(options):
         with torch.no_grad():
             assert same(stream(options, parts, inputs, real=real, chunks=chunks)[0][real], expected, 1e-12)
         assert memory.tokens_read == lengths
+
+
+@pytest.mark.parametrize("name", [name for name, changes in CHOICES.items() if changes.get("cache", True)])
+def test_a_text_may_be_read_without_retrieval(name):
+    """Windows and the first segment, then questions that make their own choice; gradients too, and padded rows."""
+    text = 24 if name in JOINED else 27  # whole windows, or not
+    options = options_for(**CHOICES[name], reading_retrieves=False)
+    parts, inputs = parts_for(options), [tensor.requires_grad_() for tensor in some_inputs(2)]
+    begin, end = ([tensor[:, :, part] for tensor in inputs] for part in (slice(text), slice(text, None)))
+    expected = specified(options, parts, *inputs, text)
+    slopes = gradients(expected[:, text:], inputs)
+    assert not same(expected, specified(options, parts, *inputs))
+    for first, then in (([text], [TIME - text]), ([9, text - 9], [1] * (TIME - text)), ([1] * text, [TIME - text])):
+        read, memory = stream(options, parts, begin, reading=True, chunks=first)
+        asked, memory = stream(options, parts, end, memory=memory, chunks=then)
+        assert same(torch.cat([read, asked], 1), expected, 1e-12)
+        for ours, theirs in zip(gradients(asked, inputs), slopes, strict=True):
+            assert same(ours, theirs)
+        if not options.sink:
+            assert not stream(options, parts, begin, reading=True)[1].state.retrieved()
+    real = torch.arange(text + 3) >= torch.tensor([[3], [0]])  # the second row's text is longer
+    padded = [F.pad(tensor[:, :, : text + 3], (0, 0, 3, 0))[:, :, : text + 3] for tensor in inputs]
+    padded = [torch.stack([early[0], tensor[1, :, : text + 3]]) for early, tensor in zip(padded, inputs, strict=True)]
+    with torch.no_grad():
+        _, memory = stream(options, parts, padded, reading=True, real=real)
+        rest = [torch.stack([t[0, :, text : TIME - 3], t[1, :, text + 3 :]]) for t in inputs]
+        asked, _ = stream(options, parts, rest, memory=memory)
+    assert same(asked[:1], expected[:1, text : TIME - 3], 1e-12)
+    assert same(
+        asked[1:], specified(options, parts, *(tensor[1:] for tensor in inputs), text + 3)[:, text + 3 :], 1e-12
+    )
 
 
 @pytest.mark.parametrize("choice", [name for name, changes in CHOICES.items() if changes.get("cache", True)])
