@@ -463,3 +463,32 @@ def test_cards_say_how_to_read(make_model, tmp_path):
         refresh_card(tmp_path / kind)
         card = (tmp_path / kind / "README.md").read_text()
         assert "CacheFormer" in card and "singh2025cacheformer" in card and "cacheformers.read(" in card
+
+
+@torch.no_grad()
+def test_read_tells_texts_from_questions(make_model, ids, tmp_path):
+    """In one piece, in several, side by side and from a file; after an error, too, the next forward is a question."""
+    settings = {**MEANS, "sink": True, "topk": 3, "neighbors": 1, "select_rows": 2}
+    model = make_model("llama_gqa", method="cacheformer_on_base", reading_retrieves=False, **settings)
+    quiet = partial(cacheformers.read, model, progress=False)
+    text, question = ids[:, :53], ids[:, 53:]
+    memory = quiet(text)
+    assert set(memory.state.retrieved()[1].flatten().tolist()) == {0}  # of the last segment of the text
+    memory.save(tmp_path / "text.safetensors")
+    in_two = quiet(text[:, 31:], memory=quiet(text[:, :31]))
+    beside = quiet([text[0], text[1], ids[0, :20]])
+    beside.select([0, 1])
+    from_file = cacheformers.load_memory(tmp_path / "text.safetensors", model)
+    expected = model(question, past_key_values=memory.clone()).logits
+    for other in (in_two, beside, from_file):
+        assert same(model(question, past_key_values=other).logits, expected, 1e-12)
+    assert len(set(other.state.retrieved()[1][0, -1].tolist())) > 2
+    anew = quiet(ids[:, :20], memory=other)  # a text after a question
+    assert set(anew.state.retrieved()[1].flatten().tolist()) == {0}
+
+    choosing = make_model("llama_gqa", method="cacheformer_on_base", **settings)
+    assert not same(choosing(question, past_key_values=cacheformers.read(choosing, text)).logits, expected)
+    attention_modules(find_decoder(unwrap(model)))[1].v_proj.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="NaN"):
+        quiet(text, memory=memory)
+    assert not memory.state.reading
