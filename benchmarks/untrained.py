@@ -4,7 +4,7 @@
     python benchmarks/untrained.py --lengths 4096 8192 16384
     python benchmarks/untrained.py --filler ../shared/data/books/test.jsonl.gz
 
-To save time a text is read once, by the window and the first segment; then every row asks for the key in its own way.
+A text is read once, by its windows and the first segment (`reading_retrieves`); then every row asks in its own way.
 Each case is saved as it is done, and a run that was stopped goes on from there. Results: untrained.json and .md.
 """
 
@@ -27,7 +27,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import cacheformers
 from cacheformers.evaluation.passkey.prompts import NEEDLES, REPEAT, Case, PromptMaker, load_filler, make_cases
 from cacheformers.methods.cacheformer.representatives import represent
-from cacheformers.methods.cacheformer.selection import Chooser
 from cacheformers.methods.cacheformer.state import Shelf
 from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
 from cacheformers.modeling.method import active_options
@@ -39,11 +38,10 @@ CACHE: Settings = {
     **{"select_rows": 8, "representatives": "mean"},
 }
 FOUR: Settings = {"representatives": "tokens", "pool_vectors": 4}
-# The window and the first segment.
-READING: Settings = {**CACHE, **FOUR, "topk": 1, "select_rows": 256, "packed": True}
+READING: Settings = {**CACHE, **FOUR, "packed": True, "reading_retrieves": False}
 SINKS: Settings = {"local_window": "sliding", "segment_tokens": 128, "window_tokens": 892, "sink_tokens": 4}
 ROWS: dict[str, Settings] = {  # at most 1,024 columns at a token, but for the first
-    "window of 512 and the first segment": READING,
+    "window of 512 and the first segment": {**READING, "topk": 1},
     "mean, true distance": CACHE,
     "mean, at most 512 away": {**CACHE, "far_distance": 512},
     "mean, at most 64 away": {**CACHE, "far_distance": 64},
@@ -132,8 +130,8 @@ def asking_by(model: Any, memory: Any, settings: Settings) -> Any:
     use(model, options)
     for layer in options.layers:
         state, size, keys = twin.state.layers[layer], options.pool_tokens, memory.state.layers[layer].shelves["keys"]
-        state.options = options
-        state.chooser = Chooser(options, 1, keys.vectors.device, keys.vectors.dtype) if options.cache else None
+        state.options, state.chooser = options, state.new_chooser(options, keys.vectors)
+        state.chooser.choose_freely(torch.tensor([state.tokens_read]), state.tokens_read[0] // size)
         if options.representatives != "tokens":
             segments = state.tokens_read[0] // size
             plain = rotate(keys.vectors[:, :, : segments * size], -torch.arange(segments * size)[None], layer)
@@ -149,6 +147,8 @@ def shared(left: list[int], right: list[int]) -> int:
 
 def go_on(model: Any, ids: list[int], memory: Any) -> Any:
     """Read more of a text."""
+    if active_options(find_decoder(unwrap(model))) is not None:
+        return cacheformers.read(model, ids, progress=False, memory=memory)
     return model(torch.tensor([ids]), past_key_values=memory, use_cache=True, logits_to_keep=1).past_key_values
 
 

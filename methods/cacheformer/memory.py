@@ -74,7 +74,7 @@ class CacheFormerOnBaseSettings(CacheFormerSettings, MethodSettings):
     reading_retrieves: bool = setting(
         True,
         "Retrieve while read() reads a text, too. False: only what follows the text, questions and answers, retrieves; "
-        "of the text a token sees its windows, and the first segment with `sink`. Several times as fast.",
+        "of the text a token sees its windows, and the first segment with `sink`. Reading is then faster.",
         free=True,
     )
     segment_tokens: int = setting(2048, "Tokens of one forward; bounds activations and changes no result.", free=True)
