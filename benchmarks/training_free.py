@@ -34,7 +34,7 @@ SO_FAR = {"sink": True, "selection": "prefix"}
 BEFORE = {"sink": True, "select_rows": 8}  # chosen by the 8 tokens before
 MEANS = {**SO_FAR, "representatives": "mean"}
 TOKENS = {"representatives": "tokens", "pool_vectors": 4, "packed": True}
-QUESTIONS_ALONE = {**MEANS, "select_rows": 8, "packed": True, "reading_retrieves": False}
+QUESTIONS_ALONE = {**MEANS, "select_rows": 8, "reading_retrieves": False}
 ROWS: dict[str, dict[str, Any] | None] = {
     "full attention": None,
     "window alone": {"cache": False},
@@ -52,8 +52,9 @@ ROWS: dict[str, dict[str, Any] | None] = {
     },
     "48 segments, tokens, packed, by blocks of 8": {**BEFORE, **TOKENS, "topk": 48},
     "16 segments, tokens, packed, by blocks of 8": {**BEFORE, **TOKENS, "topk": 16},
-    "48 segments, means, packed, for questions alone": {**QUESTIONS_ALONE, "topk": 48},
-    "16 segments, means, packed, for questions alone": {**QUESTIONS_ALONE, "topk": 16},
+    "48 segments, means, packed, for questions alone": {**QUESTIONS_ALONE, "topk": 48, "packed": True},
+    "16 segments, means, packed, for questions alone": {**QUESTIONS_ALONE, "topk": 16, "packed": True},
+    "48 segments, means, read at 64, for questions alone": {**QUESTIONS_ALONE, "topk": 48, "far_distance": 64},
 }
 
 
