@@ -148,7 +148,7 @@ def shared(left: list[int], right: list[int]) -> int:
 def go_on(model: Any, ids: list[int], memory: Any) -> Any:
     """Read more of a text."""
     if active_options(find_decoder(unwrap(model))) is not None:
-        return cacheformers.read(model, ids, progress=False, memory=memory)
+        return cacheformers.read(model, [ids], progress=False, memory=memory)
     return model(torch.tensor([ids]), past_key_values=memory, use_cache=True, logits_to_keep=1).past_key_values
 
 
