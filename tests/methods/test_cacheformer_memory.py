@@ -485,6 +485,7 @@ def test_read_tells_texts_from_questions(make_model, ids, tmp_path):
     assert len(set(other.state.retrieved()[1][0, -1].tolist())) > 2
     anew = quiet(ids[:, :20], memory=other)  # a text after a question
     assert set(anew.state.retrieved()[1].flatten().tolist()) == {0}
+    assert not anew.state.layers[1].chooser.evidence.any()  # the earlier question has no vote on the next one
 
     choosing = make_model("llama_gqa", method="cacheformer_on_base", **settings)
     assert not same(choosing(question, past_key_values=cacheformers.read(choosing, text)).logits, expected)
