@@ -35,6 +35,7 @@ BEFORE = {"sink": True, "select_rows": 8}  # chosen by the 8 tokens before
 MEANS = {**SO_FAR, "representatives": "mean"}
 TOKENS = {"representatives": "tokens", "pool_vectors": 4, "packed": True}
 QUESTIONS_ALONE = {**MEANS, "select_rows": 8, "reading_retrieves": False}
+RECIPE = {"topk": 48, "far_distance": 64}
 ROWS: dict[str, dict[str, Any] | None] = {
     "full attention": None,
     "window alone": {"cache": False},
@@ -54,7 +55,9 @@ ROWS: dict[str, dict[str, Any] | None] = {
     "16 segments, tokens, packed, by blocks of 8": {**BEFORE, **TOKENS, "topk": 16},
     "48 segments, means, packed, for questions alone": {**QUESTIONS_ALONE, "topk": 48, "packed": True},
     "16 segments, means, packed, for questions alone": {**QUESTIONS_ALONE, "topk": 16, "packed": True},
-    "48 segments, means, read at 64, for questions alone": {**QUESTIONS_ALONE, "topk": 48, "far_distance": 64},
+    "48 segments, means, read at 64, for questions alone": {**QUESTIONS_ALONE, **RECIPE},
+    "the same, in 8 bits": {**QUESTIONS_ALONE, **RECIPE, "cache_int8": True},
+    "the same, the newest 2,048 tokens": {**QUESTIONS_ALONE, **RECIPE, "cache_tokens": 2048},
 }
 
 

@@ -131,7 +131,7 @@ def asking_by(model: Any, memory: Any, settings: Settings) -> Any:
     for layer in options.layers:
         state, size, keys = twin.state.layers[layer], options.pool_tokens, memory.state.layers[layer].shelves["keys"]
         state.options, state.chooser = options, state.new_chooser(options, keys.vectors)
-        state.chooser.choose_freely(torch.tensor([state.tokens_read]), state.tokens_read[0] // size)
+        state.chooser.choose_oldest(torch.tensor([state.tokens_read]), state.tokens_read[0] // size)
         if options.representatives != "tokens":
             segments = state.tokens_read[0] // size
             plain = rotate(keys.vectors[:, :, : segments * size], -torch.arange(segments * size)[None], layer)

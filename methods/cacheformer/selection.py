@@ -140,11 +140,12 @@ class Chooser:
         self.evidence[:, :, : opinions.shape[3]] += opinions[:, :, -1]
         return lists
 
-    def choose_freely(self, read: Tensor, segments: int) -> None:
-        """Choose for a block that goes on after a text, without opinions: the oldest of so many segments.
+    def choose_oldest(self, read: Tensor, segments: int) -> None:
+        """Choose for a block that goes on after a text, of which nobody has an opinion yet: the oldest segments.
 
         Args:
             read: how many tokens of each row were read, `[rows, 1]`.
+            segments: how many can have opinions.
         """
         self.grow(segments)
         last = (read - 1).clamp(min=0)

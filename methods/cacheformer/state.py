@@ -199,7 +199,7 @@ class CacheFormerState:
         self.tokens_read = [before + count for before, count in zip(self.tokens_read, counts, strict=True)]
         if by_windows and self.chooser is not None:
             segments = stores["long_keys"].shape[2] // options.pool_vectors
-            self.chooser.choose_freely(torch.tensor(self.tokens_read)[:, None], segments)
+            self.chooser.choose_oldest(torch.tensor(self.tokens_read)[:, None], segments)
         self.forget(earlier)
         return read
 
