@@ -96,6 +96,7 @@ ELSEWHERE = {
     "passkey": ("Hide a key in long texts and ask for it.", "cacheformers.evaluation.passkey.main"),
     "lm-eval": ("Run lm-eval's command line with memory models.", "cacheformers.evaluation.harness"),
     "gates": ("Draw the gates or the memory's shares of a model.", "cacheformers.evaluation.gates"),
+    "heads": ("Find the attention heads of a base that find passages.", "cacheformers.evaluation.heads"),
     "segments": ("Show which segments a CacheFormer retrieves.", "cacheformers.evaluation.segments"),
     "library": ("Keep many memory files, and ask them together.", "cacheformers.cli.library"),
     "attach": ("Put a memory on a pretrained model without training it.", "cacheformers.training.attach"),
@@ -112,6 +113,7 @@ RECIPES = (
     "babilong",
     "ruler",
     "passkey",
+    "heads",
 )  # their parsers take both spellings of options
 
 

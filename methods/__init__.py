@@ -45,6 +45,12 @@ from cacheformers.methods.recurrent_memory import (
     RecurrentMemoryForCausalLM,
     RecurrentMemoryModel,
 )
+from cacheformers.methods.retrieval_heads import (
+    RetrievalHeadsAdapterConfig,
+    RetrievalHeadsConfig,
+    RetrievalHeadsForCausalLM,
+    RetrievalHeadsModel,
+)
 from cacheformers.methods.windowed import WindowedAdapterConfig, WindowedConfig, WindowedForCausalLM, WindowedModel
 
 DEFAULT = NeurocacheConfig.model_type  # of `train_adapt.py`
@@ -81,6 +87,10 @@ __all__ = [
     "RecurrentMemoryConfig",
     "RecurrentMemoryForCausalLM",
     "RecurrentMemoryModel",
+    "RetrievalHeadsAdapterConfig",
+    "RetrievalHeadsConfig",
+    "RetrievalHeadsForCausalLM",
+    "RetrievalHeadsModel",
     "WindowedAdapterConfig",
     "WindowedConfig",
     "WindowedForCausalLM",

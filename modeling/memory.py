@@ -252,6 +252,24 @@ class MemoryState(ABC):
             near.scatter_(1, found.masked_fill((found < 0) | (found > read), read), 1.0)
         return near[:, :read]
 
+    def span_scores(self, asked: int, before: int, read: int, spans: Sequence[tuple[int, int]]) -> Tensor:
+        """Score parts of what the first row has read by how near they are to its newest tokens, a query.
+
+        By default late interaction: the sum over the query's tokens of the nearest token of a part.
+
+        Args:
+            asked: number of the newest tokens, the query.
+            before: number of the tokens before them that came with it.
+            read: number of the tokens before those.
+            spans: first and last + 1 of each part's tokens.
+
+        Returns:
+            `[spans]`, float32; an empty span has -1 for each of the query's tokens.
+        """
+        near = self.nearness(asked, read)
+        parts = [near[:, start:end] for start, end in spans]
+        return torch.stack([part.amax(1).sum() if part.shape[1] else near.new_tensor(-len(near)) for part in parts])
+
     def keep(self, columns: Tensor) -> None:  # noqa: B027  # some methods have no columns
         """Keep only the columns `[rows, kept]`, chosen for each row."""
 

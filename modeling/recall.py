@@ -26,7 +26,8 @@ def recall(
         score(span) = sum over the query's tokens of max over the span's tokens of nearness(query token, token)
 
     Nearness is what the method compares (`MemoryState.nearness`), or 1 for what a token has retrieved where it compares
-    nothing that can be added up, as Neurocache without `hit_scores`. The memory stays as it is.
+    nothing that can be added up, as Neurocache without `hit_scores`. Retrieval heads score in their own way
+    (`MemoryState.span_scores`). The memory stays as it is.
 
     Args:
         query_ids: the query, and what is read before it.
@@ -48,12 +49,11 @@ def recall(
         )
     if len(query_ids) <= skip:
         raise ValueError("There is an empty query: nothing can be recalled.")
-    asked = memory.clone()
+    asked = memory.with_window(len(query_ids) + 1)
+    if len(query_ids) < memory.window.segment_tokens:  # it then sees what the local window shows
+        asked = memory.clone()
     asked.select([row])
-    asked = asked.with_window(len(query_ids) + 1)
     read = asked.tokens_read[0]
     ids = torch.tensor([list(query_ids)], device=device_of(model))
     model(input_ids=ids, past_key_values=asked, use_cache=True, logits_to_keep=1)
-    near = asked.state.nearness(len(query_ids) - skip, read)
-    parts = [near[:, start:end] for start, end in spans]
-    return torch.stack([part.amax(1).sum() if part.shape[1] else near.new_tensor(-len(near)) for part in parts])
+    return asked.state.span_scores(len(query_ids) - skip, skip, read, spans)

@@ -103,6 +103,8 @@ METHODS = {name: dict(method.test_settings) for name, method in method_registry.
 OTHERS = [method for method in METHODS if method != "neurocache"]
 # Factors by which random models enlarge rounding: memory tokens go through all layers again in each segment.
 ENLARGED = {"recurrent_memory": 100}
+# They train nothing, and what they have read changes nothing that the model computes.
+UNCHANGED = ("windowed", "retrieval_heads")
 # They attend to everything in a way of their own.
 OWN_WINDOW = [name for name, method in method_registry.METHODS.items() if method.stores == "everything"]
 # Models whose own attention is their memory. The last holds few tokens, in 8 bits.

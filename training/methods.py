@@ -40,9 +40,10 @@ class MethodOptions:
     def values(self) -> dict[str, Any]:
         """Return the fields as the config takes them; raise ValueError for a map from layers that cannot be read."""
         chosen = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]  # a dataclass at runtime
-        for name, read in (("retrieval_map", layer_map), ("far_heads", head_map)):
-            if chosen.get(name) is not None:
-                chosen[name] = read(chosen[name])
+        hints = get_type_hints(self.config)
+        for name, entries in chosen.items():
+            if entries is not None and hints[name] in NOTATION:
+                chosen[name] = layer_map(entries) if hints[name] == PAIRS else head_map(name, entries)
         return chosen
 
 
@@ -110,13 +111,13 @@ def layer_map(entries: Sequence[str]) -> dict[int, int]:
     return layers
 
 
-def head_map(entries: Sequence[str]) -> dict[int, list[int]]:
+def head_map(name: str, entries: Sequence[str]) -> dict[int, list[int]]:
     """Read `["22:0,2", "23:"]` as `{22: [0, 2], 23: []}`; raise ValueError for another form."""
     layers = {}
     for entry in entries:
         layer, colon, heads = entry.partition(":")
         numbers = heads.split(",") if heads else []
         if not colon or not all(number.isdigit() for number in (layer, *numbers)):
-            raise ValueError(f"far_heads: {entry!r} is not a layer and its heads (22:0,2, or 23: for none).")
+            raise ValueError(f"{name}: {entry!r} is not a layer and its heads (22:0,2, or 23: for none).")
         layers[int(layer)] = [int(number) for number in numbers]
     return layers

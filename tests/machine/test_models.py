@@ -14,6 +14,7 @@ from conftest import (
     MORE_BASES,
     OTHERS,
     OWN_WINDOW,
+    UNCHANGED,
     method_options,
     open_gates,
     other_cases,
@@ -86,7 +87,7 @@ def test_starts_as_the_base(make_base, ids, name, method):
             key = key.removeprefix(f"{base.base_model_prefix}.").removeprefix("model.")  # Llama 4 has another prefix
             key = f"model.language_model.{key}"
         assert torch.equal(ours.pop(key), tensor)
-    assert bool(ours) == (method != "windowed") and all(".memory." in key for key in ours)
+    assert bool(ours) == (method not in UNCHANGED) and all(".memory." in key for key in ours)
 
 
 @torch.no_grad()
@@ -128,7 +129,7 @@ def test_read_and_generate(make, ids, method):
     assert torch.equal(*answers)
     assert all(torch.equal(tensor, kept[name]) for name, tensor in memory.state_dict().items())
     logits = model(question, past_key_values=memory.clone()).logits
-    assert torch.allclose(logits, model(question).logits, atol=1e-3) == (method == "windowed")
+    assert torch.allclose(logits, model(question).logits, atol=1e-3) == (method in UNCHANGED)
     last = model(question, past_key_values=memory.clone(), logits_to_keep=1).logits
     assert last.shape[1] == 1
     assert torch.allclose(last, logits[:, -1:], atol=1e-6)
@@ -191,7 +192,7 @@ LOST = ["memory.down.weight", "memory.gate.weight", "2.self_attn.memory.q", "lay
     ("method", "door"),
     [
         *(("neurocache", door) for door in (AutoModelForCausalLM, NeurocacheForCausalLM)),
-        *((method, AutoModelForCausalLM) for method in OTHERS if method != "windowed"),
+        *((method, AutoModelForCausalLM) for method in OTHERS if method not in UNCHANGED),
     ],
 )
 def test_a_missing_tensor_is_an_error(saved, method, door):

@@ -6,7 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import ENLARGED, METHODS, ONE_LINE, OWN_WINDOW, SPECIAL, WITHIN_POSITIONS, every_method, other_cases
+from conftest import (
+    ENLARGED,
+    METHODS,
+    ONE_LINE,
+    OWN_WINDOW,
+    SPECIAL,
+    UNCHANGED,
+    WITHIN_POSITIONS,
+    every_method,
+    other_cases,
+)
 from memories import chunked
 from peft import get_peft_model
 from torch.nn.functional import cross_entropy
@@ -372,7 +382,7 @@ def test_activation_checkpointing_gives_the_same_gradients(make_model, ids, base
     checkpointed, loss = train_two_segments(model, ids, checkpointing=True)
     assert loss == pytest.approx(plain_loss, rel=1e-12)
     assert plain.keys() == checkpointed.keys()
-    assert "representatives" in window or window.get("method") == "windowed" or any("lora_mem_" in key for key in plain)
+    assert "representatives" in window or window.get("method") in UNCHANGED or any("lora_mem_" in key for key in plain)
     for name, gradient in plain.items():
         assert float((checkpointed[name] - gradient).norm()) <= 1e-9 * float(gradient.norm() + 1e-12), name
 
@@ -438,7 +448,7 @@ def test_what_was_read_changes_later_logits(make_model, ids, base, method):
     before, changed = model(ids).logits, ids.clone()
     changed[:, 3] = (changed[:, 3] + 1) % 100 + 3
     after = model(changed).logits
-    assert torch.equal(after[:, 32:], before[:, 32:]) == (method == "windowed")
+    assert torch.equal(after[:, 32:], before[:, 32:]) == (method in UNCHANGED)
 
 
 @torch.no_grad()

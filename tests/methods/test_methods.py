@@ -37,6 +37,7 @@ def test_rates_of_parts(make_model):
     expected = {
         "neurocache": {("gate", 3.0, 0.0), ("memory", 2.0, 0.1), ("memory", 2.0, 0.0), ("weights", 1.0, 0.1)},
         "windowed": {("weights", 1.0, 0.1)},
+        "retrieval_heads": {("weights", 1.0, 0.1)},
         "memorizing": {("gate", 3.0, 0.0), ("memory", 2.0, 0.0), ("weights", 1.0, 0.1)},
         "infini_attention": {("beta", 0.01, 0.0), ("weights", 1.0, 0.1)},
         "gated_deltanet": {("memory", 2.0, 0.1), ("memory", 2.0, 0.0), ("weights", 1.0, 0.1)},

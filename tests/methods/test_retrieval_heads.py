@@ -1,0 +1,111 @@
+"""Retrieval heads against their specification; what holds for every memory is in machine/test_rules.py."""
+
+import pytest
+import torch
+from conftest import method_options
+from memories import projections
+
+import cacheformers
+from cacheformers.methods.retrieval_heads import naive
+from cacheformers.modeling.architectures import attention_modules, base_shape, find_decoder, unwrap
+
+SPANS = [(0, 7), (7, 20), (20, 21), (21, 40), (30, 30)]
+HEADS = {"one head": {1: [0]}, "both heads": {1: [1, 0]}, "two layers": {0: [1], 2: [0]}}
+
+
+def by_token(model, layer, ids):
+    """Queries and keys of a document as the projections give them, `[tokens, heads, d]`."""
+    queries, keys, *_ = projections(model, layer, ids)
+    return queries[0].transpose(0, 1), keys[0].transpose(0, 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("base", ["llama_gqa", "phi", "opt", "granite"])
+@pytest.mark.parametrize("heads", HEADS)
+def test_scores_are_what_the_specification_says(make_model, ids, base, heads, before):
+    """Nothing that was read is visible to a query here, so it is the beginning of a text to its layers."""
+    model = make_model(base, method="retrieval_heads", heads=HEADS[heads])
+    document, query = ids[:1, :40], ids[1:2, 40:50]
+    memory = cacheformers.read(model, document, progress=False)
+    found = cacheformers.recall(model, memory, query[0].tolist(), SPANS, skip=before)
+    wanted = []
+    for layer, own in HEADS[heads].items():
+        queries, keys = by_token(model, layer, query)[0], by_token(model, layer, document)[1]
+        attention = attention_modules(find_decoder(unwrap(model)))[layer]
+        queries = queries * attention.scaling * attention.head_dim**0.5  # Granite's scores have a scale of their own
+        wanted += [torch.tensor(naive(queries, keys, [head], before, SPANS)) for head in own]
+    torch.testing.assert_close(found, torch.stack(wanted).mean(0), atol=1e-6, rtol=1e-5)
+    assert float(found[:-1].std()) > 1e-3 and found[-1] == -1
+
+
+@torch.no_grad()
+def test_nothing_that_the_model_computes_changes(make_model, ids):
+    window = {"local_window": "sliding", "window_tokens": 12, "sink_tokens": 3}
+    model = make_model("llama_gqa", method="retrieval_heads", **window)
+    assert torch.equal(model(ids).logits, make_model("llama_gqa", method="windowed", **window)(ids).logits)
+
+
+@torch.no_grad()
+def test_the_first_token_belongs_to_no_passage(make_model, ids):
+    model = make_model("llama_gqa", method="retrieval_heads")
+    memory = cacheformers.read(model, ids[:1, :40], progress=False)
+    query = ids[1, 40:50].tolist()
+    first, rest, whole = cacheformers.recall(model, memory, query, [(0, 1), (1, 40), (0, 40)]).tolist()
+    assert first == 0 and rest == whole and 0 < whole < 1
+
+
+@torch.no_grad()
+def test_forgotten_tokens_are_not_found(make_model, ids):
+    model = make_model("llama_gqa", method="retrieval_heads", cache_size=16)
+    memory = cacheformers.read(model, ids[:1, :40], progress=False)
+    query = ids[0, 20:24].tolist()
+    gone, oldest, rest = cacheformers.recall(model, memory, query, [(0, 24), (24, 25), (25, 40)]).tolist()
+    assert gone == 0 and oldest > 0 and oldest + rest == pytest.approx(1, abs=1e-6)
+
+
+@torch.no_grad()
+def test_what_a_token_is_said_to_retrieve(make_model, ids):
+    """The keys that each query head scores highest, of all that was read before."""
+    model = make_model("llama_gqa", method="retrieval_heads", heads={1: [1]}, topk=3)
+    memory = cacheformers.read(model, ids[:2, :40], progress=False)
+    asked = memory.with_window(11)
+    model(ids[:2, 40:50], past_key_values=asked)
+    (found,) = asked.state.retrieved().values()
+    for row in range(2):
+        queries, keys = (by_token(model, 1, part[row : row + 1]) for part in (ids[:2, 40:50], ids[:2, :40]))
+        scores = torch.einsum("thd,nd->thn", queries[0].unflatten(1, (2, -1))[:, 1], keys[1][:, 1])
+        assert torch.equal(found[row].sort(-1).values, scores.topk(3).indices.flatten(1).sort(-1).values)
+
+
+def test_bytes_are_those_of_the_keys(make_model, ids):
+    model = make_model("llama_gqa", torch.float32, method="retrieval_heads", heads={0: [0], 2: [0, 1]})
+    state = cacheformers.read(model, ids[:1, :32], progress=False).state
+    assert {layer: tuple(ring.keys.shape) for layer, ring in state.rings.items()} == {0: (1, 32, 12), 2: (1, 32, 24)}
+    half = make_model("llama_gqa", torch.float32, method="retrieval_heads", cache_dtype="bfloat16")
+    assert cacheformers.read(half, ids[:1, :32], progress=False).state.rings[1].keys.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heads": {3: [0]}}, "layers 0 to 2"),
+        ({"heads": {}}, "at least one layer"),
+        ({"heads": {1: []}}, "at least one of this base's key-value heads 0 to 1"),
+        ({"heads": {1: [2]}}, "key-value heads 0 to 1, each once, got .2."),
+        ({"heads": {1: [0, 0]}}, "each once"),
+        ({"heads": [[1, 0]]}, "must be a map from layers"),
+        ({"cache_size": 0}, "cache_size must be at least 1"),
+        ({"topk": 0}, "topk must be at least 1"),
+        ({"cache_dtype": "int8"}, "cache_dtype must be one of"),
+        ({"segment_tokens": 500}, "has 64"),
+    ],
+)
+def test_errors_say_what_fits(make_model, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_model("llama_gqa", method="retrieval_heads", **options)
+
+
+def test_default_heads(make_base, config_factory):
+    options = config_factory("retrieval_heads", heads=None).resolve(base_shape(make_base("llama_gqa").config))
+    assert options.heads == ((1, (0, 1)),) and method_options("retrieval_heads")["heads"] == {1: [0]}
