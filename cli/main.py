@@ -41,8 +41,8 @@ ASK = """Answer questions from a memory file.
 
 The text is not read again. The model that read it is loaded by the name it had then. Without a question it holds a
 conversation: questions are typed, and each follows on the ones before. Questions that are given all start from the
-memory as it was saved. If the method retrieves (Neurocache, Memorizing Transformer, CacheFormer), the passages that the
-question and the answer retrieved most are printed below the answer.
+memory as it was saved. If the method retrieves (Neurocache, Memorizing Transformer, CacheFormer, retrieval heads), the
+passages that the question and the answer retrieved most are printed below the answer.
 
   cacheformers ask book.memory "Who tells this story?"
   cacheformers ask book.memory                                                  # a conversation

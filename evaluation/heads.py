@@ -35,6 +35,7 @@ from cacheformers.evaluation.longbench.retrieval import ASKING, BM25, chunks
 from cacheformers.methods.retrieval_heads import RetrievalHeadsAdapterConfig, passage_scores
 from cacheformers.modeling.architectures import base_shape
 from cacheformers.modeling.reading import read
+from cacheformers.modeling.recall import asked
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -95,12 +96,12 @@ def run(model: ModelOptions, options: HeadsOptions, arguments: Sequence[str]) ->
         target_modules=[],
     )
     reader.resolve(shape)
-    asked: Any = get_peft_model(load(model, None, state.device), reader).eval()  # type: ignore[arg-type]  # a transformer
+    heads: Any = get_peft_model(load(model, None, state.device), reader).eval()  # type: ignore[arg-type]  # a transformer
     ranks: dict[tuple[int, int], list[int]] = {}
     words: list[int] = []
     with progress("Asking", len(records), " questions") as bar:
         for record in records:
-            by_head, by_words = record_ranks(asked, tokenizer, record, options.chunk_words)
+            by_head, by_words = record_ranks(heads, tokenizer, record, options.chunk_words)
             for head, rank in by_head.items():
                 ranks.setdefault(head, []).append(rank)
             words.append(by_words)
@@ -156,10 +157,8 @@ def record_ranks(
     before, query = (
         tokenizer(part, add_special_tokens=False, verbose=False).input_ids for part in (ASKING, f" {record.input.strip()}")
     )
-    seen: Any = memory.with_window(len(before) + len(query) + 1)
-    device = next(model.parameters()).device
-    model(input_ids=torch.tensor([[*before, *query]], device=device), past_key_values=seen, use_cache=True)
-    shares = seen.state.shares(len(before) + len(query), len(text.input_ids))
+    state: Any = asked(model, memory, [*before, *query], skip=len(before)).state
+    shares = state.shares(len(before) + len(query), len(text.input_ids))
     found = {head: rank(passage_scores(own, len(before), spans).numpy(), right) for head, own in shares.items()}
     return found, rank(np.asarray(BM25().scores(record.input, texts)), right)
 

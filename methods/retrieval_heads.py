@@ -173,8 +173,12 @@ class RetrievalHeadsState(RingState):
                 continue
             hits = []
             for row in range(ring.rows):
-                best = self.scores(layer, row, slice(None)).topk(min(self.topk, ring.count(row))).indices
-                hits.append(F.pad(best, (0, self.topk - best.shape[-1]), value=-1).transpose(0, 1).flatten(1))
+                scores = self.scores(layer, row, slice(None))
+                if ring.entries(row).first == 0:
+                    scores[..., :1] = -torch.inf  # the first token
+                best = scores.topk(min(self.topk, scores.shape[-1]))
+                chosen = torch.where(best.values > -torch.inf, best.indices, -1)
+                hits.append(F.pad(chosen, (0, self.topk - chosen.shape[-1]), value=-1).transpose(0, 1).flatten(1))
             found[layer] = token_numbers(ring, torch.stack(hits))
         return found
 

@@ -43,17 +43,25 @@ def recall(
         ValueError: an empty query, a method that does not retrieve or whose self-attention sees more than the open
             segment, or an open segment in the memory.
     """
+    read = memory.tokens_read[row]
+    return asked(model, memory, query_ids, row, skip).state.span_scores(len(query_ids) - skip, skip, read, spans)
+
+
+@torch.no_grad()
+def asked(model: nn.Module, memory: MemoryCache, query_ids: Sequence[int], row: int = 0, skip: int = 0) -> MemoryCache:
+    """Return a copy of one row of a memory that has just seen a query; see `recall` for arguments and errors.
+
+    A query that is shorter than a segment sees what the local window shows of the text, a longer one only itself.
+    """
     if not memory.state.retrieves:
         raise ValueError(
             f"This memory's method retrieves nothing, so it cannot recall passages. {retrieving_methods()} can."
         )
     if len(query_ids) <= skip:
         raise ValueError("There is an empty query: nothing can be recalled.")
-    asked = memory.with_window(len(query_ids) + 1)
-    if len(query_ids) < memory.window.segment_tokens:  # it then sees what the local window shows
-        asked = memory.clone()
-    asked.select([row])
-    read = asked.tokens_read[0]
+    alone = memory.with_window(len(query_ids) + 1)  # which also refuses a memory that cannot be asked like this
+    seen = memory.clone() if len(query_ids) < memory.window.segment_tokens else alone
+    seen.select([row])
     ids = torch.tensor([list(query_ids)], device=device_of(model))
-    model(input_ids=ids, past_key_values=asked, use_cache=True, logits_to_keep=1)
-    return asked.state.span_scores(len(query_ids) - skip, skip, read, spans)
+    model(input_ids=ids, past_key_values=seen, use_cache=True, logits_to_keep=1)
+    return seen

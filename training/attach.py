@@ -15,14 +15,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peft import get_peft_model
+from peft import (
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
 
+from cacheformers.adapters.folders import load_adapter_config
 from cacheformers.common.base_model import ModelOptions, base_config, load_base
 from cacheformers.common.recipe import RecipeParser, option
 from cacheformers.methods import DEFAULT
 from cacheformers.modeling.architectures import base_shape
 from cacheformers.modeling.method import METHODS, is_method
 from cacheformers.training.methods import MethodOptions, chosen_options, of_other_methods
+
+# What a LoRA is like, in its config.
+LORA = (
+    *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("rank_pattern", "alpha_pattern", "use_rslora", "fan_in_fan_out", "lora_bias"),
+)
 
 
 @dataclass
@@ -31,6 +44,10 @@ class AttachOptions:
 
     _argument_group_name = "adapter"
     output: str = option(help="Folder for the adapter and its tokenizer. It must be new or empty.")
+    lora: str | None = option(
+        None,
+        help="Adapter of the same base, a folder or a Hub id, whose LoRA goes into the new adapter. Default: no LoRA.",
+    )
     method: str = option(DEFAULT, help=f"The memory: {', '.join(METHODS)}. This help shows the options of this one.")
 
 
@@ -49,22 +66,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def attach(model: ModelOptions, options: AttachOptions, memory: MethodOptions) -> None:
-    """Save an adapter with a new memory, without LoRA.
+    """Save an adapter with a new memory, without LoRA or with that of another adapter.
 
     Raises:
         OSError: there is no such base, or the folder cannot be written.
-        ValueError: the options do not fit the base, or the folder holds files.
+        ValueError: the options do not fit the base, the folder holds files, or the adapter has more than LoRA.
     """
     output = Path(options.output)
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"{output} holds files: choose a new --output.")
     if not is_method(options.method):
         raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {options.method!r}.")
-    config: Any = memory.config(**memory.values(), target_modules=[], task_type="CAUSAL_LM")
+    learned = None if options.lora is None else load_adapter_config(options.lora)
+    lora = {"target_modules": []} if learned is None else {name: getattr(learned, name) for name in LORA}
+    config: Any = memory.config(**{**memory.values(), **lora}, task_type="CAUSAL_LM")
     config.resolve(base_shape(base_config(model.base)))
     base, tokenizer = load_base(model, "cpu")
-    get_peft_model(base, config).save_pretrained(str(output))
+    made: Any = get_peft_model(base, config)
+    if options.lora is not None:
+        take_lora(made, options.lora)
+    made.save_pretrained(str(output))
     tokenizer.save_pretrained(str(output))
+
+
+def take_lora(model: PeftModel, adapter: str) -> None:
+    """Copy the LoRA of another adapter; raise ValueError unless it fits tensor by tensor, and is all beside a memory."""
+    tensors = {name: tensor for name, tensor in load_peft_weights(adapter).items() if ".memory." not in name}
+    own = {name: tensor for name, tensor in get_peft_model_state_dict(model).items() if ".memory." not in name}
+    shapes, there = ({name: tensor.shape for name, tensor in side.items()} for side in (own, tensors))
+    if shapes != there:
+        wrong = sorted(name for name in {*shapes, *there} if shapes.get(name) != there.get(name))
+        raise ValueError(
+            f"--lora {adapter} does not fit: {len(wrong)} tensors are missing here or there, or have other shapes, such "
+            f"as {wrong[0]}. It must be LoRA on the same base, with nothing else that was trained."
+        )
+    set_peft_model_state_dict(model, tensors)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def test_forgotten_tokens_are_not_found(make_model, ids):
 
 @torch.no_grad()
 def test_what_a_token_is_said_to_retrieve(make_model, ids):
-    """The keys that each query head scores highest, of all that was read before."""
+    """The keys that each query head scores highest, of all that was read before but the first token."""
     model = make_model("llama_gqa", method="retrieval_heads", heads={1: [1]}, topk=3)
     memory = cacheformers.read(model, ids[:2, :40], progress=False)
     asked = memory.with_window(11)
@@ -75,7 +75,17 @@ def test_what_a_token_is_said_to_retrieve(make_model, ids):
     for row in range(2):
         queries, keys = (by_token(model, 1, part[row : row + 1]) for part in (ids[:2, 40:50], ids[:2, :40]))
         scores = torch.einsum("thd,nd->thn", queries[0].unflatten(1, (2, -1))[:, 1], keys[1][:, 1])
+        scores[..., 0] = -torch.inf
         assert torch.equal(found[row].sort(-1).values, scores.topk(3).indices.flatten(1).sort(-1).values)
+
+
+@torch.no_grad()
+def test_fewer_tokens_than_are_retrieved(make_model, ids):
+    model = make_model("llama_gqa", method="retrieval_heads", topk=4)
+    asked = cacheformers.read(model, ids[:1, :3], progress=False).with_window(3)
+    model(ids[1:2, :2], past_key_values=asked)
+    (found,) = asked.state.retrieved().values()
+    assert found.shape == (1, 2, 8) and {*found.flatten().tolist()} == {-1, 1, 2}
 
 
 def test_bytes_are_those_of_the_keys(make_model, ids):

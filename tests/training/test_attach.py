@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import method_options
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import cacheformers
@@ -48,6 +48,28 @@ def test_what_is_attached_reads_and_answers(folder, ids, kind):
     wanted = {"attention_mask": torch.ones_like(ids[:1, :5]), "max_new_tokens": 6, "do_sample": False}
     first = model.generate(ids[:1, :5], past_key_values=memory, **wanted)
     assert torch.equal(model.generate(ids[:1, :5], past_key_values=again, **wanted), first)
+
+
+@torch.no_grad()
+def test_the_lora_of_another_adapter_goes_along(folder, ids, opener, refused):
+    """Within the window the new adapter computes what that one does; what else was trained is refused."""
+    given = ["--base", str(folder / "base"), "--method", "windowed", "--segment_tokens=16", "--output"]
+    chosen = {"r": 2, "target_modules": ["up_proj", "q_proj"], "task_type": "CAUSAL_LM"}
+    for name, more in {"lora": {"layers_to_transform": [1]}, "head": {"modules_to_save": ["lm_head"]}}.items():
+        learned = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(folder / "base"), LoraConfig(**chosen, **more)
+        )
+        opener(learned)
+        learned.save_pretrained(folder / name)
+        if name == "lora":
+            wanted = learned.eval()(ids[:, :8]).logits
+    main([*given, str(folder / "both"), "--lora", str(folder / "lora")])
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    plain = base(ids[:, :8]).logits
+    found = PeftModel.from_pretrained(base, folder / "both").eval()(ids[:, :8]).logits
+    assert torch.equal(found, wanted) and not torch.allclose(found, plain, atol=0.1)
+    message = refused(main, [*given, str(folder / "more"), "--lora", str(folder / "head")])
+    assert "does not fit: 1 tensors are missing" in message and "lm_head" in message
 
 
 def test_what_is_refused(folder, refused):
