@@ -1,11 +1,12 @@
 """Which attention heads of a base find the passages that answer questions: a table, a heat map, and a file.
 
-    python recipes/make_facts.py data/facts --documents 1 --plays data/plays/valid/hamlet.md data/plays/valid/the-tempest.md
+    python recipes/make_facts.py data/facts --documents 1 \\
+        --plays data/plays/valid/hamlet.md data/plays/valid/the-tempest.md
     cacheformers heads --base data/smollm2-135m-instruct --data data/facts/records --output runs/heads
 
-Every key-value head ranks the passages of each text by its attention alone (cacheformers/methods/retrieval_heads.py), and
-the place of the passage that answers says how good it is. A few questions are enough: good heads stand out. BM25, which
-counts words in common, is beside them. The best heads go into `attach`, and are a memory without any training.
+Every key-value head ranks the passages of each text by its attention alone (methods/retrieval_heads.py), and the place
+of the passage that answers says how good it is. A few questions are enough: good heads stand out. BM25, which counts
+words in common, is beside them. The best heads go into `attach`, and are a memory without any training.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class HeadsOptions:
         "of the passages that answer, in characters of the context. recipes/make_facts.py makes some."
     )
     output: str = option("runs/heads", help="Folder for result.json and heads.png.")
-    tasks: list[str] | None = option(None, help="Tasks by name. Default: all but LongBench's own, which do not say where answers are.")
+    tasks: list[str] | None = option(None, help="Tasks by name. Default: all in a folder without LongBench's own.")
     limit: int = option(20, help="Only the first N records of each task that have a question and a passage.")
     chunk_words: int = option(100, help="Words (Chinese: characters) of a passage.")
     best: int = option(2, help="How many of the best heads are named for `attach`.")
@@ -96,7 +97,8 @@ def run(model: ModelOptions, options: HeadsOptions, arguments: Sequence[str]) ->
         target_modules=[],
     )
     reader.resolve(shape)
-    heads: Any = get_peft_model(load(model, None, state.device), reader).eval()  # type: ignore[arg-type]  # a transformer
+    base: Any = load(model, None, state.device)
+    heads: Any = get_peft_model(base, reader).eval()
     ranks: dict[tuple[int, int], list[int]] = {}
     words: list[int] = []
     with progress("Asking", len(records), " questions") as bar:
@@ -110,7 +112,9 @@ def run(model: ModelOptions, options: HeadsOptions, arguments: Sequence[str]) ->
     print(table(order, ranks, words))
     best = sorted(order[: options.best])
     named = " ".join(f"{layer}:{','.join(str(own) for at, own in best if at == layer)}" for layer in dict(best))
-    print(f"\nThe {options.best} best, as a memory:\n  cacheformers attach {RECIPE} --base {model.base} --heads {named}")
+    print(
+        f"\nThe {options.best} best, as a memory:\n  cacheformers attach {RECIPE} --base {model.base} --heads {named}"
+    )
     output = Path(options.output)
     result = {
         "command": ["cacheformers", "heads", *arguments],
@@ -155,7 +159,8 @@ def record_ranks(
     right = np.array(answers) >= min(ENOUGH, max(answers))
     memory = read(model, [text.input_ids], progress=False)
     before, query = (
-        tokenizer(part, add_special_tokens=False, verbose=False).input_ids for part in (ASKING, f" {record.input.strip()}")
+        tokenizer(part, add_special_tokens=False, verbose=False).input_ids
+        for part in (ASKING, f" {record.input.strip()}")
     )
     state: Any = asked(model, memory, [*before, *query], skip=len(before)).state
     shares = state.shares(len(before) + len(query), len(text.input_ids))

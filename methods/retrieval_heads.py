@@ -187,7 +187,7 @@ class RetrievalHeadsState(RingState):
 
         It is the mean over the query heads that share the keys; 0 for the first token and for forgotten ones.
         """
-        found = {}
+        found: dict[tuple[int, int], Tensor] = {}
         for layer, heads in self.heads:
             shares = self.scores(layer, 0, slice(-asked, None)).double().softmax(-1).cpu()
             first = self.rings[layer].entries(0).first

@@ -56,9 +56,7 @@ def test_the_lora_of_another_adapter_goes_along(folder, ids, opener, refused):
     given = ["--base", str(folder / "base"), "--method", "windowed", "--segment_tokens=16", "--output"]
     chosen = {"r": 2, "target_modules": ["up_proj", "q_proj"], "task_type": "CAUSAL_LM"}
     for name, more in {"lora": {"layers_to_transform": [1]}, "head": {"modules_to_save": ["lm_head"]}}.items():
-        learned = get_peft_model(
-            AutoModelForCausalLM.from_pretrained(folder / "base"), LoraConfig(**chosen, **more)
-        )
+        learned = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "base"), LoraConfig(**chosen, **more))
         opener(learned)
         learned.save_pretrained(folder / name)
         if name == "lora":
