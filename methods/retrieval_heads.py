@@ -158,13 +158,11 @@ class RetrievalHeadsState(RingState):
         super().join(others)
         self.queries = {}
 
-    def scores(self, layer: int, row: int, columns: slice) -> Tensor:
-        """Return the scores of new tokens with one row's keys, `[kept query heads, columns, entries]`."""
+    def keys(self, layer: int, row: int) -> Tensor:
+        """Return one row's keys, `[entries, kept kv heads, d_head]`."""
         assert self.key_size is not None
-        keys = torch.cat(self.rings[layer].entries(row).spans).unflatten(-1, (-1, self.key_size))
-        queries = self.queries[layer][row, columns]
-        found = torch.einsum("thgd,nhd->hgtn", queries, keys.to(queries.device, queries.dtype))
-        return found.flatten(0, 1)
+        spans = self.rings[layer].entries(row).spans
+        return (spans[0] if len(spans) == 1 else torch.cat(spans)).unflatten(-1, (-1, self.key_size))
 
     def retrieved(self) -> dict[int, Tensor]:
         found = {}
@@ -173,7 +171,7 @@ class RetrievalHeadsState(RingState):
                 continue
             hits = []
             for row in range(ring.rows):
-                scores = self.scores(layer, row, slice(None))
+                scores = scores_of(self.queries[layer][row], self.keys(layer, row))
                 if ring.entries(row).first == 0:
                     scores[..., :1] = -torch.inf  # the first token
                 best = scores.topk(min(self.topk, scores.shape[-1]))
@@ -183,26 +181,35 @@ class RetrievalHeadsState(RingState):
         return found
 
     def shares(self, asked: int, read: int) -> dict[tuple[int, int], Tensor]:
-        """Return p of the newest tokens of the first row, by layer and key-value head, `[asked, read]`, float64.
+        """Return p of the newest tokens of the first row, by layer and key-value head, `[asked, read]`, float32.
 
         It is the mean over the query heads that share the keys; 0 for the first token and for forgotten ones.
         """
         found: dict[tuple[int, int], Tensor] = {}
         for layer, heads in self.heads:
-            shares = self.scores(layer, 0, slice(-asked, None)).double().softmax(-1).cpu()
-            first = self.rings[layer].entries(0).first
+            first, keys = self.rings[layer].entries(0).first, self.keys(layer, 0)
+            by_token = []  # so that no scores of all query heads and tokens are held
+            for query in self.queries[layer][0, -asked:].split(1):
+                shares = scores_of(query, keys).float().softmax(-1).cpu()
+                by_token.append(shares.unflatten(0, (len(heads), -1)).mean(1))
+            shares = torch.cat(by_token, 1)
             shares = F.pad(shares, (first, read - first - shares.shape[-1]))
             shares[..., :1] = 0
-            found |= {(layer, head): own.mean(0) for head, own in zip(heads, shares.chunk(len(heads)), strict=True)}
+            found |= {(layer, head): own for head, own in zip(heads, shares, strict=True)}
         return found
 
     def nearness(self, asked: int, read: int) -> Tensor:
         """Return p of the newest tokens, the mean over heads."""
-        return torch.stack(list(self.shares(asked, read).values())).mean(0).float()
+        return torch.stack(list(self.shares(asked, read).values())).mean(0)
 
     def span_scores(self, asked: int, before: int, read: int, spans: Sequence[tuple[int, int]]) -> Tensor:
         """Score passages as the module's equation says; an empty one has -1, the least."""
-        return passage_scores(torch.stack(list(self.shares(before + asked, read).values())).mean(0), before, spans)
+        return passage_scores(self.nearness(before + asked, read), before, spans)
+
+
+def scores_of(queries: Tensor, keys: Tensor) -> Tensor:
+    """Return the scores of tokens `[tokens, kv heads, group, d]` with keys, `[kv heads * group, tokens, entries]`."""
+    return torch.einsum("thgd,nhd->hgtn", queries, keys.to(queries.device, queries.dtype)).flatten(0, 1)
 
 
 def passage_scores(shares: Tensor, before: int, spans: Sequence[tuple[int, int]]) -> Tensor:
@@ -216,12 +223,12 @@ def passage_scores(shares: Tensor, before: int, spans: Sequence[tuple[int, int]]
     Returns:
         `[spans]`, float32; -1, the least, for an empty passage.
     """
-    until = F.pad(shares.cumsum(1), (1, 0))
-    starts, ends = (torch.tensor(side, dtype=torch.long) for side in zip(*spans, strict=True))
-    passages = until[:, ends] - until[:, starts]
-    scores = passages[before:].mean(0)
+    more = shares[before:].mean(0, dtype=torch.float64)
     if before:
-        scores = scores - passages[:before].mean(0)
+        more -= shares[:before].mean(0, dtype=torch.float64)
+    until = F.pad(more.cumsum(0), (1, 0))
+    starts, ends = (torch.tensor(side, dtype=torch.long) for side in zip(*spans, strict=True))
+    scores = until[ends] - until[starts]
     return torch.where(ends > starts, scores, -1.0).float()
 
 
