@@ -46,6 +46,11 @@ NOT_RUN = {
     "scontrol": "wants Slurm",
     "train_adapt.py recipes/": "trains for minutes to days; tests/training runs small recipes",
     "train_adapt.py --method": "trains for minutes to days; tests/training runs small recipes",
+    "attach/retrieval_heads.yaml": "names layers of SmolLM2; tests/evaluation/test_heads.py attaches others",
+    "ask runs/heads.memory": "has longer prompts than a tiny base; tests/cli/test_cli.py has short ones",
+    "cacheformers heads": "wants plays; tests/evaluation/test_heads.py runs the command",
+    "fetch_plays.py": "downloads plays; `make demo` runs it",
+    "make_facts.py": "wants these plays; the demo runs it",
     "train_tokenizer.py": "wants books; tests/training/test_scratch.py runs it",
     "compare_runs.py": "wants two runs; the demo runs it",
     "eval_longbench.py": "wants LongBench; tests/evaluation/test_longbench.py runs it on small sets",
@@ -92,7 +97,7 @@ def shared(tmp_path_factory, built_byte_folder):
     try:
         for name in ("ADAPTER", "data/answers_facts", "runs/smollm2_books", "runs/quickstart", "runs/books"):
             save_adapter("BASE", name, cache_size=4096)
-        for method in ("infini_attention", "gated_attention"):
+        for method in ("infini_attention", "gated_attention", "retrieval_heads"):
             save_adapter("BASE", f"runs/{method}", method=method)
     finally:
         os.chdir(here)

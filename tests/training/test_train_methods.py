@@ -208,7 +208,11 @@ def test_which_memory_is_meant(tmp_path):
 @pytest.mark.parametrize(
     ("method", "more", "message"),
     [
-        ("infini_attention", ["--cache_size=4"], "an option of --method memorizing and neurocache and toy, and"),
+        (
+            "infini_attention",
+            ["--cache_size=4"],
+            "an option of --method memorizing and neurocache and retrieval_heads and toy, and",
+        ),
         ("gated_attention", ["--rule", "delta"], "rule is an option of --method infini_attention, and the memory here"),
         ("neurocache", ["--far-heads", "1:0"], "far_heads is an option of --method gated_attention"),
         ("windowed", ["--recipe"], "topk is an option of"),
