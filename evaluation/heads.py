@@ -12,7 +12,6 @@ words in common, is beside them. The best heads go into `attach`, and are a memo
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +31,7 @@ from cacheformers.common.plots import heat_map, save_figures
 from cacheformers.common.recipe import RecipeParser, option
 from cacheformers.evaluation.loading import load, prepare, progress
 from cacheformers.evaluation.longbench.records import Record, load_records, own_tasks
-from cacheformers.evaluation.longbench.retrieval import ASKING, BM25, chunks
+from cacheformers.evaluation.longbench.retrieval import BM25, asking, chunks, found_in, token_spans
 from cacheformers.methods.retrieval_heads import RetrievalHeadsAdapterConfig, passage_scores
 from cacheformers.modeling.architectures import base_shape
 from cacheformers.modeling.reading import read
@@ -41,7 +40,6 @@ from cacheformers.modeling.recall import asked
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Ranks = NDArray[np.int64]  # of the best passage that answers, from 1, by record
 ENOUGH = 0.9  # of a passage that answers, in a chunk that counts as found
 SHOWN = 10
 RECIPE = "recipes/attach/retrieval_heads.yaml"
@@ -150,18 +148,12 @@ def record_ranks(
     """Return how each head ranks the best passage that answers, from 1, and how BM25 does."""
     text = tokenizer(record.context, return_offsets_mapping=True, verbose=False)
     starts, texts = [start for start, _ in text.offset_mapping], chunks(record.context, chunk_words)
-    spans, answers, end = [], [], 0
-    for chunk in texts:  # they follow one another
-        start = record.context.index(chunk, end)
-        end = start + len(chunk)
-        spans.append((bisect_left(starts, start), bisect_left(starts, end)))
-        answers.append(max(overlap((start, end), gold) for gold in record.gold))
+    places = found_in(record.context, texts)
+    spans = token_spans(places, starts)
+    answers = [max(overlap(place, gold) for gold in record.gold) for place in places]
     right = np.array(answers) >= min(ENOUGH, max(answers))
     memory = read(model, [text.input_ids], progress=False)
-    before, query = (
-        tokenizer(part, add_special_tokens=False, verbose=False).input_ids
-        for part in (ASKING, f" {record.input.strip()}")
-    )
+    before, query = asking(tokenizer, record.input.strip())
     state: Any = asked(model, memory, [*before, *query], skip=len(before)).state
     shares = state.shares(len(before) + len(query), len(text.input_ids))
     found = {head: rank(passage_scores(own, len(before), spans).numpy(), right) for head, own in shares.items()}

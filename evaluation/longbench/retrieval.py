@@ -139,15 +139,30 @@ class Recalling:
         self.starts = [start for start, _ in places]
 
     def scores(self, query: str, texts: Sequence[str]) -> Any:
-        spans, end = [], 0
-        for text in texts:  # they follow one another
-            start = self.text.index(text, end)
-            end = start + len(text)
-            spans.append((bisect_left(self.starts, start), bisect_left(self.starts, end)))
-        before, ids = (
-            self.tokenizer(part, add_special_tokens=False, verbose=False).input_ids for part in (ASKING, f" {query}")
-        )
+        spans = token_spans(found_in(self.text, texts), self.starts)
+        before, ids = asking(self.tokenizer, query)
         return recall(self.model, self.memory, [*before, *ids], spans, self.row, skip=len(before)).numpy()
+
+
+def found_in(text: str, parts: Sequence[str]) -> list[tuple[int, int]]:
+    """Return start and end, in characters, of parts of a text that follow one another."""
+    places, end = [], 0
+    for part in parts:
+        start = text.index(part, end)
+        end = start + len(part)
+        places.append((start, end))
+    return places
+
+
+def token_spans(places: Sequence[tuple[int, int]], starts: Sequence[int]) -> list[tuple[int, int]]:
+    """Turn places in characters into first and last + 1 of the tokens that begin there, at the characters `starts`."""
+    return [(bisect_left(starts, start), bisect_left(starts, end)) for start, end in places]
+
+
+def asking(tokenizer: PreTrainedTokenizerBase, query: str) -> tuple[list[int], list[int]]:
+    """Return the ids that come before a query to a memory, and the query's."""
+    before, ids = (tokenizer(part, add_special_tokens=False, verbose=False).input_ids for part in (ASKING, f" {query}"))
+    return before, ids
 
 
 class Hybrid:
