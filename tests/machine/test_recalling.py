@@ -41,6 +41,24 @@ def test_what_comes_before_a_query_does_not_count(make_model, ids):
     torch.testing.assert_close(counted + beginning, cacheformers.recall(model, memory, query, SPANS))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("tokens", "sees"), [(10, True), (20, False)])
+def test_a_short_query_sees_the_local_window(make_model, ids, tokens, sees):
+    """One that fills a segment sees itself alone, because a part of it would enter the memory."""
+    window = {"local_window": "sliding", "window_tokens": 12, "sink_tokens": 3}
+    model = make_model("llama_gqa", method="retrieval_heads", **window)
+    memory, query = cacheformers.read(model, ids[:1, :40], progress=False), ids[1:2, 40 : 40 + tokens]
+    asked = memory.clone() if sees else memory.with_window(tokens + 1)
+    model(query, past_key_values=asked)
+    expected = asked.state.span_scores(tokens, 0, 40, SPANS)
+    found = cacheformers.recall(model, memory, query[0].tolist(), SPANS)
+    torch.testing.assert_close(found, expected)
+    if sees:
+        alone = memory.with_window(tokens + 1)
+        model(query, past_key_values=alone)
+        assert not torch.allclose(found, alone.state.span_scores(tokens, 0, 40, SPANS), atol=1e-4)
+
+
 def test_rows_are_asked_by_number(make_model, ids):
     model = make_model("llama_gqa", hit_scores=True)
     memory = cacheformers.read(model, ids[:2, :40], progress=False)
