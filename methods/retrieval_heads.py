@@ -10,26 +10,34 @@ whatever is asked is taken off, as in Chen et al. 2024, arXiv 2410.02642, who as
 words before the query, "Question:", attend to. The first token of a text takes what heads have no use for (an attention
 sink), and belongs to no passage.
 
-Nothing is trained, and self-attention sees its local window alone, so nothing that the model computes changes. The
-memory is for `cacheformers.recall` and the prompts made with it: the passages that it finds are read again. It keeps
-d_head numbers a token for each key-value head that is named, and reading ends at the highest of their layers.
+Self-attention sees its local window alone, so nothing that the model computes changes. The memory is for
+`cacheformers.recall` and the prompts made with it: the passages that it finds are read again. It keeps d_head numbers a
+token for each key-value head that is named.
+
+Nothing is trained by default. With a `retrieval_weight` questions learn what to look for:
+
+    q_t -> q_t + W x_t                              x the input of self-attention, W zero at first
+    loss(t) = - mean of log p_t(passage)            over the passages that answer and the key-value heads of a layer
+
+Keys stay as they are, so that W learns from questions alone, and no gradient goes through what was read.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register
-from cacheformers.modeling.attention import AttentionInputs
+from cacheformers.modeling.attention import AttentionInputs, project
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
-from cacheformers.modeling.memory import BaseShape, Reading, RingState, token_numbers
+from cacheformers.modeling.memory import BaseShape, Gold, token_numbers
 from cacheformers.modeling.method import (
     STORE_DTYPES,
     LocalWindowOptions,
@@ -42,6 +50,8 @@ from cacheformers.modeling.method import (
     check_layers,
     setting,
 )
+from cacheformers.modeling.search.store import Ring
+from cacheformers.modeling.supervision import SupervisedReading, SupervisedState
 
 
 @dataclass(repr=False)  # transformers prints a configuration
@@ -55,6 +65,12 @@ class RetrievalHeadsSettings(StoreSettings, LocalWindowSettings):
     )
     cache_size: int = setting(1048576, "Tokens that a document may keep; the oldest are dropped first.", free=True)
     topk: int = setting(4, "Tokens that each query head of each token is said to retrieve.", free=True)
+    retrieval_weight: float = setting(
+        0.0,
+        "Above 0 queries get a trained part, and this is the weight, in `memory.state.loss`, of a contrastive loss by "
+        "which questions learn to find the passages that hold their answers, where training data say which.",
+        free=True,
+    )
 
 
 @dataclass(kw_only=True)
@@ -66,6 +82,7 @@ class RetrievalHeadsOptions(StoreOptions, RetrievalHeadsSettings, LocalWindowOpt
     def __post_init__(self) -> None:
         self.heads = chosen_heads(self.heads, self.base)
         check_at_least(1, self, "cache_size", "topk")
+        check_at_least(0, self, "retrieval_weight")
         check_choices(self, cache_dtype=STORE_DTYPES)
         self.check_local_window()
 
@@ -109,17 +126,27 @@ def chosen_heads(heads: Any, base: BaseShape) -> tuple[tuple[int, tuple[int, ...
 
 
 class RetrievalHeadsParts(NamedTuple):
-    """Nothing is trained."""
+    """W, `[kept kv heads * group * d_head, h]`; None where nothing is trained."""
+
+    query: nn.Linear | None = None
 
 
-class RetrievalHeadsState(RingState):
+def make_parts(options: RetrievalHeadsOptions, layer: int, *_: Any) -> dict[str, nn.Module]:
+    """Make the part of one layer, with which nothing changes at first."""
+    if not options.retrieval_weight:
+        return {}
+    base, kept = options.base, len(dict(options.heads)[layer])
+    query = nn.Linear(base.hidden_size, kept * (base.heads // base.kv_heads) * base.head_dim, bias=False)
+    nn.init.zeros_(query.weight)
+    return {"query": query}
+
+
+class RetrievalHeadsState(SupervisedState):
     """A ring of keys per layer, with the heads of a token side by side; see `MemoryMethod.new_state`.
 
     Attributes:
         queries: of the last forward by layer, scaled, `[rows, columns, kept kv heads, group, d_head]`.
     """
-
-    retrieves = True
 
     def __init__(
         self,
@@ -137,10 +164,10 @@ class RetrievalHeadsState(RingState):
                 for layer, heads in options.heads
             }
         )
-        self.heads, self.topk = options.heads, options.topk
+        self.heads, self.topk, self.retrieval_weight = options.heads, options.topk, options.retrieval_weight
         self.queries: dict[int, Tensor] = {}
 
-    def end(self, reading: Reading) -> None:
+    def end(self, reading: SupervisedReading) -> None:
         super().end(reading)
         self.queries = dict(reading.new["queries"])
 
@@ -161,8 +188,7 @@ class RetrievalHeadsState(RingState):
     def keys(self, layer: int, row: int) -> Tensor:
         """Return one row's keys, `[entries, kept kv heads, d_head]`."""
         assert self.key_size is not None
-        spans = self.rings[layer].entries(row).spans
-        return (spans[0] if len(spans) == 1 else torch.cat(spans)).unflatten(-1, (-1, self.key_size))
+        return keys_of(self.rings[layer], row, self.key_size)
 
     def retrieved(self) -> dict[int, Tensor]:
         found = {}
@@ -232,16 +258,63 @@ def passage_scores(shares: Tensor, before: int, spans: Sequence[tuple[int, int]]
     return torch.where(ends > starts, scores, -1.0).float()
 
 
-def keep_heads(options: RetrievalHeadsOptions, layer: int, parts: Any, inputs: AttentionInputs) -> Tensor:
+def keys_of(ring: Ring, row: int, size: int) -> Tensor:
+    """Return one row's keys, `[entries, kept kv heads, d_head]`."""
+    spans = ring.entries(row).spans
+    return (spans[0] if len(spans) == 1 else torch.cat(spans)).unflatten(-1, (-1, size))
+
+
+def keep_heads(
+    options: RetrievalHeadsOptions, layer: int, parts: RetrievalHeadsParts, inputs: AttentionInputs
+) -> Tensor:
     """Leave the queries and keys of a layer's retrieval heads behind, and return self-attention as it is."""
     reading, kept = inputs.call.reading, list(dict(options.heads)[layer])
     ring, scale = reading.stores[layer], inputs.module.scaling
     with torch.no_grad():
         keys = inputs.plain_key[:, kept].transpose(1, 2).flatten(2)
-        queries = inputs.plain_query.unflatten(1, (options.base.kv_heads, -1))[:, kept]
         reading.new["keys"][layer] = keys.to(ring.keys.dtype)
-        reading.new["queries"][layer] = (queries * scale).permute(0, 3, 1, 2, 4)
+        queries = inputs.plain_query.unflatten(1, (options.base.kv_heads, -1))[:, kept].permute(0, 3, 1, 2, 4)
+    if parts.query is not None:
+        learned = project(parts.query, inputs.hidden.detach().to(queries.dtype))
+        queries = queries + learned.unflatten(-1, queries.shape[2:])
+    queries = queries * scale
+    reading.new["queries"][layer] = queries.detach()
+    if parts.query is not None and inputs.module.training and torch.is_grad_enabled():
+        reading.losses[layer] = retrieval_loss(queries, ring, reading.gold, inputs.call.start)
     return inputs.local
+
+
+def retrieval_loss(queries: Tensor, ring: Ring, gold: Gold | None, start: int = 0) -> Tensor:
+    """How far the tokens that ask are from attending to the passages that answer; its gradient reaches W.
+
+    Args:
+        queries: scaled, `[rows, time, kept kv heads, group, d_head]`.
+        ring: of the layer.
+        gold: None for no question, and a loss of 0.
+        start: columns of the forward before these.
+
+    Returns:
+        The sum of the module's loss(t) over these asking tokens, of rows that hold a passage, over the number of all
+        that `gold` names.
+    """
+    loss = queries[:1, :1].sum() * 0  # every process has the same graph
+    if gold is None:
+        return loss
+    for row in range(len(queries)):
+        asking = gold.asking[row, start : start + queries.shape[1]].to(queries.device)
+        first, keys = ring.entries(row).first, keys_of(ring, row, queries.shape[-1])
+        # The first token belongs to no passage, and old ones may be forgotten.
+        ends = [
+            (max(own.start - first, int(first == 0)), min(own.stop - first, len(keys))) for own in gold.passages[row]
+        ]
+        passages = [slice(*end) for end in ends if end[0] < end[1]]
+        if not asking.any() or not passages:
+            continue
+        logs = torch.log_softmax(scores_of(queries[row, asking], keys), -1).unflatten(0, (queries.shape[2], -1))
+        found = torch.stack([logs[..., passage].logsumexp(-1) for passage in passages])  # [passages, kv, group, tokens]
+        by_head = found.logsumexp(2) - math.log(found.shape[2])  # p is a mean over the group
+        loss = loss - by_head.mean((0, 1)).sum()
+    return loss / gold.asking.sum().clamp(min=1).to(queries.device)
 
 
 def naive(
@@ -303,7 +376,7 @@ register(
         options=RetrievalHeadsOptions,
         new_state=RetrievalHeadsState,
         parts=RetrievalHeadsParts,
-        make_parts=lambda *_: {},
+        make_parts=make_parts,
         attend=keep_heads,
         title="Retrieval heads",
         paper="[Zhang et al. 2025](https://arxiv.org/abs/2506.09944)",

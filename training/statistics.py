@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.memory import MemoryState
 from cacheformers.modeling.method import MethodOnLayer
 
 
@@ -37,7 +38,8 @@ def retrieval_statistics(memories: Sequence[MemoryCache]) -> dict[str, float]:
     Returns:
         `retrieved_age`: median number of tokens from a retrieved entry to the token that retrieved it;
         `retrieved_age_90`: nine of ten are at most this old; `retrieved_none`: share of the k places that found
-        nothing, over all retrieving layers (and heads, if each searches by itself). Empty for memories that do not
+        nothing, over all retrieving layers (and heads, if each searches by itself); `gold_hits`: where the last segment
+        asked, the share of its asking tokens that retrieved the answer's passage. Empty for memories that do not
         retrieve.
     """
     ages, none, places = [], 0, 0
@@ -54,9 +56,25 @@ def retrieval_statistics(memories: Sequence[MemoryCache]) -> dict[str, float]:
             none += int(asking.sum()) * found.shape[-1] - int(hit.sum())
     if not places:
         return {}
+    hits = [share for memory in memories if (share := gold_share(memory.state)) is not None]
     all_ages = torch.cat(ages).float().sort().values
     statistics = {"retrieved_none": none / places}
+    if hits:
+        statistics["gold_hits"] = sum(hits) / len(hits)
     if len(all_ages):
         statistics["retrieved_age"] = float(all_ages[len(all_ages) // 2])
         statistics["retrieved_age_90"] = float(all_ages[int(0.9 * (len(all_ages) - 1))])
     return statistics
+
+
+def gold_share(state: MemoryState) -> float | None:
+    """The share of asking tokens that retrieved a token of the passages that answer; None where nothing was asked."""
+    if state.gold is None:
+        return None
+    found: list[torch.Tensor] = []
+    for numbers in state.retrieved().values():
+        for row, asking in enumerate(state.gold.asking):
+            time = min(len(asking), numbers.shape[1])
+            asked = numbers[row, -time:][asking[:time]].cpu()
+            found.append(torch.isin(asked, state.gold.numbers(row)).any(-1))
+    return float(torch.cat(found).float().mean()) if found else None

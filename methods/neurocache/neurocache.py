@@ -24,10 +24,11 @@ from torch.distributed.tensor import DTensor
 from cacheformers.methods.neurocache.hit_scores import Found, HitScores, newer_hits
 from cacheformers.methods.neurocache.options import NeurocacheOptions
 from cacheformers.modeling.attention import project
-from cacheformers.modeling.memory import Gold, Reading, RingState, SegmentCall, keep_columns, token_numbers
+from cacheformers.modeling.memory import Gold, SegmentCall, keep_columns, token_numbers
 from cacheformers.modeling.method import PerHead, gathered, normalize, tenths
 from cacheformers.modeling.search import get_search
 from cacheformers.modeling.search.store import Ring, unpacked, vectors
+from cacheformers.modeling.supervision import SupervisedReading, SupervisedState
 
 COMPRESSION_EPS = 1e-5
 
@@ -124,55 +125,31 @@ class Retrieved(NamedTuple):
 
 
 @dataclass
-class NeurocacheReading(Reading):
+class NeurocacheReading(SupervisedReading):
     """Data that one forward reads and leaves behind: `keys` and `values` by storing layer, the rest by retrieval layer.
 
     Attributes:
         past: hits and queries of the open segments before this forward.
-        retrieved, losses: of this forward.
+        retrieved: of this forward.
         encoder: the parts with W_p.
     """
 
     past: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     retrieved: dict[int, Retrieved] = field(default_factory=dict)
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    gold: Gold | None = None
     encoder: NeurocacheParts = NeurocacheParts()
 
 
 def training_statistics(parts: Sequence[NeurocacheParts], memories: Sequence[Any]) -> dict[str, Any]:
-    """Summarize gates and retrieval.
-
-    Returns:
-        gate_mean, gate_max, gate_histogram: of |tanh(gate)| of every head; the histogram counts each tenth.
-        gold_hits: where the last segment asked, the share of its asking tokens that retrieved the answer's passage.
-    """
-    found: dict[str, Any] = {}
+    """Summarize gates: mean, largest and histogram (counts of each tenth) of |tanh(gate)| of every head."""
     gates = [part.gate.weight for part in parts if part.gate is not None]
-    if gates:
-        sizes = torch.tanh(gathered(gates)).abs()
-        found = {"gate_mean": float(sizes.mean()), "gate_max": float(sizes.max()), "gate_histogram": tenths(sizes)}
-    hits = [share for memory in memories if (share := gold_share(memory.state)) is not None]
-    return {**found, "gold_hits": sum(hits) / len(hits)} if hits else found
+    if not gates:
+        return {}
+    sizes = torch.tanh(gathered(gates)).abs()
+    return {"gate_mean": float(sizes.mean()), "gate_max": float(sizes.max()), "gate_histogram": tenths(sizes)}
 
 
-def gold_share(state: NeurocacheState) -> float | None:
-    """The share of asking tokens that retrieved a token of the passages that answer; None where nothing was asked."""
-    if state.gold is None:
-        return None
-    found: list[Tensor] = []
-    for numbers in state.retrieved().values():
-        for row, asking in enumerate(state.gold.asking):
-            time = min(len(asking), numbers.shape[1])
-            asked = numbers[row, -time:][asking[:time]].cpu()
-            found.append(torch.isin(asked, state.gold.numbers(row)).any(-1))
-    return float(torch.cat(found).float().mean()) if found else None
-
-
-class NeurocacheState(RingState):
+class NeurocacheState(SupervisedState):
     """One ring per storing layer, and the hits and queries of the tokens of open segments."""
-
-    retrieves = True
 
     def __init__(
         self,
@@ -196,7 +173,6 @@ class NeurocacheState(RingState):
         }
         super().__init__(rings, ("hits", "queries"))
         self.stores, self.retrieval_weight = dict(options.retrieval_map), options.retrieval_weight
-        self.losses: list[Tensor] = []  # of the pieces of the running forward
 
     @property
     def hits(self) -> dict[int, Tensor]:
@@ -221,22 +197,7 @@ class NeurocacheState(RingState):
 
     def begin(self) -> NeurocacheReading:
         past = {name: dict(self.tensors[name]) for name in ("hits", "queries")}
-        return NeurocacheReading(super().begin().stores, past=past, gold=self.gold)
-
-    def loss_targets(self, read: Sequence[int], new: Sequence[int]) -> int:
-        """How many tokens of the next forward `loss` is a mean over: those that ask."""
-        return int(self.gold.asking.sum()) if self.gold is not None and self.retrieval_weight else 0
-
-    def end(self, reading: NeurocacheReading) -> None:
-        if reading.losses:
-            self.losses = [*self.losses, torch.stack(list(reading.losses.values())).mean()]
-        super().end(reading)
-
-    def detach(self) -> None:
-        """Make `loss` that of the forward which ends here, of all its pieces."""
-        super().detach()
-        self.loss = self.retrieval_weight * torch.stack(self.losses).sum() if self.losses else None
-        self.losses = []
+        return NeurocacheReading(super().begin().stores, gold=self.gold, past=past)
 
 
 def branch(

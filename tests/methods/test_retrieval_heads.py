@@ -6,8 +6,10 @@ from conftest import method_options
 from memories import projections
 
 import cacheformers
-from cacheformers.methods.retrieval_heads import naive
+from cacheformers.methods.retrieval_heads import naive, retrieval_loss
 from cacheformers.modeling.architectures import attention_modules, base_shape, find_decoder, unwrap
+from cacheformers.modeling.memory import Gold
+from cacheformers.modeling.search.store import Ring
 
 SPANS = [(0, 7), (7, 20), (20, 21), (21, 40), (30, 30)]
 HEADS = {"one head": {1: [0]}, "both heads": {1: [1, 0]}, "two layers": {0: [1], 2: [0]}}
@@ -19,19 +21,38 @@ def by_token(model, layer, ids):
     return queries[0].transpose(0, 1), keys[0].transpose(0, 1)
 
 
+def learned(model, layer, ids, group):
+    """What a layer's trained part adds to its queries, by key-value head, `[tokens, kv heads, group, d]`."""
+    attention, seen = attention_modules(find_decoder(unwrap(model)))[layer], []
+    handle = attention.register_forward_pre_hook(lambda *call: seen.append(call[2]["hidden_states"]), with_kwargs=True)
+    model(ids)
+    handle.remove()
+    weight = attention.memory.active_parts.query.weight
+    return (torch.cat(seen, 1)[0] @ weight.T).unflatten(-1, (-1, group, attention.head_dim))
+
+
 @torch.no_grad()
+@pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("before", [0, 3])
 @pytest.mark.parametrize("base", ["llama_gqa", "phi", "opt", "granite"])
 @pytest.mark.parametrize("heads", HEADS)
-def test_scores_are_what_the_specification_says(make_model, ids, base, heads, before):
+def test_scores_are_what_the_specification_says(make_model, ids, base, heads, before, trained):
     """Nothing that was read is visible to a query here, so it is the beginning of a text to its layers."""
-    model = make_model(base, method="retrieval_heads", heads=HEADS[heads])
+    model = make_model(base, method="retrieval_heads", heads=HEADS[heads], retrieval_weight=float(trained))
+    if trained:
+        generator = torch.Generator().manual_seed(0)
+        for name, weight in model.named_parameters():
+            if ".memory." in name:
+                weight.normal_(generator=generator)
     document, query = ids[:1, :40], ids[1:2, 40:50]
     memory = cacheformers.read(model, document, progress=False)
     found = cacheformers.recall(model, memory, query[0].tolist(), SPANS, skip=before)
     wanted = []
     for layer, own in HEADS[heads].items():
         queries, keys = by_token(model, layer, query)[0], by_token(model, layer, document)[1]
+        if trained:
+            by_kv = queries.unflatten(1, (keys.shape[1], -1))
+            by_kv[:, sorted(own)] += learned(model, layer, query, by_kv.shape[2])
         attention = attention_modules(find_decoder(unwrap(model)))[layer]
         queries = queries * attention.scaling * attention.head_dim**0.5  # Granite's scores have a scale of their own
         wanted += [torch.tensor(naive(queries, keys, [head], before, SPANS)) for head in own]
@@ -88,6 +109,75 @@ def test_fewer_tokens_than_are_retrieved(make_model, ids):
     assert found.shape == (1, 2, 8) and {*found.flatten().tolist()} == {-1, 1, 2}
 
 
+PARTS = (slice(0, 2), slice(2, 5))  # as a batch is read where segments close
+
+
+def test_the_loss_is_its_definition():
+    """Against loops over tokens, heads and passages, in float64, with gradients; what is old is forgotten."""
+    generator = torch.Generator().manual_seed(0)
+    ring = Ring(3, 12, 2 * 4, None, torch.float64, torch.device("cpu"))
+    keys = torch.randn(3, 20, 2, 4, generator=generator, dtype=torch.float64)
+    read = [20, 20, 9]
+    for row, count in enumerate(read):
+        ring.append(row, keys[row, :count].flatten(1))
+    queries = torch.randn(3, 5, 2, 3, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    asking = torch.zeros(3, 8, dtype=torch.bool)
+    asking[0, 1:4] = asking[1, :2] = asking[2, 4] = True
+    # A passage is forgotten in part, the second row's is gone, and the third's begins with the first token.
+    gold = Gold(asking, [[range(10, 13), range(6, 9)], [range(0, 3)], [range(0, 2)]])
+    found = retrieval_loss(queries, ring, gold)
+
+    losses = []
+    for row, t, kept, passages in (
+        *((0, t, range(8, 20), [[10, 11, 12], [8]]) for t in (1, 2, 3)),
+        (2, 4, range(9), [[1]]),
+    ):
+        logs = []
+        for passage in passages:
+            for head in range(2):
+                shares = []
+                for query in queries[row, t, head]:
+                    attention = torch.softmax(torch.stack([keys[row, i, head] @ query for i in kept]), 0)
+                    shares.append(sum(attention[i - kept[0]] for i in passage))
+                logs.append(torch.log(sum(shares) / 3))
+        losses.append(-sum(logs) / len(logs))
+    expected = sum(losses) / 6  # over all that ask, so that batches add up however they are divided
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    pieces = [retrieval_loss(queries[:, part], ring, gold, part.start) for part in PARTS]
+    torch.testing.assert_close(sum(pieces), expected, rtol=1e-12, atol=1e-12)
+    (one,), (other,) = torch.autograd.grad(found, queries), torch.autograd.grad(expected, queries)
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    assert retrieval_loss(queries, ring, None) == 0
+
+
+def test_questions_learn_to_find_a_passage(make_model, ids):
+    """A few steps on one question; only the trained part has a gradient of it, and the base's output stays."""
+    model = make_model("llama_gqa", method="retrieval_heads", retrieval_weight=0.5)
+    document, query = ids[:1, :40], ids[1:2, 40:50]
+    before = model(ids[:1, :12]).logits.detach()
+    memory = cacheformers.read(model, document, progress=False)
+    passages = [(20, 24), (1, 20), (24, 40)]
+    start = cacheformers.recall(model, memory, query[0].tolist(), passages)
+    assert float(start[0]) < 0.5
+    trained = {name: weight for name, weight in model.named_parameters() if ".memory." in name}
+    assert [tuple(weight.shape) for weight in trained.values()] == [(2 * 12, 32)]
+    optimizer = torch.optim.Adam(trained.values(), lr=0.05)
+    model.train()
+    for _ in range(30):
+        asked = memory.with_window(11)
+        asked.state.gold = Gold(torch.ones_like(query, dtype=torch.bool), [[range(20, 24)]])
+        model(query, past_key_values=asked, use_cache=True)
+        loss = asked.state.loss
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(weight.grad is None for name, weight in model.named_parameters() if name not in trained)
+        optimizer.step()
+    memory = cacheformers.read(model.eval(), document, progress=False)
+    found = cacheformers.recall(model, memory, query[0].tolist(), passages)
+    assert float(found[0]) > 0.9 and float(loss) == pytest.approx(-0.5 * float(found[0].log()), abs=0.05)
+    assert torch.equal(model(ids[:1, :12]).logits, before)
+
+
 def test_bytes_are_those_of_the_keys(make_model, ids):
     model = make_model("llama_gqa", torch.float32, method="retrieval_heads", heads={0: [0], 2: [0, 1]})
     state = cacheformers.read(model, ids[:1, :32], progress=False).state
@@ -107,6 +197,7 @@ def test_bytes_are_those_of_the_keys(make_model, ids):
         ({"heads": [[1, 0]]}, "must be a map from layers"),
         ({"cache_size": 0}, "cache_size must be at least 1"),
         ({"topk": 0}, "topk must be at least 1"),
+        ({"retrieval_weight": -1.0}, "retrieval_weight must be at least 0"),
         ({"cache_dtype": "int8"}, "cache_dtype must be one of"),
         ({"segment_tokens": 500}, "has 64"),
     ],

@@ -17,6 +17,7 @@ from cacheformers.evaluation.longbench.records import Record
 from cacheformers.methods.neurocache.neurocache import TEMPERATURE, retrieval_loss
 from cacheformers.modeling.architectures import base_shape, find_decoder
 from cacheformers.modeling.memory import Gold
+from cacheformers.modeling.method import METHODS
 from cacheformers.modeling.search.store import Ring
 from cacheformers.training.distillation import distilled, taught
 from cacheformers.training.exercises import LAYOUTS, Exercises, load_pools
@@ -24,6 +25,11 @@ from cacheformers.training.lanes import Lanes, Teacher, make_groups
 from cacheformers.training.lessons import LessonOptions, Lessons, check_lessons, question_room
 
 POSITIONS, SEGMENT = 1024, 256
+# Methods with a loss of what questions retrieve.
+LEARNING = [
+    pytest.param("neurocache", {"retrieval_map": {1: 1}, "gate": "none"}, id="neurocache"),
+    pytest.param("retrieval_heads", {"heads": {0: [0], 1: [0]}}, id="retrieval_heads"),
+]
 
 
 def document(task, number):
@@ -324,13 +330,16 @@ def asked(model, made, questions):
 
 
 @pytest.mark.parametrize("room, prompt_tokens", ((SEGMENT, 150), (700, 600)), ids=("a segment", "longer"))
-def test_questions_side_by_side_are_questions_one_after_another(pool, byte_tokenizer, room, prompt_tokens):
+@pytest.mark.parametrize(("method", "more"), LEARNING)
+def test_questions_side_by_side_are_questions_one_after_another(
+    pool, byte_tokenizer, room, prompt_tokens, method, more
+):
     """The same losses and gradients in float64, retrieval's own loss included; the memory is the context's alone."""
     options = {"questions_per_context": 5, "books_share": 0.0, "questions": [str(pool / "pool" / "facts.jsonl")]}
     made = lessons(pool, byte_tokenizer, segment=room, prompt_tokens=prompt_tokens, **options)
     base = AutoModelForCausalLM.from_pretrained(pool / "base", dtype=torch.float64)
-    settings = {"segment_tokens": SEGMENT, "cache_size": 800, "topk": 4, "retrieval_weight": 0.5, "gate": "none"}
-    config = cacheformers.NeurocacheAdapterConfig(retrieval_map={1: 1}, r=4, **settings)
+    settings = {"segment_tokens": SEGMENT, "cache_size": 800, "topk": 4, "retrieval_weight": 0.5, **more}
+    config = METHODS[method].adapter_config(r=4, **settings)
     model = get_peft_model(base, config, autocast_adapter_dtype=False).train()
     one, other = asked(model, made, 1), asked(model, made, 3)
     assert one[3] == [1] * 5 and other[3] == [3, 2] and float(one[1].detach()) > 0
@@ -345,13 +354,14 @@ def test_questions_side_by_side_are_questions_one_after_another(pool, byte_token
     assert moved > 4
 
 
-def test_lanes_that_ask_beside_lanes_that_read(pool, byte_tokenizer):
+@pytest.mark.parametrize(("method", "more"), LEARNING)
+def test_lanes_that_ask_beside_lanes_that_read(pool, byte_tokenizer, method, more):
     """The memory's own loss is the same one lane at a time, and in one batch of several pieces."""
     options = {"questions_per_context": 1, "books_share": 0.0, "questions": [str(pool / "pool" / "facts.jsonl")]}
     made = lessons(pool, byte_tokenizer, segment=SEGMENT, prompt_tokens=150, **options)
     base = AutoModelForCausalLM.from_pretrained(pool / "base", dtype=torch.float64)
-    settings = {"segment_tokens": SEGMENT, "cache_size": 2000, "topk": 4, "retrieval_weight": 0.5, "gate": "none"}
-    config = cacheformers.NeurocacheAdapterConfig(retrieval_map={1: 1}, r=4, **settings)
+    settings = {"segment_tokens": SEGMENT, "cache_size": 2000, "topk": 4, "retrieval_weight": 0.5, **more}
+    config = METHODS[method].adapter_config(r=4, **settings)
     model = get_peft_model(base, config, autocast_adapter_dtype=False).train()
     sums = []
     for divided in (1, 2):
