@@ -92,7 +92,8 @@ def attach(model: ModelOptions, options: AttachOptions, memory: MethodOptions) -
 def take_lora(model: PeftModel, adapter: str) -> None:
     """Copy the LoRA of another adapter; raise ValueError unless it fits tensor by tensor, and is all but a memory."""
     tensors = {name: tensor for name, tensor in load_peft_weights(adapter).items() if ".memory." not in name}
-    own = {name: tensor for name, tensor in get_peft_model_state_dict(model).items() if ".memory." not in name}
+    whole = get_peft_model_state_dict(model)
+    own = {name: tensor for name, tensor in whole.items() if ".memory." not in name}
     shapes, there = ({name: tensor.shape for name, tensor in side.items()} for side in (own, tensors))
     if shapes != there:
         wrong = sorted(name for name in {*shapes, *there} if shapes.get(name) != there.get(name))
@@ -100,7 +101,7 @@ def take_lora(model: PeftModel, adapter: str) -> None:
             f"--lora {adapter} does not fit: {len(wrong)} tensors are missing here or there or have other shapes, such "
             f"as {wrong[0]}. It must be LoRA on the same base, with nothing else that was trained."
         )
-    set_peft_model_state_dict(model, tensors)
+    set_peft_model_state_dict(model, {**whole, **tensors})
 
 
 if __name__ == "__main__":

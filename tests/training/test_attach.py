@@ -51,9 +51,11 @@ def test_what_is_attached_reads_and_answers(folder, ids, kind):
 
 
 @torch.no_grad()
-def test_the_lora_of_another_adapter_goes_along(folder, ids, opener, refused):
+@pytest.mark.parametrize("method", ["windowed", "neurocache", "retrieval_heads"])
+def test_the_lora_of_another_adapter_goes_along(folder, ids, opener, refused, method):
     """Within the window the new adapter computes what that one does; what else was trained is refused."""
-    given = ["--base", str(folder / "base"), "--method", "windowed", "--segment_tokens=16", "--output"]
+    more = ["--retrieval_weight=1"] if method == "retrieval_heads" else []  # which gives it something to train
+    given = ["--base", str(folder / "base"), "--method", method, "--segment_tokens=16", *more, "--output"]
     chosen = {"r": 2, "target_modules": ["up_proj", "q_proj"], "task_type": "CAUSAL_LM"}
     for name, more in {"lora": {"layers_to_transform": [1]}, "head": {"modules_to_save": ["lm_head"]}}.items():
         learned = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "base"), LoraConfig(**chosen, **more))
