@@ -42,7 +42,10 @@ ESTIMATED = {
     "smollm2_books": ("smollm2-135m", 1, 2),
     "smollm2_facts": ("smollm2-135m", 1, 3),
 }
-OTHER_METHODS = dict.fromkeys(("smollm2_cacheformer", "smollm2_retrieval"), "cacheformer_on_base")  # slow estimates
+OTHER_METHODS = {
+    **dict.fromkeys(("smollm2_cacheformer", "smollm2_retrieval"), "cacheformer_on_base"),  # slow estimates
+    "smollm2_babi_heads": "retrieval_heads",
+}
 
 
 def read(recipe, *more):
