@@ -465,3 +465,16 @@ def token_numbers(ring: Ring, hits: Tensor) -> Tensor:
     """Turn hits `[rows, columns, places]`, counted from a row's oldest entry, into numbers of the document's tokens."""
     first = torch.tensor([ring.entries(row).first for row in range(ring.rows)], device=hits.device)
     return torch.where(hits >= 0, hits + first[:, None, None], hits)
+
+
+def all_numbers(numbers: Tensor, together: int) -> Tensor:
+    """Return the numbers of all tokens that are retrieved by the `numbers` `[..., places]` of the first of each.
+
+    Args:
+        together: consecutive tokens that are looked up together (`MemoryState.retrieved_tokens`).
+
+    Returns:
+        `[..., places * together]`; -1 stays -1.
+    """
+    every = numbers[..., None] + torch.arange(together, device=numbers.device)
+    return torch.where(numbers[..., None] < 0, -1, every).flatten(-2)

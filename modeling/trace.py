@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.memory import all_numbers
 from cacheformers.modeling.method import retrieving_methods
 from cacheformers.modeling.origin import Source
 
@@ -75,8 +76,8 @@ def numbers(retrieved: list[Tensor], column: int, together: int) -> Tensor:
     Args:
         together: tokens that were retrieved from each number on.
     """
-    here = torch.cat([layer[0, column].cpu() for layer in retrieved])
-    return (here[here >= 0, None] + torch.arange(together)).flatten()
+    here = all_numbers(torch.cat([layer[0, column].cpu() for layer in retrieved]), together)
+    return here[here >= 0]
 
 
 def passages(retrieved: list[Tensor], texts: list[tuple[int, Source | None]], tokens: int, most: int) -> list[Passage]:

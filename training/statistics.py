@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cacheformers.modeling.cache import MemoryCache
-from cacheformers.modeling.memory import MemoryState
+from cacheformers.modeling.memory import MemoryState, all_numbers
 from cacheformers.modeling.method import MethodOnLayer
 
 
@@ -74,7 +74,7 @@ def gold_share(state: MemoryState) -> float | None:
     found: list[torch.Tensor] = []
     for numbers in state.retrieved().values():
         for row, asking in enumerate(state.gold.asking):
-            time = min(len(asking), numbers.shape[1])
-            asked = numbers[row, -time:][asking[:time]].cpu()
+            time = min(len(asking), numbers.shape[1])  # a forward in pieces has the last one's columns
+            asked = all_numbers(numbers[row, -time:][asking[-time:]].cpu(), state.retrieved_tokens)
             found.append(torch.isin(asked, state.gold.numbers(row)).any(-1))
     return float(torch.cat(found).float().mean()) if found else None

@@ -13,6 +13,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 from cacheformers.evaluation.longbench.prompts import Encoded
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.memory import all_numbers
 
 
 class GoldHits(LogitsProcessor):
@@ -44,13 +45,12 @@ class GoldHits(LogitsProcessor):
             Empty where no gold passage is known.
         """
         gold = torch.tensor([number for span in self.prompts[row].gold for number in span])
-        together = torch.arange(self.memory.state.retrieved_tokens)
+        together = self.memory.state.retrieved_tokens
         if not len(gold):
             return {}
         by_layer = {}
         for layer in self.retrieved[row][0]:
-            numbers = torch.cat([step[layer] for step in self.retrieved[row][:answer]])
-            numbers = torch.where(numbers[..., None] < 0, -1, numbers[..., None] + together).flatten(1)
+            numbers = all_numbers(torch.cat([step[layer] for step in self.retrieved[row][:answer]]), together)
             by_layer[str(layer)] = {
                 "tokens": float(torch.isin(numbers, gold).any(-1).float().mean()),
                 "passage": float(torch.isin(gold, numbers).float().mean()),

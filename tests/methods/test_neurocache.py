@@ -10,7 +10,10 @@ import cacheformers
 from cacheformers.methods.neurocache import neurocache
 from cacheformers.methods.neurocache.hit_scores import Found, HitScores
 from cacheformers.methods.neurocache.naive import naive
-from cacheformers.methods.neurocache.neurocache import in_few_lengths
+from cacheformers.methods.neurocache.neurocache import TEMPERATURE, in_few_lengths, retrieval_loss
+from cacheformers.modeling.architectures import find_decoder
+from cacheformers.modeling.memory import Gold
+from cacheformers.modeling.search.store import Ring
 
 ABLATIONS = {
     "paper": {},
@@ -268,3 +271,41 @@ def test_what_is_encoded_again_has_few_lengths():
     for length, numbers in enumerate(kept, 2048):
         assert len(numbers) < length * 9 / 8
         assert torch.equal(numbers[:length], torch.arange(length)) and (numbers[length:] == length - 1).all()
+
+
+PARTS = (slice(0, 2), slice(2, 5))  # as a batch is read where segments close
+
+
+def test_retrieval_loss_is_its_definition(make_model):
+    """Against loops over tokens and entries, in float64, with gradients; what is old is forgotten."""
+    model = make_model("llama_gqa", retrieval_weight=1.0)
+    memory = next(part for part in find_decoder(model.base_model.model).layers if hasattr(part.self_attn, "memory"))
+    layer = memory.self_attn.memory
+    options, encoder = layer.options, layer.parts("default") if callable(layer.parts) else layer.parts
+    generator = torch.Generator().manual_seed(0)
+    ring = Ring(2, 12, options.width, options.base.hidden_size, torch.float64, torch.device("cpu"))
+    states = torch.randn(2, 20, options.base.hidden_size, generator=generator, dtype=torch.float64)
+    for row in range(2):
+        ring.append(row, encoder.encode(states[row]).detach(), states[row])
+    hidden = torch.randn(2, 5, options.base.hidden_size, generator=generator, dtype=torch.float64)
+    asking = torch.zeros(2, 8, dtype=torch.bool)
+    asking[0, 1:4] = asking[1, :2] = True
+    gold = Gold(asking, [[range(10, 13)], [range(0, 3)]])  # the second row has forgotten its passage
+    found = retrieval_loss(options, ring, encoder, hidden, gold)
+
+    losses = []
+    for t in range(1, 4):
+        query = encoder.encode(hidden[0, t])
+        scores = [
+            -(query - encoder.encode(states[0, i])).square().sum() / (2 * options.width * TEMPERATURE)
+            for i in range(8, 20)
+        ]
+        chances = torch.softmax(torch.stack(scores), 0)
+        losses.append(-torch.log(chances[2:5].sum()))
+    expected = torch.stack(losses).sum() / 5  # over all that ask, so that batches add up however they are divided
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    pieces = [retrieval_loss(options, ring, encoder, hidden[:, part], gold, part.start) for part in PARTS]
+    torch.testing.assert_close(sum(pieces), expected, rtol=1e-9, atol=1e-9)
+    trained = [encoder.down.weight, encoder.norm.weight, encoder.norm.bias]
+    for one, other in zip(torch.autograd.grad(found, trained), torch.autograd.grad(expected, trained), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-9)

@@ -174,8 +174,47 @@ def test_questions_learn_to_find_a_passage(make_model, ids):
         optimizer.step()
     memory = cacheformers.read(model.eval(), document, progress=False)
     found = cacheformers.recall(model, memory, query[0].tolist(), passages)
-    assert float(found[0]) > 0.9 and float(loss) == pytest.approx(-0.5 * float(found[0].log()), abs=0.05)
+    assert float(found[0]) > 0.9 and float(loss.detach()) == pytest.approx(-0.5 * float(found[0].log()), abs=0.05)
     assert torch.equal(model(ids[:1, :12]).logits, before)
+
+
+def asked_loss(model, ids):
+    """The loss of a memory, of a question of two pieces about what each row read, in training."""
+    memory = cacheformers.read(model, ids[:, :32], progress=False)
+    asking = torch.ones(2, 24, dtype=torch.bool)
+    asking[0, 5:9] = False
+    memory.state.gold = Gold(asking, [[range(4, 8)], [range(20, 30), range(2, 3)]])
+    model.train()(ids[:, 32:56], past_key_values=memory)
+    return memory.state.loss
+
+
+def test_the_loss_of_a_memory_is_its_weight_times_the_mean_of_the_layers(make_model, ids):
+    def loss(heads, weight):
+        model = make_model("llama_gqa", method="retrieval_heads", heads=heads, retrieval_weight=weight)
+        return float(asked_loss(model, ids).detach())
+
+    first, third = loss({0: [0, 1]}, 1.0), loss({2: [1]}, 1.0)
+    assert min(first, third) > 0.1 and abs(first - third) > 1e-3
+    assert loss({0: [0, 1], 2: [1]}, 0.5) == pytest.approx(0.5 * (first + third) / 2, rel=1e-6)
+
+
+def test_learning_with_activation_checkpointing(make_model, ids):
+    """The same loss and gradients, of what is trained alone, in every graph."""
+
+    def gradients(checkpointing):
+        model = make_model("llama_gqa", method="retrieval_heads", heads={0: [0], 2: [1]}, retrieval_weight=1.0)
+        if checkpointing:
+            unwrap(model).gradient_checkpointing_enable({"use_reentrant": False})
+        loss = asked_loss(model, ids)
+        loss.backward()
+        found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        return float(loss.detach()), found
+
+    (plain, wanted), (checkpointed, found) = gradients(False), gradients(True)
+    assert plain == checkpointed and wanted.keys() == found.keys()
+    assert len(wanted) == 2 and all(".memory." in name for name in wanted)
+    for name, gradient in wanted.items():
+        assert gradient.abs().max() > 0 and torch.equal(found[name], gradient)
 
 
 def test_bytes_are_those_of_the_keys(make_model, ids):

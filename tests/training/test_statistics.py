@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cacheformers
+from cacheformers.modeling.memory import Gold
 from cacheformers.training.statistics import memory_statistics, retrieval_statistics
 
 
@@ -81,3 +82,24 @@ def test_methods_that_retrieve_nothing_have_no_ages(make_model, ids):
     for method in ("infini_attention", "windowed", "gated_attention"):
         memory = make_model("mistral_full", method=method)(ids).past_key_values
         assert not memory.state.retrieves and retrieval_statistics([memory]) == {}
+
+
+@pytest.mark.parametrize("method", ["neurocache", "memorizing", "cacheformer_on_base", "retrieval_heads"])
+def test_gold_hits_are_counted_token_by_token(make_model, ids, method):
+    """A forward of two pieces asks with tokens here and there; what is known afterwards is of the second one."""
+    model = make_model("llama_gqa", method=method).train()
+    memory = cacheformers.read(model, ids[:, :48], progress=False)
+    asking = torch.rand(2, 24, generator=torch.Generator().manual_seed(0)) < 0.6
+    gold = [[range(9, 12), range(30, 32)], [range(40, 42)]]
+    memory.state.gold = Gold(asking, gold)
+    model(ids[:, 48:72], past_key_values=memory)
+    together, hits = memory.state.retrieved_tokens, []
+    for layer in memory.state.retrieved().values():
+        columns = layer.shape[1]
+        assert 8 <= columns < 24
+        for row, token in asking[:, -columns:].nonzero().tolist():
+            firsts = [number for number in layer[row, token].tolist() if number >= 0]
+            found = {number + more for number in firsts for more in range(together)}
+            hits.append(any(found & set(passage) for passage in gold[row]))
+    assert 0 < sum(hits) < len(hits)
+    assert retrieval_statistics([memory])["gold_hits"] == pytest.approx(sum(hits) / len(hits))
