@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import gradio as gr
+
 from cacheformers.app import show
 from cacheformers.app.desk import Desk, Reading
 from cacheformers.modeling.conversation import Conversation
@@ -18,30 +20,37 @@ class Events:
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
 
-    def open_document(self, files: list[str]) -> Iterator[tuple[Any, ...]]:
-        """Open what was dropped.
+    def open_document(self, files: list[str], before: Reading | None) -> Iterator[tuple[Any, ...]]:
+        """Open what was dropped; what cannot be opened leaves everything as it was `before`, and says why.
 
         Yields:
             None for the empty dropzone, the reading, a conversation about it, the figures, the text, what was said.
         """
-        for now, figures in self.opened(files):
-            if now is None or now.read < now.tokens:
+        for now, figures in self.opened(files, before):
+            if now is before:
+                yield None, gr.skip(), gr.skip(), figures, gr.skip(), gr.skip()
+            elif now is None or now.read < now.tokens:
                 yield None, None, None, figures, show.BLANK, show.GREETING
             else:
                 yield None, now, self.desk.talk(now), figures, show.document(now), show.GREETING
 
-    def open_other(self, files: list[str]) -> Iterator[tuple[Any, ...]]:
+    def open_other(self, files: list[str], before: Reading | None) -> Iterator[tuple[Any, ...]]:
         """Open a document to compare with; yield None for the empty dropzone, the reading and the figures."""
-        for now, figures in self.opened(files):
+        for now, figures in self.opened(files, before):
             yield None, now if now and now.read == now.tokens else None, figures
 
-    def opened(self, files: list[str]) -> Iterator[tuple[Reading | None, str]]:
-        """Open files; yield the reading with its figures, or None with what is wrong."""
+    def opened(self, files: list[str], before: Reading | None) -> Iterator[tuple[Reading | None, str]]:
+        """Open files; yield the reading with its figures.
+
+        When something is wrong it yields that, with `before` where nothing has been read yet, and None otherwise.
+        """
+        kept = before
         try:
             for now in self.desk.open(files):
+                kept = None
                 yield now, show.progress(now)
         except FAULTS as error:
-            yield None, show.notice(str(error), "error")
+            yield kept, show.notice(str(error), "error") + (show.progress(kept) if kept else "")
 
     def answer(self, talk: Conversation | None, asked: str) -> Iterator[tuple[str, str]]:
         """Answer a question; yield the conversation, and what is left in the question's box."""

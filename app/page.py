@@ -139,9 +139,14 @@ def connect(events: Events, document: Document, talk: Talk, other: Other, compar
     model: dict[str, Any] = {"concurrency_id": "model", "api_visibility": "private", "show_progress": "hidden"}
     dropped, reading, figures, text = document
     document.dropped.upload(
-        events.open_document, dropped, [dropped, reading, talk.conversation, figures, text, talk.said], **model
+        events.open_document,
+        [dropped, reading],
+        [dropped, reading, talk.conversation, figures, text, talk.said],
+        **model,
     )
-    other.dropped.upload(events.open_other, other.dropped, [other.dropped, other.reading, other.figures], **model)
+    other.dropped.upload(
+        events.open_other, [other.dropped, other.reading], [other.dropped, other.reading, other.figures], **model
+    )
     for asked in (talk.ask.click, talk.question.submit):
         asked(events.answer, [talk.conversation, talk.question], [talk.said, talk.question], **model)
     talk.again.click(events.start_over, talk.conversation, talk.said, **model)

@@ -18,6 +18,7 @@ import gradio
 import cacheformers
 from cacheformers.app import show
 from cacheformers.app.desk import LARGEST_TEXT, Desk, Reading
+from cacheformers.app.events import Events
 from cacheformers.app.main import main
 from cacheformers.modeling.files.index import checksum
 
@@ -144,6 +145,27 @@ def test_what_is_refused(desk, tmp_path):
             last(desk.open([str(tmp_path / name)]))
     with pytest.raises(ValueError, match="Drop one text"):
         last(desk.open([str(tmp_path / "latin.txt"), str(tmp_path / "empty.txt")]))
+
+
+def test_what_is_refused_leaves_what_was_read(desk, tmp_path):
+    """Nothing changes but a notice; what ends while a text is being read leaves nothing."""
+    events = Events(desk)
+    (tmp_path / "book.txt").write_text(FACT * 2)
+    (tmp_path / "empty.txt").write_text("")
+    _, reading, talk, figures, *_ = last(events.open_document([tmp_path / "book.txt"], None))
+    assert reading.read == 78 and talk is not None
+    (refused,) = events.open_document([tmp_path / "empty.txt"], reading)
+    skip = gradio.skip()
+    assert refused[:3] == (None, skip, skip) and refused[4:] == (skip, skip)
+    assert "empty.txt" in refused[3] and refused[3].endswith(figures)
+    assert [*events.open_other([tmp_path / "empty.txt"], reading)] == [(None, reading, refused[3])]
+    assert last(events.open_document([tmp_path / "empty.txt"], None))[1:3] == (skip, skip)
+
+    opening = events.open_document([tmp_path / "book.txt"], reading)
+    next(opening)
+    desk.model.get_input_embeddings().weight.data.fill_(torch.nan)  # what is read next fails
+    *_, ended = opening
+    assert ended[:3] == (None, None, None) and "tokens read" not in ended[3]
 
 
 def test_the_server_refuses_files_of_other_kinds(tmp_path, monkeypatch):
