@@ -197,18 +197,19 @@ def estimated(options: Options) -> Estimate:
     base, train = base_config(options.model.base), options.train
     check_train_options(train, options.run)
     adapter, memory = adapter_config(base, train, options.memory)
-    processes = options.run.estimate_processes
+    processes, lessons = options.run.estimate_processes, options.lessons
     tokens = train.method != "lora" and memory.window.memory_tokens > 0
-    distills = options.lessons.distill > 0
+    distills = lessons.distill > 0
     check_division(processes, train, options.run.sharding, options.model.quantize, tokens, distills)
     dtype: Any = (base.dtype or torch.float32) if options.model.dtype == "auto" else getattr(torch, options.model.dtype)
+    most = lessons.longest_context if lessons.questions and not lessons.books_share else options.data.max_tokens
     same = ("accumulation", "backprop_segments", "optimizer", "activation_checkpointing")
     work = Work(
         lanes=train.lanes // processes,
         segment_tokens=memory.segment_tokens,
-        questions=options.lessons.questions_per_step if options.lessons.questions else 1,
-        question_tokens=question_room(options.lessons, memory) if options.lessons.questions else 0,
-        max_tokens=options.data.max_tokens,
+        questions=lessons.questions_per_step if lessons.questions else 1,
+        question_tokens=question_room(lessons, memory) if lessons.questions else 0,
+        max_tokens=most,
         dtype=dtype,
         quantize=None if options.model.quantize == "none" else options.model.quantize,
         processes=processes,
