@@ -147,9 +147,9 @@ def record_ranks(
 ) -> tuple[dict[tuple[int, int], int], int]:
     """Return how each head ranks the best passage that answers, from 1, and how BM25 does."""
     text = tokenizer(record.context, return_offsets_mapping=True, verbose=False)
-    starts, texts = [start for start, _ in text.offset_mapping], chunks(record.context, chunk_words)
+    ends, texts = [end for _, end in text.offset_mapping], chunks(record.context, chunk_words)
     places = found_in(record.context, texts)
-    spans = token_spans(places, starts)
+    spans = token_spans(places, ends)
     answers = [max(overlap(place, gold) for gold in record.gold) for place in places]
     right = np.array(answers) >= min(ENOUGH, max(answers))
     memory = read(model, [text.input_ids], progress=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
@@ -136,10 +136,10 @@ class Recalling:
         row: int = 0,
     ) -> None:
         self.model, self.tokenizer, self.memory, self.row, self.text = model, tokenizer, memory, row, text
-        self.starts = [start for start, _ in places]
+        self.ends = [end for _, end in places]
 
     def scores(self, query: str, texts: Sequence[str]) -> Any:
-        spans = token_spans(found_in(self.text, texts), self.starts)
+        spans = token_spans(found_in(self.text, texts), self.ends)
         before, ids = asking(self.tokenizer, query)
         return recall(self.model, self.memory, [*before, *ids], spans, self.row, skip=len(before)).numpy()
 
@@ -154,9 +154,12 @@ def found_in(text: str, parts: Sequence[str]) -> list[tuple[int, int]]:
     return places
 
 
-def token_spans(places: Sequence[tuple[int, int]], starts: Sequence[int]) -> list[tuple[int, int]]:
-    """Turn places in characters into first and last + 1 of the tokens that begin there, at the characters `starts`."""
-    return [(bisect_left(starts, start), bisect_left(starts, end)) for start, end in places]
+def token_spans(places: Sequence[tuple[int, int]], ends: Sequence[int]) -> list[tuple[int, int]]:
+    """Turn places in characters into first and last + 1 of the tokens that end there, before the characters `ends`.
+
+    A token may begin with the space before its word, which is still the passage's before it.
+    """
+    return [(bisect_right(ends, start), bisect_right(ends, end)) for start, end in places]
 
 
 def asking(tokenizer: PreTrainedTokenizerBase, query: str) -> tuple[list[int], list[int]]:
