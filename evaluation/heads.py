@@ -88,7 +88,7 @@ def run(model: ModelOptions, options: HeadsOptions, arguments: Sequence[str]) ->
         raise ValueError(f"best {options.best}: this base has {shape.layers * shape.kv_heads} key-value heads.")
     reader = RetrievalHeadsAdapterConfig(
         heads={layer: list(range(shape.kv_heads)) for layer in range(shape.layers)},
-        local_window="sliding",
+        local_window="sliding" if shape.rotary else "segment",
         segment_tokens=options.segment_tokens,
         window_tokens=options.window_tokens,
         sink_tokens=4,
@@ -110,8 +110,10 @@ def run(model: ModelOptions, options: HeadsOptions, arguments: Sequence[str]) ->
     print(table(order, ranks, words))
     best = sorted(order[: options.best])
     named = " ".join(f"{layer}:{','.join(str(own) for at, own in best if at == layer)}" for layer in dict(best))
+    more = "" if shape.rotary else " --local_window segment"
     print(
-        f"\nThe {options.best} best, as a memory:\n  cacheformers attach {RECIPE} --base {model.base} --heads {named}"
+        f"\nThe {options.best} best, as a memory:\n"
+        f"  cacheformers attach {RECIPE} --base {model.base} --heads {named}{more}"
     )
     output = Path(options.output)
     result = {

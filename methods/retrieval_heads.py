@@ -53,6 +53,8 @@ from cacheformers.modeling.method import (
 from cacheformers.modeling.search.store import Ring
 from cacheformers.modeling.supervision import SupervisedReading, SupervisedState
 
+TOGETHER = 4  # tokens whose scores of all entries are held at once
+
 
 @dataclass(repr=False)  # transformers prints a configuration
 class RetrievalHeadsSettings(StoreSettings, LocalWindowSettings):
@@ -195,16 +197,21 @@ class RetrievalHeadsState(SupervisedState):
         for layer, ring in self.rings.items():
             if layer not in self.queries:
                 continue
-            hits = []
-            for row in range(ring.rows):
-                scores = scores_of(self.queries[layer][row], self.keys(layer, row))
-                if ring.entries(row).first == 0:
-                    scores[..., :1] = -torch.inf  # the first token
-                best = scores.topk(min(self.topk, scores.shape[-1]))
-                chosen = torch.where(best.values > -torch.inf, best.indices, -1)
-                hits.append(F.pad(chosen, (0, self.topk - chosen.shape[-1]), value=-1).transpose(0, 1).flatten(1))
+            hits = [
+                torch.cat([self.strongest(layer, row, query) for query in self.queries[layer][row].split(TOGETHER)])
+                for row in range(ring.rows)
+            ]
             found[layer] = token_numbers(ring, torch.stack(hits))
         return found
+
+    def strongest(self, layer: int, row: int, queries: Tensor) -> Tensor:
+        """Return the entries that tokens score highest, all but the first token's, `[tokens, query heads * topk]`."""
+        scores = scores_of(queries, self.keys(layer, row))
+        if self.rings[layer].entries(row).first == 0:
+            scores[..., :1] = -torch.inf
+        best = scores.topk(min(self.topk, scores.shape[-1]))
+        chosen = torch.where(best.values > -torch.inf, best.indices, -1)
+        return F.pad(chosen, (0, self.topk - chosen.shape[-1]), value=-1).transpose(0, 1).flatten(1)
 
     def shares(self, asked: int, read: int) -> dict[tuple[int, int], Tensor]:
         """Return p of the newest tokens of the first row, by layer and key-value head, `[asked, read]`, float32.
@@ -214,8 +221,8 @@ class RetrievalHeadsState(SupervisedState):
         found: dict[tuple[int, int], Tensor] = {}
         for layer, heads in self.heads:
             first, keys = self.rings[layer].entries(0).first, self.keys(layer, 0)
-            by_token = []  # so that no scores of all query heads and tokens are held
-            for query in self.queries[layer][0, -asked:].split(1):
+            by_token = []
+            for query in self.queries[layer][0, -asked:].split(TOGETHER):
                 shares = scores_of(query, keys).float().softmax(-1).cpu()
                 by_token.append(shares.unflatten(0, (len(heads), -1)).mean(1))
             shares = torch.cat(by_token, 1)
@@ -229,8 +236,10 @@ class RetrievalHeadsState(SupervisedState):
         return torch.stack(list(self.shares(asked, read).values())).mean(0)
 
     def span_scores(self, asked: int, before: int, read: int, spans: Sequence[tuple[int, int]]) -> Tensor:
-        """Score passages as the module's equation says; an empty one has -1, the least."""
-        return passage_scores(self.nearness(before + asked, read), before, spans)
+        """Score passages as the module's equation says; an empty or forgotten one has -1, the least."""
+        first = max(ring.entries(0).first for ring in self.rings.values())
+        kept = [(max(start, first), end) for start, end in spans]
+        return passage_scores(self.nearness(before + asked, read), before, kept)
 
 
 def scores_of(queries: Tensor, keys: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import (
+    LoraConfig,
     PeftModel,
     get_peft_model,
     get_peft_model_state_dict,
@@ -78,6 +79,9 @@ def attach(model: ModelOptions, options: AttachOptions, memory: MethodOptions) -
     if not is_method(options.method):
         raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {options.method!r}.")
     learned = None if options.lora is None else load_adapter_config(options.lora)
+    if not isinstance(learned, LoraConfig | None):
+        kind: Any = learned.peft_type
+        raise ValueError(f"--lora {options.lora} is an adapter of type {kind.value}, not LoRA.")
     lora = {"target_modules": []} if learned is None else {name: getattr(learned, name) for name in LORA}
     config: Any = memory.config(**{**memory.values(), **lora}, task_type="CAUSAL_LM")
     config.resolve(base_shape(base_config(model.base)))
@@ -92,6 +96,8 @@ def attach(model: ModelOptions, options: AttachOptions, memory: MethodOptions) -
 def take_lora(model: PeftModel, adapter: str) -> None:
     """Copy the LoRA of another adapter; raise ValueError unless it fits tensor by tensor, and is all but a memory."""
     tensors = {name: tensor for name, tensor in load_peft_weights(adapter).items() if ".memory." not in name}
+    if not tensors:
+        raise ValueError(f"--lora {adapter} holds no LoRA.")
     whole = get_peft_model_state_dict(model)
     own = {name: tensor for name, tensor in whole.items() if ".memory." not in name}
     shapes, there = ({name: tensor.shape for name, tensor in side.items()} for side in (own, tensors))

@@ -10,6 +10,7 @@ docs/results/estimate.md and docs/results/seven_b.md compare with measurements.
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -280,7 +281,7 @@ def rehearse(
 def segments_before(options: Any, work: Work) -> int:
     """Count the segments that fill a memory; one that grows with the text is full when the next step ends its document.
 
-    Without `max_tokens` such a document is as long as the base's positions.
+    Without `max_tokens` such a document is as long as the base's positions. Questions come after all of a context.
     """
     if options is None:
         return 0
@@ -290,7 +291,9 @@ def segments_before(options: Any, work: Work) -> int:
     elif options.full_tokens >= EVERYTHING:
         most = most or options.base.max_positions
     if most is not None:
-        before = min(before, most // work.segment_tokens - work.backprop_segments)
+        asks = bool(work.question_tokens)
+        own = math.ceil(most / work.segment_tokens) if asks else most // work.segment_tokens - work.backprop_segments
+        before = min(before, own)
     return int(max(before, 0))
 
 

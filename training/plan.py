@@ -202,7 +202,7 @@ def estimated(options: Options) -> Estimate:
     distills = lessons.distill > 0
     check_division(processes, train, options.run.sharding, options.model.quantize, tokens, distills)
     dtype: Any = (base.dtype or torch.float32) if options.model.dtype == "auto" else getattr(torch, options.model.dtype)
-    most = lessons.longest_context if lessons.questions and not lessons.books_share else options.data.max_tokens
+    most = lessons.longest_context if lessons.questions else options.data.max_tokens
     same = ("accumulation", "backprop_segments", "optimizer", "activation_checkpointing")
     work = Work(
         lanes=train.lanes // processes,

@@ -63,6 +63,16 @@ def test_every_head_is_ranked_as_if_it_were_alone(bench, asked, capsys):
     assert (bench / "heads" / "heads.png").stat().st_size > 1000
 
 
+def test_a_base_without_rotary_positions(bench, asked, make_base, capsys):
+    """Its texts are read in segments alone, and the command that is printed says so."""
+    base = make_base("opt", torch.float32, vocab_size=len(AutoTokenizer.from_pretrained(bench / "base")))
+    base.save_pretrained(bench / "base")
+    heads.main([*asked[1], "--best=1"])
+    command = capsys.readouterr().out.partition("cacheformers attach ")[2].splitlines()[0].split()
+    attach.main([*command, f"--output={bench / 'attached'}", "--segment_tokens=20"])
+    assert json.loads((bench / "attached" / "adapter_config.json").read_text())["local_window"] == "segment"
+
+
 def test_what_a_run_says_can_be_attached(bench, asked, capsys):
     """The command that it prints makes an adapter."""
     heads.main([*asked[1], "--best=3"])

@@ -9,6 +9,10 @@ import pytest
 import torch
 from longbench_cases import arguments, predictions, prompt_maker, result, row, write_rows
 from peft import get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Metaspace, Whitespace
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 import cacheformers
@@ -16,7 +20,15 @@ from cacheformers import eval_longbench
 from cacheformers.evaluation.longbench import answers
 from cacheformers.evaluation.longbench.gold import in_sight
 from cacheformers.evaluation.longbench.records import load_records
-from cacheformers.evaluation.longbench.retrieval import ASKING, BM25, Hybrid, Recalling, chunks
+from cacheformers.evaluation.longbench.retrieval import (
+    ASKING,
+    BM25,
+    Hybrid,
+    Recalling,
+    chunks,
+    found_in,
+    token_spans,
+)
 from cacheformers.modeling.reading import read
 
 TASKS = ("--tasks", "hotpotqa", "trec")
@@ -191,6 +203,23 @@ def test_memory_and_bm25_together(bench, config_factory):
     run(bench, bench / "together", "--memory_prompt=hybrid", "--chunk_words=10", "--text_order=true")
     settings = result(bench, "together-memory-hybrid")["settings"]["memory_prompt"]
     assert settings["retriever"] == "bm25" and settings["chunk_words"] == 10 and settings["text_order"]
+
+
+@pytest.mark.parametrize("spaces", ["before", "between"])
+def test_every_word_belongs_to_its_own_passage(spaces):
+    """Tokens begin with the space before their word, or leave it out."""
+    text = "He shut the door. Mary went away. It rained all night."
+    words = WordLevel({"[UNK]": 0, "[BOS]": 1}, unk_token="[UNK]")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = Metaspace() if spaces == "before" else Whitespace()
+    tokenizer.post_processor = TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 1)])
+    places = [tuple(place) for place in tokenizer.encode(text).offsets]
+    assert places[0] == (0, 0) and (spaces == "before") == any(text[start] == " " for start, _ in places[1:])
+    texts = chunks(text, 4)
+    assert [chunk.strip() for chunk in texts] == ["He shut the door.", "Mary went away.", "It rained all night."]
+    for chunk, (first, end) in zip(texts, token_spans(found_in(text, texts), [end for _, end in places]), strict=True):
+        own = "".join(text[slice(*place)] for place in places[first:end])
+        assert "".join(own.split()) == "".join(chunk.split())
 
 
 @pytest.mark.parametrize(

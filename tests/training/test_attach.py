@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import method_options
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import cacheformers
@@ -70,6 +70,11 @@ def test_the_lora_of_another_adapter_goes_along(folder, ids, opener, refused, me
     assert torch.equal(found, wanted) and not torch.allclose(found, plain, atol=0.1)
     message = refused(main, [*given, str(folder / "more"), "--lora", str(folder / "head")])
     assert "does not fit: 1 tensors are missing" in message and "lm_head" in message
+    main([*given, str(folder / "none")])
+    learned = get_peft_model(base, IA3Config(target_modules=["q_proj"], feedforward_modules=[], task_type="CAUSAL_LM"))
+    learned.save_pretrained(folder / "ia3")
+    for name, message in {"none": "none holds no LoRA", "ia3": "ia3 is an adapter of type IA3, not LoRA"}.items():
+        assert message in refused(main, [*given, str(folder / "more"), "--lora", str(folder / name)])
 
 
 def test_what_is_refused(folder, refused):

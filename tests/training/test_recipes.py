@@ -112,17 +112,17 @@ def test_a_recipe_fits_its_gpu(name):
         assert f"{peak / GIB:.1f} GiB" in title
 
 
-def test_questions_alone_fill_the_memory_with_a_context(byte_folder):
-    """Books may be longer than any context, and fill all of it."""
+def test_a_memory_that_is_asked_holds_a_whole_context(byte_folder):
+    """Contexts, and books among them, are cut to the longest; a last segment that is not full is closed, too."""
 
     def memory(**options):
         given = {"base": byte_folder / "base", "segment_tokens": 32, "attention_layers": 2, "retrieval_map": 1}
-        given |= {"prompt_tokens": 24, "start_segments": 1, "longest_context": 256, **options}
+        given |= {"prompt_tokens": 24, "start_segments": 1, "longest_context": 256, "books_share": 0.1, **options}
         recipe = read(RECIPES / "smollm2_facts.yaml", *(f"--{name}={value}" for name, value in given.items()))
         return train_adapt.estimated(recipe).moments["forward"]["memory"]
 
     assert memory(cache_size=128) < memory(cache_size=512) == memory(cache_size=1024)
-    assert memory(cache_size=512, books_share=0.1) < memory(cache_size=1024, books_share=0.1)
+    assert memory(longest_context=129) == memory(longest_context=256) > memory(longest_context=128)
 
 
 @pytest.mark.parametrize("name", list(ESTIMATED))
