@@ -162,11 +162,19 @@ def check_start(folder: str, adapter: LoraConfig, memory: Any) -> None:
         raise ValueError(f"--start_from {folder} is an adapter of {there}, not of {here}.")
     before, now = ({name: plain(getattr(config, name)) for name in OF_LORA} for config in (earlier, adapter))
     if here != PeftType.LORA:
-        before |= earlier.resolve(memory.base).signature
-        now |= memory.signature
+        resolved = earlier.resolve(memory.base)
+        before |= resolved.signature | {"trained parts": trained_in_layers(here, resolved)}
+        now |= memory.signature | {"trained parts": trained_in_layers(here, memory)}
     differing = [f"{name} {before[name]} there, {now[name]} here" for name in now if before[name] != now[name]]
     if differing:
         raise ValueError(f"--start_from {folder} was trained with other options: {'; '.join(differing)}.")
+
+
+def trained_in_layers(kind: str, options: Any) -> list[str]:
+    """Return the names of the parts that a method's layers train; no weights are made."""
+    with torch.device("meta"):
+        parts = [method_named(kind).make_parts(options, layer, None) for layer in options.layers]
+    return sorted({name for own in parts for name in own})
 
 
 def plain(value: Any) -> Any:

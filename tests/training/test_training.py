@@ -20,6 +20,7 @@ from cacheformers import train_adapt
 from cacheformers.common.base_model import StartOptions
 from cacheformers.common.documents import DataOptions, Documents
 from cacheformers.common.loss import IGNORED, token_losses
+from cacheformers.training import attach
 from cacheformers.training.adapter import adapter_config
 from cacheformers.training.lanes import Lanes
 from cacheformers.training.methods import options_of
@@ -240,6 +241,15 @@ def test_without_lora(folder, refused):
     assert "none" in refused(
         train_adapt.main, arguments(folder, "--lora_targets", "none", "--method", "lora", output="b")
     )
+
+
+def test_a_start_must_train_the_same_parts(folder, refused):
+    """A setting may decide what there is to train, and yet differ between a memory and its model."""
+    given = ["--base", str(folder / "base"), "--method=retrieval_heads", "--segment_tokens=16"]
+    attach.main([*given, f"--output={folder / 'untrained'}"])
+    learn = [f"--train={folder / 'train.jsonl'}", "--retrieval_weight=1", f"--start_from={folder / 'untrained'}"]
+    message = refused(train_adapt.main, [*given, *learn, f"--output={folder / 'never'}"])
+    assert "trained parts [] there, ['query'] here" in message
 
 
 @pytest.mark.parametrize("method", ["neurocache", "lora"])
