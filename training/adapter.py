@@ -170,7 +170,7 @@ def check_start(folder: str, adapter: LoraConfig, memory: Any) -> None:
         raise ValueError(f"--start_from {folder} was trained with other options: {'; '.join(differing)}.")
 
 
-def trained_in_layers(kind: str, options: Any) -> list[str]:
+def trained_in_layers(kind: Any, options: Any) -> list[str]:
     """Return the names of the parts that a method's layers train; no weights are made."""
     with torch.device("meta"):
         parts = [method_named(kind).make_parts(options, layer, None) for layer in options.layers]
