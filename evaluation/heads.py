@@ -83,6 +83,8 @@ def main(arguments: list[str] | None = None) -> None:
 def run(model: ModelOptions, options: HeadsOptions, arguments: Sequence[str]) -> None:
     """Read the texts, ask the questions, and write down what came out."""
     state, config, tokenizer, _ = prepare(model, None)
+    if not tokenizer.is_fast:
+        raise ValueError(f"Passages are found with a fast tokenizer, which {model.base} does not have.")
     shape, records = base_shape(config), chosen_records(options)
     if options.best > shape.layers * shape.kv_heads:
         raise ValueError(f"best {options.best}: this base has {shape.layers * shape.kv_heads} key-value heads.")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from longbench_cases import row, write_rows
 from peft import get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
 import cacheformers
 from cacheformers.evaluation import heads
@@ -71,6 +71,13 @@ def test_a_base_without_rotary_positions(bench, asked, make_base, capsys):
     command = capsys.readouterr().out.partition("cacheformers attach ")[2].splitlines()[0].split()
     attach.main([*command, f"--output={bench / 'attached'}", "--segment_tokens=20"])
     assert json.loads((bench / "attached" / "adapter_config.json").read_text())["local_window"] == "segment"
+
+
+def test_places_of_words_must_be_known(bench, asked, refused):
+    for file in (bench / "base").glob("tokenizer*"):
+        file.unlink()
+    ByT5Tokenizer().save_pretrained(bench / "base")
+    assert "a fast tokenizer, which" in refused(heads.main, asked[1])
 
 
 def test_what_a_run_says_can_be_attached(bench, asked, capsys):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cacheformers
-from cacheformers.modeling.memory import Gold
+from cacheformers.modeling.memory import Gold, all_numbers
 from cacheformers.training.statistics import memory_statistics, retrieval_statistics
 
 
@@ -103,3 +103,8 @@ def test_gold_hits_are_counted_token_by_token(make_model, ids, method):
             hits.append(any(found & set(passage) for passage in gold[row]))
     assert 0 < sum(hits) < len(hits)
     assert retrieval_statistics([memory])["gold_hits"] == pytest.approx(sum(hits) / len(hits))
+
+
+def test_tokens_that_are_looked_up_together():
+    """Nothing found stays nothing."""
+    assert all_numbers(torch.tensor([[-1, 4], [7, -1]]), 3).tolist() == [[-1, -1, -1, 4, 5, 6], [7, 8, 9, -1, -1, -1]]
