@@ -244,9 +244,7 @@ def next_batches(run: TrainingRun) -> tuple[list[Step], float]:
     Segments before them that have no label are read into the memories without a step.
     """
     while True:
-        batches = [group.lanes.step() for group in run.groups]
-        for group, batch in zip(run.groups, batches, strict=True):
-            group.begin(run.trained, batch)
+        batches = [group.begin(run.trained, group.lanes.step()) for group in run.groups]
         targets, tokens = total(
             run.accelerator, sum(batch.targets for batch in batches), sum(batch.tokens for batch in batches)
         )

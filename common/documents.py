@@ -125,6 +125,7 @@ class Piece:
         asking: number of its last tokens that are the question, after all context, and the answer.
         gold: which tokens of the document before it hold the answer.
         teacher: the same answer, after what a teacher with full attention sees before it, `[tokens]`.
+        recalled: makes a question again, from the model and its memory of the context, with passages that this recalls.
     """
 
     tokens: Tensor
@@ -134,6 +135,7 @@ class Piece:
     asking: int = 0
     gold: tuple[range, ...] = ()
     teacher: Tensor | None = None
+    recalled: Callable[[Any, Any], Piece] | None = None
 
     @property
     def inputs(self) -> Tensor:

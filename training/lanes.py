@@ -8,7 +8,7 @@ processes and batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from cacheformers.common.documents import DocumentRow, Piece
 from cacheformers.common.loss import IGNORED
+from cacheformers.evaluation.held_out import evaluating
 from cacheformers.modeling.architectures import find_decoder, unwrap
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.memory import Gold
@@ -80,6 +81,34 @@ class Step:
         """Number of positions that are not padding."""
         return int(self.attention_mask.sum())
 
+    def with_questions(self, pieces: Sequence[Piece]) -> Step:
+        """Return this step with other questions in its rows, which it reads as a whole."""
+        inputs = [piece.inputs for piece in pieces]
+        learned = [piece.labels(0, len(ids), IGNORED) for piece, ids in zip(pieces, inputs, strict=True)]
+        ids, mask, labels = padded(inputs, learned)
+        teachers = [piece_teacher(piece.teacher, own) for piece, own in zip(pieces, learned, strict=True)]
+        made = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        return replace(self, pieces=list(pieces), teachers=teachers, **made)
+
+
+def padded(inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows of ids, their attention mask, and their labels, padded on the right, `[rows, longest]` each."""
+    shape = (len(inputs), max(map(len, inputs)))
+    ids, mask = torch.zeros(2, *shape, dtype=torch.long)
+    learned = torch.full(shape, IGNORED)
+    for row, (own, own_labels) in enumerate(zip(inputs, labels, strict=True)):
+        ids[row, : len(own)], mask[row, : len(own)], learned[row, : len(own)] = own, 1, own_labels
+    return ids, mask, learned
+
+
+def piece_teacher(ids: Tensor | None, labels: Tensor) -> Teacher | None:
+    """Return what a teacher predicts of a row's labels from ids that end as the row does; None if that is nothing."""
+    if ids is None:
+        return None
+    places = (labels != IGNORED).nonzero()[:, 0] + len(ids) - len(labels)
+    places = places[places > 0]  # before the first one it has read nothing
+    return Teacher(ids, places) if len(places) else None
+
 
 class Part(NamedTuple):
     """A row of a step: a piece from `start` on, and the piece that its lane has just left, if it has left one."""
@@ -129,22 +158,18 @@ class Lanes:
         """Read the next segment of every lane."""
         lanes = range(len(self.position))
         parts = [part for lane in lanes for part in self._next(lane)]
-        shape = (len(parts), max(len(self._inputs(part)) for part in parts))
-        ids, mask = torch.zeros(2, *shape, dtype=torch.long)
-        labels = torch.full(shape, IGNORED)
+        inputs = [self._inputs(part) for part in parts]
+        learned = [part.piece.labels(part.start, len(own), IGNORED) for part, own in zip(parts, inputs, strict=True)]
+        ids, mask, labels = padded(inputs, learned)
         step = Step(ids, labels, mask, torch.zeros(len(lanes), dtype=torch.bool), [])
-        for row, part in enumerate(parts):
-            inputs = self._inputs(part)
-            length = len(inputs)
-            ids[row, :length], mask[row, :length] = inputs, 1
-            labels[row, :length] = part.piece.labels(part.start, length, IGNORED)
+        for part, own_labels in zip(parts, learned, strict=True):
             if part.number == part.start == 0:
                 step.reset[part.lane] = True
             if part.before is not None:
                 (step.drop if part.before.asked else step.close).append(part.lane)
             step.documents.append(part.document)
             step.pieces.append(part.piece)
-            step.teachers.append(self._teacher(part, labels[row, :length]))
+            step.teachers.append(piece_teacher(self._teacher_ids(part, len(own_labels)), own_labels))
         return step
 
     def _next(self, lane: int) -> list[Part]:
@@ -174,16 +199,12 @@ class Lanes:
         left = self.piece[lane] < len(pieces) and not self.offset[lane]
         return left and taken < self.questions and pieces[first].asked and pieces[self.piece[lane]].asked
 
-    def _teacher(self, part: Part, labels: Tensor) -> Teacher | None:
-        piece, end = part.piece, part.start + len(labels)
-        ids = piece.teacher
+    def _teacher_ids(self, part: Part, length: int) -> Tensor | None:
+        """Return what a teacher reads for `length` inputs of a part, and the token after them."""
+        piece, end = part.piece, part.start + length
         if self.teacher_tokens and not (piece.asked or piece.context):
-            ids = piece.tokens[max(0, end - self.teacher_tokens) : end + 1]
-        if ids is None:
-            return None
-        places = (labels != IGNORED).nonzero()[:, 0] + len(ids) - len(labels)
-        places = places[places > 0]  # before the first one it has read nothing
-        return Teacher(ids, places) if len(places) else None
+            return piece.tokens[max(0, end - self.teacher_tokens) : end + 1]
+        return piece.teacher
 
     def _document(self, lane: int) -> int:
         return self.documents.at(self.position[lane], self.seed)
@@ -231,18 +252,28 @@ class Group:
     def __post_init__(self) -> None:
         self.asked = self.memory
 
-    def begin(self, model: nn.Module, batch: Step) -> None:
-        """Make the memory ready for a batch: forget, close or drop what was read before, and say where answers are."""
+    def begin(self, model: nn.Module, batch: Step) -> Step:
+        """Make the memory ready for a batch: forget, close or drop what was read before, and say where answers are.
+
+        Returns:
+            The batch, with the passages that the memory recalls in its questions' prompts, where these show such.
+        """
         memory = self.memory
         if memory is None:
-            return
+            return batch
         memory.reset(batch.reset.nonzero()[:, 0].tolist())
         close_segments(find_decoder(unwrap(model)), memory, batch.close)
         memory.drop(batch.drop)
         self.asked = memory
         if all(piece.asked for piece in batch.pieces):
+            if any(piece.recalled for piece in batch.pieces):
+                with evaluating(model):
+                    batch = batch.with_questions(
+                        [piece.recalled(model, memory) if piece.recalled else piece for piece in batch.pieces]
+                    )
             self.ask(len(batch.pieces), batch.input_ids.shape[1])
         self.asked.state.gold = batch.gold
+        return batch
 
     def ask(self, questions: int, tokens: int) -> None:
         """Make room for questions of up to so many tokens, each of several in a row of the memory, which stays.

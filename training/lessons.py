@@ -11,17 +11,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from cacheformers.common.documents import DocumentRow, Piece, fingerprint
 from cacheformers.common.recipe import option
 from cacheformers.evaluation.babilong.records import Story
 from cacheformers.evaluation.babilong.tasks import ANSWERS, load_prompts
+from cacheformers.evaluation.longbench.answers import recalled
 from cacheformers.evaluation.longbench.methods import MEMORY_PROMPTS, RECALLING, LongBenchOptions, Method, PromptMaker
 from cacheformers.evaluation.longbench.prompts import Encoded
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.retrieval import make_retriever
 from cacheformers.evaluation.longbench.tasks import CODE, FORMS, load_templates
+from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.method import retrieving_methods
 from cacheformers.training.exercises import LAYOUTS, Exercise, Exercises, load_pools
 
 MIXTURE = 1000  # exercises and books repeat their order of kinds after this many
@@ -60,23 +64,25 @@ class LessonOptions:
     )
     prompt: str = option(
         "cut",
-        help="What self-attention sees when a question is asked: 'cut', 'tail', 'retrieved' or 'question', as with "
-        "eval_longbench.py --memory_prompt.",
+        help="What self-attention sees when a question is asked: 'cut', 'tail', 'retrieved', 'recalled', 'hybrid' or "
+        "'question', as with eval_longbench.py --memory_prompt. With 'recalled' and 'hybrid' the memory, as it is at "
+        "that step, has a say in which passages of the context that it has just read are shown: answers are learned "
+        "from what it finds, beside what it finds wrongly.",
     )
     prompt_tokens: int = option(
         896,
         help="Length to which that prompt is cut. Prompt and answer are one segment, longer than the memory's where "
         "they do not fit into one.",
     )
-    chunk_words: int = option(200, help="With --prompt retrieved: words (Chinese: characters) of a chunk.")
-    chunks: int = option(7, help="With --prompt retrieved: how many chunks the prompt gets.")
+    chunk_words: int = option(200, help="Passages in the prompt: words (Chinese: characters) of a chunk.")
+    chunks: int = option(7, help="Passages in the prompt: how many chunks the prompt gets.")
     fewest_chunks: int | None = option(
         None,
-        help="With --prompt retrieved: draw the number of chunks of each context from this one to --chunks, on a "
+        help="Passages in the prompt: draw the number of chunks of each context from this one to --chunks, on a "
         "logarithmic scale. Default: always --chunks.",
     )
     text_order: bool = option(
-        False, help="With --prompt retrieved: chunks in the order of the text. Default: nearest first."
+        False, help="Passages in the prompt: chunks in the order of the text. Default: nearest first."
     )
     chat: bool = option(False, help="Put prompts into the tokenizer's chat template, as eval_longbench.py --chat does.")
     distill: float = option(
@@ -89,11 +95,12 @@ class LessonOptions:
     )
 
 
-def check_lessons(options: LessonOptions, memory: Any, rows: int = 1) -> None:
+def check_lessons(options: LessonOptions, memory: Any, rows: int = 1, remembers: bool = True) -> None:
     """Raise ValueError for numbers out of range, and contexts or prompts too long for the options of a memory.
 
     Args:
         rows: lanes that go through the model together.
+        remembers: the memory is trained. Without it, LoRA is trained that is compared with it.
     """
     if not 0 <= options.distill <= 1:
         raise ValueError(f"distill must be between 0 and 1, got {options.distill}.")
@@ -118,10 +125,16 @@ def check_lessons(options: LessonOptions, memory: Any, rows: int = 1) -> None:
             "model together: choose lanes = processes x accumulation."
         )
     if options.prompt in RECALLING:
-        raise ValueError(
-            "A lesson's prompts are made before its context is read, so nothing is recalled yet: train with --prompt "
-            f"retrieved, and evaluate with --memory_prompt {options.prompt}."
-        )
+        if not (remembers and memory.retrieves):
+            raise ValueError(
+                f"prompt {options.prompt!r}: {'this memory' if remembers else 'LoRA alone'} retrieves nothing, so "
+                f"nothing is recalled: train with --prompt retrieved. {retrieving_methods()} can recall."
+            )
+        if rows > 1:
+            raise ValueError(
+                f"prompt {options.prompt!r} asks about one context, but {rows} lanes go through the model together: "
+                "choose lanes = processes x accumulation."
+            )
     for name in ("books_share", "unanswerable"):
         if not 0 <= getattr(options, name) < 1:
             raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(options, name)}.")
@@ -151,6 +164,13 @@ def check_lessons(options: LessonOptions, memory: Any, rows: int = 1) -> None:
             f"{memory.segment_tokens}, but {rows} lanes go through the model together: choose lanes = processes x "
             f"accumulation, or prompt_tokens of at most {memory.segment_tokens - LEAST_ANSWER}."
         )
+
+
+def more_forwards(options: LessonOptions) -> str | None:
+    """Return the option by which the model runs once more for rows that ask; None without one."""
+    if options.distill:
+        return "--distill"
+    return f"--prompt {options.prompt}" if options.questions and options.prompt in RECALLING else None
 
 
 def question_room(options: LessonOptions, memory: Any) -> int:
@@ -201,7 +221,7 @@ class Lessons(DocumentRow):
         )
         name = MEMORY_PROMPTS[options.prompt]
         shown = None if name is None else Method(name, name, None, options.prompt_tokens, room - LEAST_ANSWER)
-        retriever = make_retriever("bm25", torch.device("cpu")) if name == "retrieval" else None
+        retriever = make_retriever("bm25", torch.device("cpu")) if name in ("retrieval", "hybrid") else None
         own = Method("memory", "memory", None, None, shown=shown)
         self.maker = PromptMaker(own, form, tokenizer, templates, retriever)
         most = room - self.maker.turn - LEAST_ANSWER // 2
@@ -260,10 +280,21 @@ class Lessons(DocumentRow):
         asked = (exercise.template, str(number), question.input, exercise.context, [question.answer], 0, None)
         kind = Story if exercise.template in ANSWERS else Record
         record = kind(*asked, template=exercise.template, gold=question.gold)
-        prompt = self.chosen_maker(exercise)(record)
-        answer = self.answer_ids(question.answer, record)[: max(self.room + 1 - len(prompt.asked), 0)]
+        maker = self.chosen_maker(exercise)
+        prompt = maker(record)
+        piece = self.piece(prompt, record)
+
+        def again(model: nn.Module, memory: MemoryCache) -> Piece:
+            [found] = recalled(model, maker, memory, [record], [prompt])
+            return self.piece(found, record)
+
+        return prompt, replace(piece, recalled=again) if self.options.prompt in RECALLING else piece
+
+    def piece(self, prompt: Encoded, record: Record) -> Piece:
+        """Put the answer after a prompt, as far as there is room."""
+        answer = self.answer_ids(record.answers[0], record)[: max(self.room + 1 - len(prompt.asked), 0)]
         ids = torch.tensor([*prompt.asked, *answer])
-        piece = Piece(
+        return Piece(
             ids,
             learned=torch.arange(len(ids)) >= len(prompt.asked),
             asked=True,
@@ -271,7 +302,6 @@ class Lessons(DocumentRow):
             gold=prompt.gold,
             teacher=torch.tensor([*self.teacher(record).ids, *answer]) if self.options.distill else None,
         )
-        return prompt, piece
 
     def chosen_maker(self, exercise: Exercise) -> PromptMaker:
         """Return what makes an exercise's prompts: of as many chunks as are drawn for its context."""

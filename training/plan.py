@@ -22,7 +22,7 @@ from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.training.adapter import Adaptation, adapter_config
 from cacheformers.training.checkpoints import Checkpoints
 from cacheformers.training.estimate import Estimate, Work, estimate
-from cacheformers.training.lessons import LessonOptions, Lessons, check_lessons, question_room
+from cacheformers.training.lessons import LessonOptions, Lessons, check_lessons, more_forwards, question_room
 from cacheformers.training.methods import MethodOptions, chosen_options, names, of_other_methods
 from cacheformers.training.processes import check_division, make_accelerator
 from cacheformers.training.scratch import OF_ADAPTERS, Scratch, ScratchOptions
@@ -112,8 +112,8 @@ def make_plan(options: Options) -> Plan:
     )
     accelerator = make_accelerator(options.model.device, train.output, run, precision=options.scratch.precision)
     tokens = subject.remembers and subject.memory.window.memory_tokens > 0
-    distills = options.lessons.distill > 0
-    check_division(accelerator.num_processes, train, run.sharding, options.model.quantize, tokens, distills)
+    more = more_forwards(options.lessons)
+    check_division(accelerator.num_processes, train, run.sharding, options.model.quantize, tokens, more)
     tokenizer = subject.tokenizer(accelerator)
     if subject.remembers:
         refuse_looking_ahead(subject.memory)
@@ -152,7 +152,7 @@ def train_documents(
 ) -> DocumentRow:
     """Return what is trained on with these options of a memory: documents, and questions if there are some."""
     rows = options.train.lanes // (processes * options.train.accumulation)
-    check_lessons(options.lessons, memory, rows)
+    check_lessons(options.lessons, memory, rows, remembers=options.train.method != "lora")
     documents = open_documents(options.data.train, tokenizer, options.data)
     if options.lessons.questions is None:
         return documents
@@ -199,8 +199,8 @@ def estimated(options: Options) -> Estimate:
     adapter, memory = adapter_config(base, train, options.memory)
     processes, lessons = options.run.estimate_processes, options.lessons
     tokens = train.method != "lora" and memory.window.memory_tokens > 0
-    distills = lessons.distill > 0
-    check_division(processes, train, options.run.sharding, options.model.quantize, tokens, distills)
+    more = more_forwards(lessons)
+    check_division(processes, train, options.run.sharding, options.model.quantize, tokens, more)
     dtype: Any = (base.dtype or torch.float32) if options.model.dtype == "auto" else getattr(torch, options.model.dtype)
     most = lessons.longest_context if lessons.questions else options.data.max_tokens
     same = ("accumulation", "backprop_segments", "optimizer", "activation_checkpointing")

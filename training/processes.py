@@ -56,13 +56,13 @@ def check_division(
     sharding: str,
     quantize: str,
     memory_tokens: bool = False,
-    distills: bool = False,
+    more_forwards: str | None = None,
 ) -> None:
     """Raise ValueError if this number of processes cannot share a run with these options.
 
     Args:
         memory_tokens: the method runs memory tokens whenever a row's segment closes.
-        distills: the base teaches, once for each row that has labels.
+        more_forwards: the option by which there are further forwards for some rows.
     """
     if train.lanes % (processes * train.accumulation):
         raise ValueError(
@@ -85,9 +85,9 @@ def check_division(
             "and all processes must make the same number of forwards. Leave --sharding out: each process then has the "
             "whole model (DDP)."
         )
-    if distills:
+    if more_forwards is not None:
         raise ValueError(
-            "--sharding fsdp2 cannot train with --distill: the base teaches each row that has labels, and all "
+            f"--sharding fsdp2 cannot train with {more_forwards}: the model then runs once more for some rows, and all "
             "processes must make the same number of forwards. Leave --sharding out: each process then has the whole "
             "model (DDP)."
         )
