@@ -87,8 +87,7 @@ class Step:
         learned = [piece.labels(0, len(ids), IGNORED) for piece, ids in zip(pieces, inputs, strict=True)]
         ids, mask, labels = padded(inputs, learned)
         teachers = [piece_teacher(piece.teacher, own) for piece, own in zip(pieces, learned, strict=True)]
-        made = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-        return replace(self, pieces=list(pieces), teachers=teachers, **made)
+        return replace(self, input_ids=ids, labels=labels, attention_mask=mask, pieces=list(pieces), teachers=teachers)
 
 
 def padded(inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -204,6 +204,7 @@ def test_a_loss_of_one_process_that_is_not_finite_stops_both(documents, file):
         (["--sharding=fsdp2", "--optimizer=adafactor"], "use --optimizer adamw with fsdp2"),
         (["--sharding=fsdp2", "--backprop_segments=2"], "needs backprop_segments 1"),
         (["--sharding=fsdp2", "--distill=0.5", "--distill_all"], "fsdp2 cannot train with --distill"),
+        (["--sharding=fsdp2", "--questions=none", "--prompt=hybrid"], "fsdp2 cannot train with --prompt hybrid"),
     ],
 )
 def test_what_does_not_go_together_is_refused(documents, more, message):
