@@ -288,7 +288,8 @@ class MemoryCache(DocumentsCache):
             layer: (ring.capacity, ring.keys.dtype, ring.values is None) for layer, ring in self.state.rings.items()
         }
         origin = self.origin
-        return [self.signature, self.fingerprint, origin.identity, origin.tokenizer, origin.parts, self.window, rings]
+        places = [self.window, self.state.off, rings]
+        return [self.signature, self.fingerprint, origin.identity, origin.tokenizer, origin.parts, *places]
 
     def reset(self, rows: Sequence[int] | None = None) -> None:
         """Forget everything that the given rows (default: all) have read, so that new documents can begin there."""
@@ -457,8 +458,15 @@ class MemoryCache(DocumentsCache):
             if columns.shape[1]
         }
 
-    def count(self, real: Tensor) -> None:
-        """Count columns `[rows, time]` that a model without a base has read; its state alone holds them."""
+    def count(self, real: Tensor, ids: Tensor) -> None:
+        """Count columns that a model without a base has read; its state alone holds them.
+
+        Args:
+            real: which of them are tokens, `[rows, time]`.
+            ids: `[rows, time]`; `generate` compares its prompt with them.
+        """
+        self.seen.append(ids, real, self.tokens_read)
+        self.seen.keep(torch.zeros(self.batch_size, 0, dtype=torch.long))
         self.visible += real.shape[1]
         read = zip(self.tokens_read, real.sum(1).tolist(), strict=True)
         self.timeline.tokens_read = [before + new for before, new in read]

@@ -478,3 +478,14 @@ def all_numbers(numbers: Tensor, together: int) -> Tensor:
     """
     every = numbers[..., None] + torch.arange(together, device=numbers.device)
     return torch.where(numbers[..., None] < 0, -1, every).flatten(-2)
+
+
+def refuse_not_finite(states: Tensor, real: Tensor) -> None:
+    """Raise ValueError if states of new tokens `[rows, time, width]` are NaN or Inf where `real` `[rows, time]`."""
+    finite = torch.isfinite(states).all(-1).cpu() | ~real.cpu()
+    if not bool(finite.all()):
+        rows = (~finite).any(1).nonzero()[:, 0].tolist()
+        raise ValueError(
+            f"The new tokens of rows {rows} give NaN or Inf, and are not stored. Check the model's weights and dtype "
+            "(float16 overflows in many models: use bfloat16)."
+        )

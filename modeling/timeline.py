@@ -88,8 +88,16 @@ class Timeline:
         for name in self.ROWS:
             setattr(self, name, [count for timeline in (self, *others) for count in getattr(timeline, name)])
 
+    def leave_inference(self) -> None:
+        """Copy tensors that were made in inference mode, which cannot be written in place outside of it."""
+        for name in self.COLUMNS:
+            tensor = getattr(self, name)
+            if tensor.is_inference():
+                setattr(self, name, tensor.clone())
+
     def unuse_first(self, columns: int) -> None:
         """Mark the first columns as unused, in every row."""
+        self.leave_inference()
         for name in ("open", "kept", "sink", "memory"):
             getattr(self, name)[:, :columns] = False
 
@@ -100,6 +108,7 @@ class Timeline:
 
     def reset(self, rows: Sequence[int]) -> None:
         """Forget what the given rows have read."""
+        self.leave_inference()
         for row in rows:
             self.open[row] = self.kept[row] = self.sink[row] = self.memory[row] = False
             self.closed[row] = self.tokens_read[row] = 0
@@ -128,6 +137,7 @@ class Timeline:
         Returns:
             The number of positions by which each column moved, `[columns]`.
         """
+        self.leave_inference()
         self.kept[row] &= ~self.memory[row]
         self.sink[row] &= ~self.memory[row]
         self.memory[row] = False
@@ -146,6 +156,7 @@ class Timeline:
 
     def drop(self, row: int) -> None:
         """Forget a row's open segment."""
+        self.leave_inference()
         self.tokens_read[row] -= int(self.open[row].sum())
         self.open[row] = False
 

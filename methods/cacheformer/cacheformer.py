@@ -343,7 +343,8 @@ class Projected(NamedTuple):
         v: None where keys are also values.
         plain_q, plain_k: before rotation; None where nothing was rotated. Gates and means of segments read `plain_q`,
             `pretrained` pools `plain_k`.
-        scaling: of the queries; None for `head_dim ** -0.5`.
+        scaling: of `q`; None for `head_dim ** -0.5`.
+        plain_scaling: of `plain_q`, where it is another one: OPT's `q` are scaled already.
     """
 
     q: Tensor
@@ -352,6 +353,7 @@ class Projected(NamedTuple):
     plain_q: Tensor | None = None
     plain_k: Tensor | None = None
     scaling: float | None = None
+    plain_scaling: float | None = None
 
     @property
     def scale(self) -> float:
@@ -369,10 +371,11 @@ class Projected(NamedTuple):
         return self.plain_k if options.pretrained and self.plain_k is not None else self.k
 
     def asking(self, options: CacheFormerOptions) -> Tensor | None:
-        """Return the queries that score segments, where they are not `q`."""
+        """Return the queries that score segments once they are multiplied by `scale`, where they are not `q`."""
         if options.representatives == "compressed" or self.plain_q is None:
             return None
-        return asking(options.representatives, self.plain_q.detach())
+        queries = asking(options.representatives, self.plain_q.detach())
+        return queries if self.plain_scaling is None else queries * (self.plain_scaling / self.scale)
 
     def strengths(self, options: CacheFormerOptions) -> Tensor | None:
         """Return the queries that say which tokens of a segment represent it, summed over heads that share keys."""

@@ -32,7 +32,16 @@ from cacheformers.methods.cacheformer.state import CacheFormerState
 from cacheformers.modeling.architectures import check_scores
 from cacheformers.modeling.attention import AttentionInputs
 from cacheformers.modeling.inputs import refuse_looking_ahead
-from cacheformers.modeling.memory import EVERYTHING, BaseShape, LocalWindow, MemoryState, SegmentCall, joined, part
+from cacheformers.modeling.memory import (
+    EVERYTHING,
+    BaseShape,
+    LocalWindow,
+    MemoryState,
+    SegmentCall,
+    joined,
+    part,
+    refuse_not_finite,
+)
 from cacheformers.modeling.method import (
     MethodOptions,
     MethodSettings,
@@ -226,17 +235,6 @@ def attend(
     return read.transpose(1, 2)
 
 
-def refuse_not_finite(states: Tensor, real: Tensor) -> None:
-    """Raise ValueError if states of new tokens `[rows, time, width]` are NaN or Inf where `real` `[rows, time]`."""
-    finite = torch.isfinite(states).all(-1).cpu() | ~real.cpu()
-    if not bool(finite.all()):
-        rows = (~finite).any(1).nonzero()[:, 0].tolist()
-        raise ValueError(
-            f"The new tokens of rows {rows} give NaN or Inf; nothing was stored, and the memory is unchanged. Check "
-            "the model's weights and dtype (float16 overflows in many models: use bfloat16)."
-        )
-
-
 def attend_inputs(
     options: CacheFormerOnBaseOptions, layer: int, parts: CacheFormerParts, inputs: AttentionInputs
 ) -> Tensor:
@@ -251,6 +249,7 @@ def attend_inputs(
         inputs.plain_query if parts.gate is not None or options.representatives != "compressed" else None,
         turned_back(inputs.new_key, inputs.inverse),
         inputs.scaling,
+        inputs.module.scaling,  # type: ignore[arg-type]  # a number
     )
     return attend(options, layer, parts, projected, inputs.call)
 

@@ -32,10 +32,11 @@ from cacheformers.methods.cacheformer.cacheformer import (
     make_parts,
 )
 from cacheformers.methods.cacheformer.configuration import CacheFormerConfig
-from cacheformers.methods.cacheformer.memory import CacheFormerModelOptions, CacheFormerReading, refuse_not_finite
+from cacheformers.methods.cacheformer.memory import CacheFormerModelOptions, CacheFormerReading
 from cacheformers.methods.cacheformer.state import CacheFormerState
 from cacheformers.modeling.cache import MemoryCache, check_blank
-from cacheformers.modeling.inputs import check_shape, real_tokens, refuse_looking_ahead
+from cacheformers.modeling.inputs import ChecksPrompts, check_shape, real_tokens, refuse_looking_ahead
+from cacheformers.modeling.memory import refuse_not_finite
 from cacheformers.modeling.method import MemoryMethod, MethodOnLayer, first_numbers
 from cacheformers.modeling.offloading import keep_in_memory
 from cacheformers.modeling.pretrained import ForwardWithHead, MemoryPreTrainedModel
@@ -312,7 +313,7 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
         for number, layer in enumerate(self.layers):
             hidden = layer(hidden, rotation, places, None if reading is None else reading.after[number])
         if cache is not None:
-            store(cache, reading, hidden, places.real)
+            store(cache, reading, hidden, places.real, input_ids)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), past_key_values=cache)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
@@ -347,19 +348,26 @@ class CacheFormerModel(CacheFormerPreTrainedModel):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
-def store(cache: MemoryCache, reading: CacheFormerReading | None, hidden: Tensor, real: Tensor | None) -> None:
+def store(
+    cache: MemoryCache,
+    reading: CacheFormerReading | None,
+    hidden: Tensor,
+    real: Tensor | None,
+    ids: Tensor | None,
+) -> None:
     """Let a cache hold what a forward read, whose last hidden states `[rows, time, hidden_size]` must be finite.
 
     Args:
         real: which columns are not padding, `[rows, time]` on the host; None for all.
+        ids: `[rows, time]`; None where there are none.
     """
     real = torch.ones(hidden.shape[:2], dtype=torch.bool) if real is None else real
     refuse_not_finite(hidden, real)
     cache.state.end(reading)
-    cache.count(real)
+    cache.count(real, real.long() if ids is None else ids)
 
 
-class CacheFormerForCausalLM(ForwardWithHead, CacheFormerPreTrainedModel, GenerationMixin):
+class CacheFormerForCausalLM(ForwardWithHead, ChecksPrompts, CacheFormerPreTrainedModel, GenerationMixin):
     """A CacheFormer language model."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -374,4 +382,4 @@ class CacheFormerForCausalLM(ForwardWithHead, CacheFormerPreTrainedModel, Genera
         """Generate as in transformers; raise ValueError with `selection="paper_block"`, which looks ahead."""
         refuse_looking_ahead(self.model.options)
         check_shape(args[0] if args else kwargs.get("inputs", kwargs.get("input_ids")))
-        return super().generate(*args, **kwargs)  # type: ignore[misc]  # of the mixin beside
+        return super().generate(*args, **kwargs)

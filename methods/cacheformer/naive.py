@@ -42,7 +42,8 @@ def naive(
             asking, long = queries, [compress(options, parts, source, values, c, 0, rotate) for c in range(segments)]
         else:
             assert projected.plain_q is not None
-            asking = projected.plain_q[0] * projected.scale
+            own = projected.plain_scaling
+            asking = projected.plain_q[0] * (projected.scale if own is None else own)
             long = [represent(options, source, projected.plain_q[0, heads], c) for c in range(segments)]
         shifted = [compress(options, parts, source, values, c, half, rotate) for c in range(segments + 1)]
         probabilities = [[segment_probabilities(options, asking[h, t], long, t) for t in range(time)] for h in heads]

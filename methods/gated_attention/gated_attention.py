@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from cacheformers.methods.gated_attention.options import GatedAttentionOptions
 from cacheformers.methods.gated_attention.state import GatedReading, KeyValues
 from cacheformers.modeling.attention import AttentionInputs, project
+from cacheformers.modeling.memory import refuse_not_finite
 from cacheformers.modeling.method import first_numbers
 from cacheformers.modeling.rotary import turned_back
 
@@ -141,6 +142,8 @@ def attend_heads(
     reading: GatedReading = inputs.call.reading
     far: tuple[Tensor, KeyValues] | None = None
     keys, values = inputs.new_key[:, heads], inputs.new_value[:, heads]
+    if layer == options.layers[-1] and not torch.is_grad_enabled():  # in training the loss shows NaN
+        refuse_not_finite(torch.cat([keys, values], -1).transpose(1, 2).flatten(2), inputs.call.real)
     if options.far_distance and name == "far":
         flat = reading.append("far", layer, turned_back(keys, inputs.inverse), values)
         far, name = (turned_to(options.far_distance, layer, inputs, queries), flat), "window"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ LEAST_ROOM = 64  # columns
 # Kinds of keys and values. "far": of everything, with `far_distance` before rotation. Of windows alone: "near" of heads
 # that see no more, "window" of the others with `far_distance`.
 KINDS = ("far", "near", "window")
+CLAIMING = Lock()  # copies of one memory may go on in several threads
 
 
 @dataclass
@@ -72,14 +74,17 @@ class KeyValues:
             return KeyValues.of(torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2), self.dropped)
         end = self.length + keys.shape[2]
         storage = self.storage
-        own = storage.claimed == self.length and not storage.keys.requires_grad
+        own = storage.keys.shape[2] >= end and not storage.keys.requires_grad
         own = own and storage.keys.is_inference() == torch.is_inference_mode_enabled()
-        if not own or storage.keys.shape[2] < end:
+        with CLAIMING:
+            own = own and storage.claimed == self.length
+            if own:
+                storage.claimed = end
+        if not own:
             room = end + max(end // 4, LEAST_ROOM)
-            storage = Storage(grown(self.keys, room), grown(self.values, room), self.length)
+            storage = Storage(grown(self.keys, room), grown(self.values, room), end)
         storage.keys[:, :, self.length : end] = keys
         storage.values[:, :, self.length : end] = values
-        storage.claimed = end
         return KeyValues(storage, end, self.dropped)
 
     def kept(self, columns: Tensor) -> KeyValues:

@@ -148,6 +148,17 @@ def test_reading_on_does_not_write_into_an_unverified_file(make_model, ids, tmp_
 # Append
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("method", METHODS)
+def test_one_open_token_is_saved(make_model, ids, tmp_path, method):
+    """Its keys are held twice, for the window and for the memory, and a file shares none."""
+    model = make_model("llama_gqa", method=method)
+    memory = read(model, ids[:1, :1], flush=False)
+    memory.save(tmp_path / "m")
+    loaded = cacheformers.load_memory(tmp_path / "m", model)
+    assert torch.equal(*(model(ids[:1, 1:20], past_key_values=given).logits for given in (loaded, memory)))
+
+
 @pytest.mark.parametrize("cache_size", [200, 40, 16, 5])
 @pytest.mark.parametrize("cuts", [[16, 32, 60], [7, 75], [40, 41, 42, 74]])
 def test_append_equals_reading_at_once(make_model, ids, tmp_path, cache_size, cuts):

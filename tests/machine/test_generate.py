@@ -221,6 +221,26 @@ def test_a_second_prompt_needs_a_clone(make_model, make_base, config_factory, op
 
 
 @torch.no_grad()
+def test_a_model_from_scratch_knows_what_it_has_read(make_model, ids):
+    """CacheFormer: another prompt is refused, the same one goes on, also with padding and beams; no requests mix."""
+    model = make_model("cacheformer")
+    prompt, mask = ids[:, :15].clone(), torch.ones(2, 15, dtype=torch.long)
+    prompt[1, :4], mask[1, :4] = 0, 0
+    memory = cacheformers.new_memory(model, 2)
+    answered = generate(model, prompt, attention_mask=mask, past_key_values=memory, suppress_tokens=[0])
+    for other in (ids[:, 20:60], ids[:, 20:24], prompt):
+        with pytest.raises(ValueError, match=DOES_NOT_GO_ON):
+            generate(model, other, past_key_values=memory.clone())
+    more = torch.cat([answered, ids[:, 60:64]], 1)
+    masked = {"attention_mask": torch.cat([mask, torch.ones(2, more.shape[1] - 15, dtype=torch.long)], 1)}
+    for options in (masked, {**masked, "num_beams": 2}):
+        expected = generate(model, more, **options)
+        assert torch.equal(generate(model, more, past_key_values=memory.clone(), **options), expected)
+    with pytest.raises(ValueError, match="Continuous batching .* a memory cannot follow"):
+        model.generate_batch(ids[:, :9].tolist())
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("method", METHODS)
 def test_going_on_with_all_ids(make_model, ids, tmp_path, method):
     """After generating, after plain forwards, after going back, with padding, from a file, and with beams."""
@@ -261,6 +281,13 @@ def test_what_inference_mode_read_goes_on_without_it(make_model, ids, options):
         memory = cacheformers.read(model, ids[:, :40], progress=False)
     expected = cacheformers.read(model, ids[:, :40], progress=False)
     assert torch.equal(*(generate(model, ids[:, 40:45], past_key_values=given) for given in (memory, expected)))
+    with torch.inference_mode():
+        memory = cacheformers.read(model, ids[:, :32], flush=False, progress=False)
+    expected = cacheformers.read(model, ids[:, :32], flush=False, progress=False)
+    for given in (memory, expected):
+        given.reset([1])
+    with torch.no_grad():
+        assert torch.equal(*(model(ids[:, 40:60], past_key_values=given).logits for given in (memory, expected)))
 
 
 @torch.no_grad()

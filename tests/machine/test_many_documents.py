@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import ENLARGED, SPECIAL, WHOLE, WITHIN_POSITIONS, every_method
+from conftest import ENLARGED, METHODS, SPECIAL, WHOLE, WITHIN_POSITIONS, every_method
 
 import cacheformers
 from cacheformers.modeling import reading
@@ -145,6 +145,12 @@ def test_memories_are_joined_for_a_batch(make_model, documents, tmp_path):
     small = cacheformers.read(model, documents[0], cache_size=8, progress=False)
     with pytest.raises(ValueError, match="different models, adapters, tokenizers or cache sizes"):
         joint.join([small])
+    for method in METHODS:
+        other = make_model("llama_gqa", method=method)
+        full, off = (cacheformers.read(other, documents[0], progress=False, cache_size=size) for size in (None, 0))
+        for one, more in ((full, off), (off, full)):
+            with pytest.raises(ValueError, match="different models, adapters, tokenizers or cache sizes"):
+                one.join([more])
     left_open = cacheformers.read(model, documents[0], flush=False, progress=False)
     with pytest.raises(ValueError, match="flush=True"):
         joint.join([left_open])

@@ -13,6 +13,7 @@ from peft import get_peft_model
 
 import cacheformers
 from cacheformers.hub.card import refresh_card
+from cacheformers.methods.cacheformer import memory as cacheformer_memory
 from cacheformers.methods.cacheformer import tiles as cacheformer_tiles
 from cacheformers.methods.cacheformer.cacheformer import CacheFormerParts, Projected, make_parts
 from cacheformers.methods.cacheformer.memory import CacheFormerOnBaseOptions, attend
@@ -493,3 +494,21 @@ def test_read_tells_texts_from_questions(make_model, ids, tmp_path):
     with pytest.raises(ValueError, match="NaN"):
         quiet(text, memory=memory)
     assert not memory.state.reading
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("representatives", ["mean", "tokens"])
+def test_opt_scores_segments_as_it_attends(make_model, ids, monkeypatch, representatives):
+    """OPT scales its queries itself; without rotation those that score are those that attend."""
+    model = make_model("opt", method="cacheformer_on_base", representatives=representatives, long=False, overlap=False)
+    seen = []
+
+    def noted(options, layer, parts, projected, call):
+        seen.append((projected.asking(options) * projected.scale, projected.q * projected.scale))
+        return attend(options, layer, parts, projected, call)
+
+    monkeypatch.setattr(cacheformer_memory, "attend", noted)
+    model(ids[:, :40], use_cache=True)
+    assert seen
+    for scoring, attending in seen:
+        torch.testing.assert_close(scoring, attending)

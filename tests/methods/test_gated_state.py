@@ -1,6 +1,8 @@
 """Gated attention: states in pieces, copies and files, losses, fixed heads and options."""
 
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -30,7 +32,7 @@ from cacheformers.methods.gated_attention.gated_attention import (
     gates_for_training,
     make_parts,
 )
-from cacheformers.methods.gated_attention.state import gate_losses
+from cacheformers.methods.gated_attention.state import KeyValues, Storage, gate_losses
 from cacheformers.modeling.cache import MemoryCache
 
 
@@ -113,6 +115,36 @@ def test_a_step_does_not_touch_what_is_there():
 
 
 @torch.no_grad()
+class Slow(Storage):
+    """Another thread has its turn whenever one looks what room is taken."""
+
+    @property
+    def claimed(self):
+        found = self.taken
+        time.sleep(0.05)
+        return found
+
+    @claimed.setter
+    def claimed(self, columns):
+        self.taken = columns
+
+
+def test_threads_go_on_from_one_memory():
+    """Each has its own columns, whoever takes the room that is left."""
+    start = KeyValues(Slow(torch.zeros(1, 1, 9, 4), torch.zeros(1, 1, 9, 4), 8), 8)
+
+    @torch.no_grad()
+    def go_on(number):
+        return start.appended(*torch.full((2, 1, 1, 1, 4), float(number)))
+
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(go_on, range(1, 4)))
+    for number, each in enumerate(found, 1):
+        assert (each.keys[0, 0, 8] == number).all() and (each.values[0, 0, 8] == number).all()
+        assert not each.keys[0, 0, :8].any() and each.length == 9
+    assert sum(each.storage is start.storage for each in found) == 1
+
+
 def test_closed_gates_forget_what_is_far():
     """With cache_size 0 every token sees its window alone, and no more is kept."""
     options = options_for()
