@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from accelerate.utils import gather_object
@@ -14,6 +16,7 @@ from cacheformers.cli.main import add_model, questions_anywhere
 from cacheformers.cli.model import lasting_name, load_model
 from cacheformers.common.library import Library, reader_of
 from cacheformers.evaluation.loading import make_state
+from cacheformers.modeling.files.index import MemoryFileError
 from cacheformers.modeling.thinning import RULES
 
 DESCRIPTION = """Keep memory files in a folder, and ask one, several or all of them.
@@ -94,21 +97,32 @@ def make_parser() -> argparse.ArgumentParser:
 def size(text: str) -> int:
     """Read a number of bytes, with K, M or G for binary multiples."""
     unit = UNITS.get(text[-1:].upper(), 1)
-    return int(float(text[:-1] if unit > 1 else text) * unit)
+    number = float(text[:-1] if unit > 1 else text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no number of bytes.")
+    return int(number * unit)
 
 
 def list_memories(library: Library, options: argparse.Namespace) -> None:
-    """Print a line for each memory."""
-    for held in library.contents():
-        print(f"{held.name:<24} {held.tokens:>10,} tokens {held.bytes / 2**20:>8.2f} MiB  {held.source}")
+    """Print a line for each memory; raise MemoryFileError, after that, if some are damaged."""
+    damaged: list[str] = []
+    for name in library.names:
+        try:
+            held = library.describe(name)
+        except MemoryFileError as error:
+            damaged.append(str(error))
+        else:
+            print(f"{held.name:<24} {held.tokens:>10,} tokens {held.bytes / 2**20:>8.2f} MiB  {held.source}")
+    if damaged:
+        raise MemoryFileError("\n".join(damaged))
 
 
-def with_model(library: Library, options: argparse.Namespace) -> Library:
-    """Load the model that is named, or that read the memories which are there."""
+def with_model(library: Library, options: argparse.Namespace, names: Sequence[str] = ()) -> Library:
+    """Load the model that is named, or that read the memories of these names (default: all)."""
     base, adapter = options.model or "", options.adapter or ""
-    if not (base or adapter) and library.names:
-        reader = reader_of(library)
-        base, adapter = reader.base, reader.adapter
+    if library.names:
+        reader = reader_of(library, names)
+        base, adapter = base or ("" if adapter else reader.base), adapter or reader.adapter
     model, tokenizer = load_model(base, adapter, options.device, options.dtype)
     named = lasting_name(base or own_base(adapter))
     return Library(library.folder, model, tokenizer, named, lasting_name(adapter))
@@ -169,8 +183,7 @@ def ask(library: Library, options: argparse.Namespace) -> None:
     """Answer every question on its own, or hold a conversation."""
     if options.choose and not options.questions:
         raise ValueError("--choose is for a question that is given: a conversation stays with its memories.")
-    library.check(options.names)
-    library = with_model(library, options)
+    library = with_model(library, options, library.check(options.names))
     options.memory = options.heat_map or library.folder
     if not options.questions:
         conversation = library.conversation(options.names)
@@ -188,9 +201,9 @@ def ask(library: Library, options: argparse.Namespace) -> None:
 
 def compress(library: Library, options: argparse.Namespace) -> None:
     """Thin a memory."""
-    before = next((held for held in library.contents() if held.name == options.name), None)
+    before = library.describe(options.name) if options.name in library.names else None
     if options.asked and options.rule == "unused":
-        library = with_model(library, options)
+        library = with_model(library, options, [options.name])
     held = library.compress(options.name, options.bytes, options.rule, not options.no_int8, options.asked)
     assert before is not None
     was, now = (f"{each.tokens:,} entries, {each.bytes:,} bytes" for each in (before, held))

@@ -64,7 +64,8 @@ class FromMemory:
     """A model whose every `generate` starts from a copy of one memory; in everything else it is the model."""
 
     def __init__(self, model: Any, memory: MemoryCache) -> None:
-        self._model, self._memory = model, memory
+        self._model, self._memory = model, memory.clone()
+        self._memory.forget_ids()  # a memory that has answered before would wait for the ids of that conversation
 
     def generate(self, **options: Any) -> Any:
         """Generate after the memory. A request holds all turns of its conversation: the copy has read none of them."""

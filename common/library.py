@@ -16,6 +16,7 @@ from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.conversation import Answer, Conversation
 from cacheformers.modeling.files.index import INDEX, MemoryFileError, Reader, read_index
 from cacheformers.modeling.files.load import load_memory
+from cacheformers.modeling.files.save import check_place
 from cacheformers.modeling.reading import read_text
 from cacheformers.modeling.thinning import retrievals, thin, together
 
@@ -113,6 +114,7 @@ class Library:
         name = name or Path(path).stem
         if not overwrite:
             self.check_new(name)
+        check_place(self.path(name))
         source, found = (path, text) if text is not None else load_text(path, encoding=encoding)
         memory = read_text(model, tokenizer, found, name=source, progress=progress, cache_size=cache_size)
         memory.origin.base, memory.origin.adapter = self.base, self.adapter
@@ -223,9 +225,16 @@ class Library:
         return self.model, self.tokenizer
 
 
-def reader_of(library: Library) -> Reader:
-    """Return the model that read the first memory of a library; raise MemoryFileError if there is none."""
-    held = library.contents()
-    if not held:
-        raise MemoryFileError(f"{library.folder} holds no memory yet: add a document first.")
-    return held[0].reader
+def reader_of(library: Library, names: Sequence[str] = ()) -> Reader:
+    """Return the model that read the memories of these names (default: all), as the first that is not damaged says.
+
+    Raises:
+        MemoryFileError: there is none.
+    """
+    fault = MemoryFileError(f"{library.folder} holds no memory yet: add a document first.")
+    for name in names or library.names:
+        try:
+            return library.describe(name).reader
+        except MemoryFileError as error:
+            fault = error
+    raise fault

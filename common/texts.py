@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import posixpath
 import re
+import zlib
 from collections.abc import Callable
+from lzma import LZMAError
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -118,7 +120,7 @@ def read_epub(path: str, encoding: str | None) -> str:
             if sum(book.getinfo(name).file_size for name in chapters) > MOST_BYTES:
                 raise ValueError(f"{path} holds more than {MOST_BYTES // 2**20} MiB of text: read it in parts.")
             return "\n\n".join(visible_text(book.read(name), path) for name in chapters)
-    except (BadZipFile, KeyError, EOFError, NotImplementedError, RuntimeError) as error:
+    except (BadZipFile, KeyError, EOFError, NotImplementedError, RuntimeError, zlib.error, LZMAError) as error:
         raise ValueError(f"{path} is damaged, or no EPUB: {error}.") from error
 
 

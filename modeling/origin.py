@@ -51,6 +51,13 @@ class Source:
         start, end = int(self.offsets[first, 0]), int(self.offsets[min(last, len(self.offsets) - 1), 1])
         return " ".join(self.text[start:end].split())
 
+    def covering(self, tokens: int) -> Source:
+        """Return this text with at least so many tokens: those that were read after it take no characters."""
+        more = tokens - len(self.offsets)
+        if more <= 0:
+            return self
+        return replace(self, offsets=torch.cat([self.offsets, self.offsets.new_full((more, 2), len(self.text))]))
+
     def followed_by(self, more: Source) -> Source:
         """Return this text with another one appended."""
         offsets = torch.cat([self.offsets, more.offsets + len(self.text)])

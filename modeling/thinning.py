@@ -45,6 +45,7 @@ class Entries:
             places = torch.arange(found.first, found.first + len(keys), device=keys.device) % max(ring.capacity, 1)
             stores[layer] = keys, None if ring.values is None else ring.values[ring.owner[0], places]
         if source is not None:
+            source = source.covering(found.first + len(keys))
             source = replace(source, offsets=source.offsets[found.first : found.first + len(keys)])
         return cls(stores, source)
 

@@ -104,6 +104,7 @@ def passage(source: Source | None, start: int, first: int, last: int, times: int
     """Return the passage of the tokens `first` to `last` of a text whose first token has the number `start`."""
     if source is None:
         return Passage(start + first, start + last, times, NOT_SAVED)
+    source = source.covering(first + 1)  # what was generated has no text
     last = min(last, len(source.offsets) - 1)
     characters = int(source.offsets[first, 0]), int(source.offsets[last, 1])
     return Passage(start + first, start + last, times, source.passage(first, last), source.name, characters)

@@ -378,7 +378,7 @@ def answered(model: nn.Module, maker: PromptMaker, batch: Batch) -> tuple[list[s
             **{"task": record.task, "_id": record.id, "prompt_tokens": len(prompt.ids), "new_tokens": len(row)},
             **{"cut_again_to": prompt.cut, **cost},
             **({"gold_hits": own} if own else {}),
-            **in_sight(maker.tokenizer, record, prompt),
+            **in_sight(maker.tokenizer, record, prompt.asked if maker.method.remembers else prompt.ids),
         }
         for record, prompt, row, own in zip(batch, prompts, found.ids, hits, strict=True)
     ]

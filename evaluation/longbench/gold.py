@@ -58,11 +58,14 @@ class GoldHits(LogitsProcessor):
         return by_layer
 
 
-def in_sight(tokenizer: PreTrainedTokenizerBase, record: Record, prompt: Encoded) -> dict[str, bool]:
-    """Say whether self-attention sees a passage that answers, whole and word for word; empty where none is known."""
+def in_sight(tokenizer: PreTrainedTokenizerBase, record: Record, ids: Sequence[int]) -> dict[str, bool]:
+    """Say whether self-attention, which sees these ids, sees a passage that answers, whole and word for word.
+
+    It is empty where no passage is known.
+    """
     if not record.gold:
         return {}
-    seen = str(tokenizer.decode(prompt.asked))
+    seen = str(tokenizer.decode(ids))
     return {"gold_in_sight": any(record.context[start:end] in seen for start, end in record.gold)}
 
 

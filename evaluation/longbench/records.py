@@ -66,7 +66,7 @@ def load_records(data: str, task: str, e: bool = False) -> list[Record]:
             subfolder `data`; or a dataset of the Hub with a configuration for each task and a split `test`.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such data; a record is damaged or incomplete.
+        FileNotFoundError, ValueError: there is no such data; a record is damaged or incomplete, or another template's.
     """
     name = f"{task}_e" if e else task
     if Path(data).exists():
@@ -81,6 +81,12 @@ def load_records(data: str, task: str, e: bool = False) -> list[Record]:
     id, count = Counter(record.id for record in records).most_common(1)[0]
     if count > 1:
         raise ValueError(f"{data}: several records of {name} have the _id {id!r}.")
+    forms = sorted({record.form.name for record in records})
+    if len(forms) > 1:
+        raise ValueError(
+            f"{data}: the records of {name} name several templates ({', '.join(forms)}), which differ in metrics and in "
+            "the lengths of answers: put each into a file of its own."
+        )
     return records
 
 

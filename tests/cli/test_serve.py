@@ -164,6 +164,10 @@ def test_a_memory_is_cloned_for_each_answer(served):
     assert memory.tokens_read == [120]
     assert all(torch.equal(tensor, before[name]) for name, tensor in memory.state_dict().items())
     assert asking.config is model.config
+    model.generate(input_ids=ids, past_key_values=memory, max_new_tokens=3, do_sample=False)
+    assert memory.visible  # and so it would wait for the ids of that conversation
+    given = {"input_ids": ids[:, 5:20], "attention_mask": torch.ones(1, 15, dtype=torch.long), "max_new_tokens": 3}
+    assert FromMemory(model, memory).generate(**given).shape == (1, 18)
 
 
 def test_questions_are_written_as_ask_writes_them(byte_tokenizer):

@@ -138,6 +138,33 @@ def test_the_command(library, folder, monkeypatch, capsys, refused):
     assert "holds no memory yet" in refused(command.main, ["shelf", "remove", "low"])
 
 
+def test_a_damaged_memory_does_not_stop_the_others(library, folder, monkeypatch, capsys, refused):
+    """And the base may have moved: its adapter is still the one that read."""
+    monkeypatch.chdir(folder)
+    for path in ("low.txt", "high.md"):
+        command.main(["shelf", "add", path, "--adapter", "adapter"])
+    (folder / "shelf" / "high.memory" / "index.json").write_text("{")
+    capsys.readouterr()
+    assert "high.memory" in refused(command.main, ["shelf"])
+    command.main(["shelf", "ask", "w5", "--in", "low", "--max-new-tokens", "3"])
+    (folder / "base").rename(folder / "moved")
+    command.main(["shelf", "ask", "w5", "--in", "low", "--max-new-tokens", "3", "--model", "moved"])
+    one, two = capsys.readouterr().out.split("low            ")[-1].split("\nQ: w5\n")[1:]
+    assert one == two
+    command.main(["shelf", "compress", "low", "--bytes", "11K"])
+    assert "high.memory" in refused(command.main, ["shelf", "compress", "high", "--bytes", "11K"])
+    for size in ("inf", "nan", "some"):
+        assert "--bytes" in refused(command.main, ["shelf", "compress", "low", "--bytes", size])
+
+
+def test_a_shelf_that_cannot_be_written_is_noticed_at_once(library, folder, monkeypatch):
+    (folder / "library" / "low.memory").mkdir(parents=True)
+    (folder / "library" / "low.memory" / "mine.txt").write_text("mine")
+    monkeypatch.setattr("cacheformers.common.library.load_text", None)  # nothing is read
+    with pytest.raises(cacheformers.MemoryFileError, match="low.memory"):
+        library.add(str(folder / "low.txt"), progress=False)
+
+
 def test_what_a_killed_save_left_does_not_take_the_name(library, folder):
     library.add(str(folder / "low.txt"), progress=False)
     (library.path("low") / "index.json").unlink()

@@ -1,6 +1,7 @@
 """The text of HTML, EPUB and PDF files, which the tests make themselves, and what is said about files without one."""
 
 import builtins
+from zipfile import ZipFile
 
 import pytest
 from book_files import epub, pdf
@@ -49,6 +50,11 @@ def test_what_cannot_be_read_says_why(tmp_path, monkeypatch):
     epub(whole[1])
     (tmp_path / "cut.pdf").write_bytes(whole[0].read_bytes()[:60])
     (tmp_path / "cut.epub").write_bytes(whole[1].read_bytes()[:200])
+    content = bytearray(whole[1].read_bytes())
+    with ZipFile(whole[1]) as book:
+        at = book.getinfo("OEBPS/one.xhtml")
+    content[at.header_offset + 30 + len(at.filename)] ^= 0xFF  # the first byte of what is compressed
+    (tmp_path / "flipped.epub").write_bytes(content)
     (tmp_path / "none.pdf").write_bytes(b"")
     (tmp_path / "blank.html").write_text("<html><body><script>x</script></body></html>")
     for path, message in {
@@ -57,6 +63,7 @@ def test_what_cannot_be_read_says_why(tmp_path, monkeypatch):
         str(tmp_path / "cut.pdf"): "is damaged, or no PDF",
         str(tmp_path / "none.pdf"): "is damaged, or no PDF",
         str(tmp_path / "cut.epub"): "is damaged, or no EPUB",
+        str(tmp_path / "flipped.epub"): "is damaged, or no EPUB",
         epub(tmp_path / "locked.epub", **{"META-INF/encryption.xml": locked}): "is encrypted",
         epub(tmp_path / "missing.epub", **{"OEBPS/one.xhtml": None}): "is damaged, or no EPUB",
         epub(tmp_path / "odd.epub", **{"META-INF/container.xml": "<container/>"}): "where its chapters are",

@@ -64,6 +64,14 @@ def test_records_that_cannot_be_used(bench, error_of, task, change, message):
     assert message in error_of(arguments(bench, "--tasks", task))
 
 
+def test_a_set_has_one_template(bench, error_of):
+    """Metrics and lengths of answers are the template's."""
+    shutil.rmtree(bench / "data")
+    rows = [{**row("hotpotqa", number, 20), "template": form} for number, form in enumerate(["qasper", "samsum"])]
+    write_rows(bench / "data" / "own.jsonl", rows)
+    assert "the records of own name several templates (qasper, samsum)" in error_of(arguments(bench))
+
+
 def test_a_file_that_is_cut_off(bench, error_of):
     path = bench / "data" / "hotpotqa.jsonl"
     path.write_text(path.read_text()[:-30])

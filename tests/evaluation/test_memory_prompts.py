@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import cacheformers
 from cacheformers import eval_longbench
 from cacheformers.evaluation.longbench import answers
+from cacheformers.evaluation.longbench.answers import answered
 from cacheformers.evaluation.longbench.gold import in_sight
 from cacheformers.evaluation.longbench.records import load_records
 from cacheformers.evaluation.longbench.retrieval import (
@@ -263,8 +264,18 @@ def test_a_passage_is_in_sight_where_all_of_it_is_shown(bench, closed):
     prompt, length = maker(record), len(record.context)
     first, last, whole = (0, 40), (length - 60, length - 20), (0, length)
     for gold, seen in (((first,), False), ((last,), True), ((first, last), True), ((whole,), False)):
-        assert in_sight(maker.tokenizer, replace(record, gold=gold), prompt) == {"gold_in_sight": seen}
-    assert in_sight(maker.tokenizer, record, prompt) == {}
+        assert in_sight(maker.tokenizer, replace(record, gold=gold), prompt.asked) == {"gold_in_sight": seen}
+    assert in_sight(maker.tokenizer, record, prompt.asked) == {}
+
+
+def test_a_base_that_reads_everything_has_every_passage_in_sight(bench, closed):
+    """Also beside a memory whose prompt has its question looked up."""
+    base = AutoModelForCausalLM.from_pretrained(bench / "base").eval()
+    for shown in ("question", "cut"):
+        maker = prompt_maker(bench, "full", memory_prompt=shown, adapter=str(closed))
+        record = load_records(str(bench / "data"), "hotpotqa")[0]
+        _, [cost] = answered(base, maker, [replace(record, gold=((0, 40),))])
+        assert cost["gold_in_sight"] is True
 
 
 def test_prompts_need_a_window_of_their_own(bench, config_factory, error_of):

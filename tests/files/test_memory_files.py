@@ -18,8 +18,11 @@ from transformers import PreTrainedTokenizerFast
 
 import cacheformers
 from cacheformers import MemoryFileError
+from cacheformers.modeling.architectures import find_decoder, unwrap
 from cacheformers.modeling.files.index import checksum, read_index
 from cacheformers.modeling.origin import tokenizer_hash
+from cacheformers.modeling.rotary import rotation
+from cacheformers.modeling.trace import passages
 
 
 def read(model, ids, **options):
@@ -146,6 +149,27 @@ def test_reading_on_does_not_write_into_an_unverified_file(make_model, ids, tmp_
 
 
 # Append
+
+
+@torch.no_grad()
+def test_a_memory_that_answered_keeps_its_text(make_model, tokenizer, ids, tmp_path):
+    """What it read after its text has none; the memory is whole, as a file, appended to it, and thinned."""
+    model = make_model("llama_gqa")
+    memory = cacheformers.read_text(model, tokenizer, make_text(40), "book", progress=False)
+    memory.save(tmp_path / "m")
+    text = memory.origin.sources[0].text
+    model.generate(ids[:1, :20], past_key_values=memory, max_new_tokens=20, do_sample=False)
+    memory.close([0], rotation(find_decoder(unwrap(model))))
+    memory.save(tmp_path / "m", append=True)
+    memory.save(tmp_path / "again")
+    for folder in ("again", "m"):
+        loaded = cacheformers.load_memory(tmp_path / folder, model)
+        assert_equal(loaded, memory)
+        source = loaded.origin.sources[0]
+        assert source.text == text and len(source.offsets) == loaded.tokens_read[0] > 40
+        assert source.passage(0, 100) == " ".join(text.split()) and source.passage(50, 55) == ""
+        assert torch.equal(logits(model, loaded, ids), logits(model, memory, ids))
+    assert passages([torch.tensor([3, 45])], memory.origin.texts(0), 8, 2)[1].text == ""
 
 
 @torch.no_grad()
