@@ -84,8 +84,8 @@ def load_records(data: str, task: str, e: bool = False) -> list[Record]:
     forms = sorted({record.form.name for record in records})
     if len(forms) > 1:
         raise ValueError(
-            f"{data}: the records of {name} name several templates ({', '.join(forms)}), which differ in metrics and in "
-            "the lengths of answers: put each into a file of its own."
+            f"{data}: the records of {name} name several templates ({', '.join(forms)}), whose metrics and lengths of "
+            "answers differ: put each into a file of its own."
         )
     return records
 

@@ -69,7 +69,7 @@ def test_a_set_has_one_template(bench, error_of):
     shutil.rmtree(bench / "data")
     rows = [{**row("hotpotqa", number, 20), "template": form} for number, form in enumerate(["qasper", "samsum"])]
     write_rows(bench / "data" / "own.jsonl", rows)
-    assert "the records of own name several templates (qasper, samsum)" in error_of(arguments(bench))
+    assert "the records of own name several templates (qasper, samsum)" in error_of(arguments(bench, "--tasks", "own"))
 
 
 def test_a_file_that_is_cut_off(bench, error_of):
