@@ -65,7 +65,7 @@ def in_sight(tokenizer: PreTrainedTokenizerBase, record: Record, ids: Sequence[i
     """
     if not record.gold:
         return {}
-    seen = str(tokenizer.decode(ids))
+    seen = str(tokenizer.decode(list(ids)))
     return {"gold_in_sight": any(record.context[start:end] in seen for start, end in record.gold)}
 
 
