@@ -152,7 +152,7 @@ def row_streams(memory: Any, row: int) -> dict[str, Stream]:
     source = memory.origin.sources[row]
     if source is not None:
         text = torch.frombuffer(bytearray(source.text.encode("utf-8", "surrogatepass")), dtype=torch.uint8)
-        offsets = source.offsets
+        offsets = source.covering(memory.tokens_read[row]).offsets
         streams["text"] = Stream(0, len(text), lambda start, end: text[start:end])
         streams["offsets"] = Stream(0, len(offsets), lambda start, end: offsets[start:end])
     return streams
