@@ -318,7 +318,8 @@ class MemoryCache(DocumentsCache):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all tensors by name: the memory, open segments, local keys and values."""
-        local = {f"{layer}.{side}": pair[side] for layer, pair in self.local.items() for side in (0, 1)}
+        # Copies: a state may hold the same keys and values, and safetensors refuses tensors that share memory.
+        local = {f"{layer}.{side}": pair[side].clone() for layer, pair in self.local.items() for side in (0, 1)}
         state, timeline, seen = self.state.state_dict(), self.timeline.state_dict(), self.seen.state_dict()
         tensors = joined(state=state, timeline=timeline, local=local, seen=seen)
         return {**tensors, "visible": torch.tensor(self.visible)}

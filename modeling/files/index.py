@@ -234,13 +234,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> File:
     """Write tensors to the disk, and describe them for the index; raise OSError if that fails."""
-    held: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        own = tensor.detach().contiguous().cpu()
-        place = own.untyped_storage().data_ptr()
-        held[name] = own.clone() if place in storages else own  # safetensors refuses tensors that share memory
-        storages.add(place)
+    held = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     try:
         save_file(held, path, metadata={"format": "pt"})
     except SafetensorError as error:

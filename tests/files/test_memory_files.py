@@ -18,10 +18,12 @@ from transformers import PreTrainedTokenizerFast
 
 import cacheformers
 from cacheformers import MemoryFileError
+from cacheformers.common.files import write_tensors
 from cacheformers.modeling.architectures import find_decoder, unwrap
 from cacheformers.modeling.files.index import checksum, read_index
 from cacheformers.modeling.origin import tokenizer_hash
 from cacheformers.modeling.rotary import rotation
+from cacheformers.modeling.thinning import thin
 from cacheformers.modeling.trace import passages
 
 
@@ -170,6 +172,10 @@ def test_a_memory_that_answered_keeps_its_text(make_model, tokenizer, ids, tmp_p
         assert source.passage(0, 100) == " ".join(text.split()) and source.passage(50, 55) == ""
         assert torch.equal(logits(model, loaded, ids), logits(model, memory, ids))
     assert passages([torch.tensor([3, 45])], memory.origin.texts(0), 8, 2)[1].text == ""
+    thinned, same = (thin(given, 12_500, int8=False) for given in (memory, loaded))
+    kept = thinned.tokens_read[0]
+    assert_equal(thinned, same)
+    assert 0 < kept < memory.tokens_read[0] and len(thinned.origin.sources[0].offsets) == kept
 
 
 @torch.no_grad()
@@ -178,6 +184,7 @@ def test_one_open_token_is_saved(make_model, ids, tmp_path, method):
     """Its keys are held twice, for the window and for the memory, and a file shares none."""
     model = make_model("llama_gqa", method=method)
     memory = read(model, ids[:1, :1], flush=False)
+    write_tensors(tmp_path / "checkpoint.safetensors", memory.state_dict())
     memory.save(tmp_path / "m")
     loaded = cacheformers.load_memory(tmp_path / "m", model)
     assert torch.equal(*(model(ids[:1, 1:20], past_key_values=given).logits for given in (loaded, memory)))
