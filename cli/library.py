@@ -120,9 +120,9 @@ def list_memories(library: Library, options: argparse.Namespace) -> None:
 def with_model(library: Library, options: argparse.Namespace, names: Sequence[str] = ()) -> Library:
     """Load the model that is named, or that read the memories of these names (default: all)."""
     base, adapter = options.model or "", options.adapter or ""
-    if library.names:
+    if library.names and not adapter:
         reader = reader_of(library, names)
-        base, adapter = base or ("" if adapter else reader.base), adapter or reader.adapter
+        base, adapter = base or reader.base, reader.adapter
     model, tokenizer = load_model(base, adapter, options.device, options.dtype)
     named = lasting_name(base or own_base(adapter))
     return Library(library.folder, model, tokenizer, named, lasting_name(adapter))

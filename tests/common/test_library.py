@@ -153,6 +153,10 @@ def test_a_damaged_memory_does_not_stop_the_others(library, folder, monkeypatch,
     assert one == two
     command.main(["shelf", "compress", "low", "--bytes", "11K"])
     assert "high.memory" in refused(command.main, ["shelf", "compress", "high", "--bytes", "11K"])
+    (folder / "shelf" / "low.memory" / "index.json").write_text("{")
+    assert ".memory" in refused(command.main, ["shelf", "add", "low.txt", "--name", "new"])
+    (folder / "moved").rename(folder / "base")
+    command.main(["shelf", "add", "low.txt", "--name", "new", "--adapter", "adapter"])
     for size in ("inf", "nan", "some"):
         assert "--bytes" in refused(command.main, ["shelf", "compress", "low", "--bytes", size])
 
