@@ -58,14 +58,14 @@ class GoldHits(LogitsProcessor):
         return by_layer
 
 
-def in_sight(tokenizer: PreTrainedTokenizerBase, record: Record, ids: Sequence[int]) -> dict[str, bool]:
+def in_sight(tokenizer: PreTrainedTokenizerBase, record: Record, ids: list[int]) -> dict[str, bool]:
     """Say whether self-attention, which sees these ids, sees a passage that answers, whole and word for word.
 
     It is empty where no passage is known.
     """
     if not record.gold:
         return {}
-    seen = str(tokenizer.decode(list(ids)))
+    seen = str(tokenizer.decode(ids))
     return {"gold_in_sight": any(record.context[start:end] in seen for start, end in record.gold)}
 
 
