@@ -109,6 +109,21 @@ def test_models_start_alike_and_look_at_the_token_before(benchmarks):
     assert before.mean() > 0.9
 
 
+def test_only_the_published_rule_answers_otherwise_where_nothing_later_is_there(benchmarks):
+    recall, task = benchmarks
+    drawn = task.draw(task.Layout(96, 8, 3, "one", 64), 20, torch.Generator().manual_seed(5))
+    asked = drawn.labels != task.IGNORED
+    assert int(asked.sum()) == 60
+    differ = {}
+    for name in ("cache", "cache_previous_block", "cache_paper_block"):
+        contestant = recall.CONTESTANTS[name]
+        few = recall.replace(contestant, settings={**contestant.settings, "topk": 1})
+        with torch.no_grad():
+            whole, decoded = (recall.predictions(recall.make_model(few, 0).eval(), drawn, how) for how in (False, True))
+        differ[name] = bool((whole != decoded)[asked].any())
+    assert differ == {"cache": False, "cache_previous_block": False, "cache_paper_block": True}
+
+
 def test_the_command_writes_goes_on_and_refuses(benchmarks, tmp_path, monkeypatch, capsys):
     recall = benchmarks[0]
 
