@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
@@ -52,6 +53,14 @@ class LocalCache(Cache):
         if self.stage:
             self.staged[layer_idx] = (key_states, value_states)
         return key_states, value_states
+
+    def held(self, new: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return keys and values for later forwards, by layer; layers that did not run have zeros for the new columns."""
+        resting = {layer: pair for layer, pair in self.past.items() if self.stage and layer not in self.staged}
+        padding = (0, 0, 0, new)
+        return self.staged | {
+            layer: (F.pad(keys, padding), F.pad(values, padding)) for layer, (keys, values) in resting.items()
+        }
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.columns
@@ -402,6 +411,12 @@ class MemoryCache(DocumentsCache):
             self.timeline.drop(row)
         self._drop_columns()
 
+    def forget_window(self) -> None:
+        """Drop open segments as `drop` does, and of the local window all but its sinks."""
+        self.drop(range(self.batch_size))
+        self.timeline.kept &= self.timeline.sink
+        self._drop_columns()
+
     def with_window(self, tokens: int) -> MemoryCache:
         """Return a copy in which the next `tokens` tokens are one segment, and self-attention sees nothing before it.
 
@@ -508,7 +523,7 @@ class MemoryCache(DocumentsCache):
             return
         self.seen.append(call.ids, call.real, self.tokens_read)
         self.timeline.append(call.real, call.positions[:, self.columns :])
-        self.local = call.local.staged
+        self.local = call.local.held(call.real.shape[1])
         self.state.end(call.reading)
         self.visible += call.real.shape[1]
 

@@ -123,24 +123,25 @@ def read_batch(
         Memories that together hold the rows in their order. The first is `memory`, without the documents that ended
         before the longest.
     """
-    device, uncut = device_of(decoder), memory.state.forward_is_segment
+    uncut = memory.state.forward_is_segment
     run = reader(decoder, memory) if flush else decoder
     lengths = torch.tensor([len(document) for document in documents])
     ended: list[MemoryCache] = []
-    start = 0
+    start, resting = 0, False
     while len(lengths):
         end = start + step if uncut else next_end(lengths, start, step)
         ids = nn.utils.rnn.pad_sequence(
             [document[start:end] for document in documents[: len(lengths)]], batch_first=True
         )
         real = torch.arange(start, start + ids.shape[1]) < lengths[:, None]
-        run(
-            input_ids=ids.to(device),
-            attention_mask=None if bool(real.all()) else real.to(device),
-            past_key_values=memory,
-            use_cache=not uncut,
-            memory_keep=1,
-        )
+        needed = reader(decoder, memory, int(lengths[-1]) - start) if run is decoder else run
+        resting |= needed is not run
+        try:
+            read_segment(needed, memory, ids, real)
+        except BaseException:
+            if resting:
+                memory.forget_window()  # not all layers have read it
+            raise
         bar.update(int(real.sum()))
         start = end
         rows, stay = len(lengths), int((lengths > end).sum())
@@ -157,6 +158,18 @@ def read_batch(
             ended.insert(0, left)
             lengths = lengths[:stay]
     return ended
+
+
+def read_segment(decoder: nn.Module, memory: MemoryCache, ids: Tensor, real: Tensor) -> None:
+    """Run ids `[rows, time]`, of which `real` are tokens."""
+    device = device_of(decoder)
+    decoder(
+        input_ids=ids.to(device),
+        attention_mask=None if bool(real.all()) else real.to(device),
+        past_key_values=memory,
+        use_cache=not memory.state.forward_is_segment,
+        memory_keep=1,
+    )
 
 
 def next_end(lengths: Tensor, start: int, step: int) -> int:

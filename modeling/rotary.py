@@ -91,13 +91,15 @@ def position_embeddings(decoder: nn.Module, layer: int, states: Tensor, position
 def rotation(decoder: nn.Module) -> Rotate | None:
     """Return a function that turns a layer's keys by a number of positions; None for models without rotary positions.
 
-    Layers without rotary positions keep their keys as they are.
+    Layers without rotary positions, and layers above those of a `reader`, keep their keys as they are.
     """
     if architecture(decoder.config).rotary is None:  # type: ignore[arg-type]  # of a transformers model
         return None
     attentions = attention_modules(decoder)
 
     def rotate(keys: Tensor, shift: Tensor, layer: int) -> Tensor:
+        if layer >= len(attentions):
+            return keys
         exact = keys.to(torch.promote_types(keys.dtype, torch.float32))
         turning = layer_rotation(attentions[layer], position_embeddings(decoder, layer, exact, shift.to(keys.device)))
         return keys if turning is None else turning.exact(exact.dtype).unscaled.turn(exact).to(keys.dtype)

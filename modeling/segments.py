@@ -98,19 +98,37 @@ def add_hooks(model: nn.Module) -> list[Any]:
     return handles
 
 
-def reader(decoder: nn.Module, memory: MemoryCache) -> nn.Module:
-    """Return what must run so that the segments of a text enter the memory: often the lower layers alone.
+def reader(decoder: nn.Module, memory: MemoryCache, left: int = 0) -> nn.Module:
+    """Return what must run so that the next segment of a text enters the memory: often the lower layers alone.
 
     Layers above the highest one that stores leave behind nothing but keys and values of the local window. Where closed
-    segments leave no window, the decoder returned ends below them: a copy with the same modules and hooks, so that
-    another thread can use the whole model meanwhile.
+    segments leave no window, or the text's end sees nothing of this one, the decoder returned ends below them: a copy
+    with the same modules and hooks, so that another thread can use the whole model meanwhile.
+
+    Args:
+        left: tokens that every row will read from here on before anything else looks at the memory; 0 if unknown.
     """
     top = memory.state.top_layer
-    if top is None or memory.columns or not memory.window.empties:
+    if top is None:
         return decoder
     lower = copy.copy(decoder)
     lower._modules = {**decoder._modules, "layers": decoder.layers[: top + 1]}  # type: ignore[index, dict-item]  # a list of modules
-    return lower
+    above = len(decoder.layers) - 1 - top  # type: ignore[arg-type]  # a list of modules
+    empty = memory.window.empties and not memory.columns
+    return lower if empty or out_of_sight(memory, above, left) else decoder
+
+
+def out_of_sight(memory: MemoryCache, above: int, left: int) -> bool:
+    """Whether nothing of the next segment in `above` layers reaches what is visible after `left` more tokens.
+
+    Each of these layers looks back as many whole segments as the local window holds parts of; the last one's keys and
+    values must be right where the end of the text sees them. Sinks are of the first segment, which all layers read.
+    """
+    window, columns = memory.window, memory.timeline.open.sum(1)
+    if not (above and memory.columns and bool(((columns == 0) | (columns == window.segment_tokens)).all())):
+        return False
+    back = -(-window.kept_tokens // window.segment_tokens)
+    return left >= window.kept_tokens + window.segment_tokens * (2 + (above - 1) * back)
 
 
 def before_model(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
