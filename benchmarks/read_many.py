@@ -4,11 +4,15 @@
     python benchmarks/read_many.py book --tokens 32768                      # with a trained adapter
     python benchmarks/read_many.py book --methods memorizing infini_attention --tokens 8192     # with random adapters
     python benchmarks/read_many.py documents --batches 1 4 16
+    cacheformers attach recipes/attach/retrieval_heads.yaml --dtype bfloat16 --output runs/heads
+    python benchmarks/read_many.py layers --adapter runs/heads --dtype bfloat16
 
 `book` reads a book segment by segment. The bare model's decoder (all layers, `use_cache=False`, no logits) and every
 memory take turns after each segment, in one process, so that other load on the machine affects all alike. `documents`
 reads pieces of books of different lengths; padding is the share of computed tokens that are none, here and if all were
-padded to the longest. Results: read_book_METHOD.json, by the first method, and read_documents.json.
+padded to the longest. `layers` reads the beginning of a book as a whole, and segment by segment, for which all layers
+must run, in turns, by the processor's time. Results: read_book_METHOD.json, by the first method, read_documents.json
+and read_layers.json.
 """
 
 from __future__ import annotations
@@ -24,40 +28,42 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import parser, ratio, save, seconds_of, shown
+from measuring import interleaved, parser, ratio, save, seconds_of, shown
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cacheformers
 from cacheformers.modeling.architectures import find_decoder, unwrap
-from cacheformers.modeling.method import METHODS
+from cacheformers.modeling.method import METHODS, required_options
 
 TRAINED = "trained"
 
 
 @torch.no_grad()
 def main() -> None:
-    """Run one of the two."""
+    """Run one of the three."""
     given = parser(__doc__)
-    given.add_argument("action", choices=("book", "documents"))
+    given.add_argument("action", choices=("book", "documents", "layers"))
     given.add_argument("--base", default="data/smollm2-135m-instruct", help="(default: %(default)s)")
     given.add_argument("--adapter", default="model_cards/answers_questions", help="(default: %(default)s)")
+    given.add_argument("--dtype", default="float32", help="(default: %(default)s)")
     given.add_argument("--books", type=Path, default=Path("../shared/data/books/valid.jsonl.gz"), help="JSON lines")
     given.add_argument("--methods", nargs="+", default=[TRAINED], help="default: the trained adapter")
     given.add_argument("--tokens", type=int, default=16384, help="of the book, or of all documents (%(default)s)")
     given.add_argument(
         "--segment", type=int, default=1024, help="tokens, of random adapters too (default: %(default)s)"
     )
+    given.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384], help="(default: %(default)s)")
     given.add_argument("--documents", type=int, default=16, help="(default: %(default)s)")
     given.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16], help="(default: %(default)s)")
     given.add_argument("--rounds", type=int, default=3, help="of reading all documents (default: %(default)s)")
     options = given.parse_args()
-    (book if options.action == "book" else documents)(options)
+    {"book": book, "documents": documents, "layers": layers}[options.action](options)
 
 
 def load_model(options: argparse.Namespace, name: str) -> Any:
     """Load the base, with a trained adapter or with a method whose other options are its defaults."""
-    base = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(options.base, dtype=getattr(torch, options.dtype))
     if name == TRAINED:
         return PeftModel.from_pretrained(base, options.adapter).eval()
     config = METHODS[name].adapter_config(task_type="CAUSAL_LM", target_modules=[], segment_tokens=options.segment)
@@ -76,7 +82,7 @@ def book_ids(options: argparse.Namespace) -> torch.Tensor:
 def book(options: argparse.Namespace) -> None:
     """Let the bare model and every memory take turns, segment by segment."""
     ids, models = book_ids(options), {name: load_model(options, name) for name in options.methods}
-    bare = AutoModelForCausalLM.from_pretrained(options.base, dtype=torch.float32).eval().model
+    bare = AutoModelForCausalLM.from_pretrained(options.base, dtype=getattr(torch, options.dtype)).eval().model
     memories = {}
     for name, model in models.items():
         cacheformers.read(model, ids[:64], progress=False)  # warms up
@@ -119,6 +125,24 @@ def documents(options: argparse.Namespace) -> None:
         rows[size]["tokens a second"] = sum(lengths) / statistics.median(seconds)
         print(size, {name: round(value, 4) for name, value in rows[size].items()})
     save("read_documents", options, {"lengths": lengths, "rows": rows, "seconds": times}, indent=None)
+
+
+def layers(options: argparse.Namespace) -> None:
+    """Read texts of some lengths with and without the upper layers."""
+    model, ids, rows = load_model(options, options.methods[0]), book_ids(options), {}
+
+    def all_layers(text: torch.Tensor) -> None:
+        memory = cacheformers.new_memory(model, 1)
+        for segment in text.split(required_options(find_decoder(unwrap(model))).segment_tokens):
+            cacheformers.read(model, segment, flush=False, progress=False, memory=memory)
+
+    for length in options.lengths:
+        text = ids[:length]
+        runs = {"all": partial(all_layers, text), "own": partial(cacheformers.read, model, text, progress=False)}
+        times = interleaved(runs, options.rounds, clock=time.process_time)
+        rows[str(length)] = {**ratio(times, "all", "own"), "tokens a second": length / statistics.median(times["own"])}
+        print(f"{length:,} tokens: all layers over {shown(rows[str(length)])}", flush=True)
+    save("read_layers", options, {"rows": rows}, indent=None)
 
 
 def count_computed(model: Any, run: Callable[[], object]) -> int:

@@ -47,6 +47,12 @@ def test_documents(tiny):
     assert 0 < rows["6"]["padding"] < rows["6"]["padding to the longest"]
 
 
+def test_layers(tiny):
+    found = measured(tiny, "read_many.py", "layers", "--tokens=160", "--lengths", "64", "160", "--rounds=2")
+    rows = found["read_layers"]["rows"]
+    assert rows.keys() == {"64", "160"} and all(row["tokens a second"] > 0 for row in rows.values())
+
+
 @pytest.mark.slow
 def test_the_first_answer(tiny):
     options = ("--entries=200", "--rounds=1", f"--memory={tiny / 'a.memory'}")

@@ -73,7 +73,11 @@ def test_the_end_of_a_text_sees_nothing_of_what_was_left_out(make, text, monkeyp
     model = make(name, method, **window)
     runs = counted(model)
     least = []
-    for documents, flush in (([text[0]], True), ([text[0], text[1, :213]], False), ([text[0, :208], text[1, :7]], True)):
+    for documents, flush in (
+        ([text[0]], True),
+        ([text[0], text[1, :213]], False),
+        ([text[0, :208], text[1, :7]], True),
+    ):
         before = list(runs)
         short = cacheformers.read(model, documents, flush=flush, progress=False)
         below, above = (runs[layer] - before[layer] for layer in (0, LAYERS - 1))
