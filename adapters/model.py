@@ -168,6 +168,7 @@ class MemoryTuner(LoraModel):
         Weights keep their precision. Layer by layer they are merged in float32 or better, and rounded once.
         """
         self.detach_memories()
+        self.untie()
         for layer in self.model.modules():
             if isinstance(layer, LoraLayer):
                 weights = [(weight, weight.dtype) for weight in layer.get_base_layer().parameters()]
@@ -180,6 +181,15 @@ class MemoryTuner(LoraModel):
             warnings.filterwarnings("ignore", "All adapters are already merged")
             super()._unload_and_optionally_merge(safe_merge=True)
         return self.model
+
+    def untie(self) -> None:
+        """Give a head and embeddings that share a weight one each, if LoRA is on either: it changes that one alone."""
+        ends: list[Any] = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
+        own = [end.get_base_layer() if isinstance(end, LoraLayer) else end for end in ends]
+        if None in own or own[0].weight is not own[1].weight or not any(isinstance(end, LoraLayer) for end in ends):
+            return
+        own[1].weight = nn.Parameter(own[1].weight.detach().clone(), requires_grad=False)
+        self.model.config.tie_word_embeddings = False
 
     def detach_memories(self) -> None:
         """Remove memories and hooks, so that the base computes what it did before."""

@@ -32,13 +32,16 @@ def load_chats(
             f"The field {field!r} holds chats: they take a tokenizer with a chat template, and this base has none."
         )
 
-    def written(row: dict[str, Any]) -> dict[str, Any]:
-        text, places = write_chat(tokenizer, row[field])
+    def written(row: dict[str, Any], number: int) -> dict[str, Any]:
+        try:
+            text, places = write_chat(tokenizer, row[field])
+        except ValueError as error:
+            raise ValueError(f"Chat {number + 1} of {', '.join(paths)}: {error}") from error
         return {"text": text, "places": places}
 
     rows = joined([source.load_chats(field) for source in find_sources(paths, split)], field)
     features = Features({"text": Value("string"), "places": PLACES})
-    chats = rows.map(written, remove_columns=[field], features=features, desc="Writing chats")
+    chats = rows.map(written, with_indices=True, remove_columns=[field], features=features, desc="Writing chats")
     return chats["text"], chats["places"]
 
 
@@ -47,8 +50,10 @@ def write_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, 
     assistant after the generation prompt, the token that ends an answer included.
 
     Raises:
-        ValueError: the template refuses the chat, or without marks writes an answer otherwise once more turns follow.
+        ValueError: a message is no text; the template refuses the chat, or without marks writes an answer otherwise
+            once more turns follow.
     """
+    check_messages(messages)
     turns = [{name: value for name, value in turn.items() if value is not None} for turn in messages]  # of Arrow
 
     def write(count: int, prompt: bool = False) -> str:
@@ -59,8 +64,11 @@ def write_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, 
         if MARKS.search(str(tokenizer.chat_template)):
             return text, marked(tokenizer, turns, text)
         answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
-        spans = [(write(number, prompt=True), write(number + 1)) for number in answers]
-    except (TemplateError, KeyError) as error:
+        spans = [(write(number, prompt=True) if number else "", write(number + 1)) for number in answers]
+        if answers[:1] == [0]:  # nothing asks for it, so it begins with its own words
+            first = spans[0][1]
+            spans[0] = first[: max(first.find(turns[0]["content"].strip()), 0)], first
+    except (TemplateError, KeyError, TypeError) as error:
         raise ValueError(f"The chat template cannot write a chat that begins {str(turns)[:80]}: {error}") from error
     if not all(text.startswith(until) and until.startswith(before) for before, until in spans):
         raise ValueError(
@@ -68,6 +76,20 @@ def write_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, 
             f"that begins {text[:80]!r}. Put {{% generation %}} ... {{% endgeneration %}} around them in the template."
         )
     return text, [[len(before), len(until.rstrip())] for before, until in spans if len(until.rstrip()) > len(before)]
+
+
+def check_messages(messages: Any) -> None:
+    """Raise ValueError unless these are messages of texts."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("a chat must be a list of messages, and hold at least one.")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"a message must have a role and a content, got {str(message)[:80]}.")
+        if not isinstance(message.get("content") or "", str):
+            raise ValueError(
+                f"the content of a message must be a text, got {str(message['content'])[:80]}. Images and other parts "
+                "cannot be learned from; join parts of text before."
+            )
 
 
 def marked(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, Any]], text: str) -> list[list[int]]:

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from datasets import IterableDataset, List, Value, concatenate_datasets, load_dataset
+from datasets import IterableDataset, Json, List, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
 # Suffix -> how `datasets` calls the format.
@@ -79,7 +79,9 @@ class Source:
         """Load a dataset with one column, lists of messages; raise ValueError if there is none to read."""
         loaded, fields = self._opened(streaming=False)
         found = fields.get(field, "nothing")
-        if not (isinstance(found, List) and {"role", "content"} <= set(found.feature or ())):
+        message = found.feature if isinstance(found, List) else None
+        known = isinstance(message, dict) and {"role", "content"} <= set(message)
+        if not (known or isinstance(message, Json)):  # messages that differ in their fields
             raise ValueError(
                 f"{self.title}: the field {field!r} must hold lists of messages (role, content), but holds {found}."
             )

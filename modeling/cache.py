@@ -55,7 +55,7 @@ class LocalCache(Cache):
         return key_states, value_states
 
     def held(self, new: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return keys and values for later forwards, by layer; layers that did not run have zeros for the new columns."""
+        """Return keys and values for later forwards, by layer; those that did not run have zeros in the new columns."""
         resting = {layer: pair for layer, pair in self.past.items() if self.stage and layer not in self.staged}
         padding = (0, 0, 0, new)
         return self.staged | {

@@ -16,6 +16,7 @@ from typing import Any
 
 from cacheformers.common.files import write_text
 from cacheformers.evaluation.longbench.records import file_rows
+from cacheformers.training.exercises import check_document
 
 MOVE = re.compile(r"(\w+) (?:moved|went|went back|travelled|journeyed) to the (\w+)\.")
 
@@ -28,8 +29,9 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["qa1"], help="(default: %(default)s)")
     options = parser.parse_args()
     written = []
-    for _, story in file_rows(options.pool):
-        task = story["source"].removeprefix("babi_")
+    for where, story in file_rows(options.pool):
+        check_document(story, where)
+        task = story.get("source", "").removeprefix("babi_")
         if task == "qa1":
             story["questions"] = whereabouts(story["context"].split("\n"))
         if task in options.tasks:

@@ -24,11 +24,13 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=6, help="most parts of a book (default: %(default)s)")
     options = parser.parse_args()
     lines = []
-    for _, book in file_rows(options.books):
+    for where, book in file_rows(options.books):
+        if not isinstance(book, dict) or not isinstance(book.get("text"), str):
+            parser.error(f"{where} has no text.")
         text = " ".join(book["text"].split())
         for start in range(0, len(text), options.characters)[: options.parts]:
-            part = {"task": "quote", "title": book["title"], "context": text[start : start + options.characters]}
-            lines.append(json.dumps({**part, "questions": []}) + "\n")
+            part = {"task": "quote", "title": book.get("title", ""), "questions": []}
+            lines.append(json.dumps({**part, "context": text[start : start + options.characters]}) + "\n")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(options.out, "".join(lines))
     print(f"{len(lines):,} parts of books: {options.out}")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from cacheformers.evaluation.babilong.tasks import ANSWERS
-from cacheformers.evaluation.longbench.records import file_rows
+from cacheformers.evaluation.longbench.records import check_surrogates, file_rows
 from cacheformers.evaluation.longbench.retrieval import UNIT, load_bm25s
 from cacheformers.evaluation.longbench.tasks import QUOTE
 
@@ -458,14 +458,17 @@ def check_document(row: Any, where: str) -> None:
     for name in ("source", "title"):
         if not isinstance(row.get(name, ""), str):
             raise ValueError(f"{where} has a {name} that is not a text.")
+    texts = [text for question in questions for text in (question["input"], *question["answers"])]
+    check_surrogates({"context": [row["context"], row.get("title", "")], "questions": texts}, where)
+    all_lines, parts = (row["context"].count(mark) + 1 for mark in ("\n", "\n\n"))
     for question in questions:
-        if not isinstance(question.get("lines", 0), int):
-            raise ValueError(f"{where} has a question whose lines are not a number.")
-        if "passages" not in question:
-            continue
-        passages, parts = question["passages"], row["context"].count("\n\n") + 1
-        if not isinstance(passages, list) or any(not isinstance(n, int) or not 0 <= n < parts for n in passages):
-            raise ValueError(f"{where} has a question whose passages are not numbers of its {parts}, from 0 on.")
+        lines = question.get("lines", all_lines)
+        if not isinstance(lines, int) or not 1 <= lines <= all_lines:
+            raise ValueError(f"{where} has a question whose lines are not a number from 1 to its {all_lines}.")
+        for name, most in (("supports", lines), ("passages", parts)):
+            numbers = question.get(name, [])
+            if not isinstance(numbers, list) or any(not isinstance(n, int) or not 0 <= n < most for n in numbers):
+                raise ValueError(f"{where} has a question whose {name} are not numbers below {most}, from 0 on.")
 
 
 def is_question(question: Any) -> bool:
@@ -473,4 +476,6 @@ def is_question(question: Any) -> bool:
     if not isinstance(question, dict) or not isinstance(question.get("input"), str):
         return False
     answers = question.get("answers")
-    return isinstance(answers, list) and bool(answers) and all(isinstance(text, str) and text for text in answers)
+    return (
+        isinstance(answers, list) and bool(answers) and all(isinstance(text, str) and text.strip() for text in answers)
+    )

@@ -7,7 +7,9 @@ Only its answer is learned, and it is forgotten before the next one.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from cacheformers.evaluation.babilong.records import Story
 from cacheformers.evaluation.babilong.tasks import ANSWERS, load_prompts
 from cacheformers.evaluation.longbench.answers import recalled
 from cacheformers.evaluation.longbench.methods import MEMORY_PROMPTS, RECALLING, LongBenchOptions, Method, PromptMaker
-from cacheformers.evaluation.longbench.prompts import Encoded
+from cacheformers.evaluation.longbench.prompts import Encoded, continued, lead_of_answers
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.retrieval import make_retriever
 from cacheformers.evaluation.longbench.tasks import CODE, FORMS, load_templates
@@ -28,7 +30,6 @@ from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.method import retrieving_methods
 from cacheformers.training.exercises import LAYOUTS, Exercise, Exercises, load_pools
 
-MIXTURE = 1000  # exercises and books repeat their order of kinds after this many
 LEAST_ANSWER = 64  # tokens that the chat template and an answer have at least, after a prompt; half are the answer's
 ANSWER = 512  # ... and after a prompt that does not fit into a segment
 
@@ -47,7 +48,9 @@ class LessonOptions:
     shortest_context: int = option(
         2048, help="Tokens of the shortest context; lengths up to the longest are drawn on a logarithmic scale."
     )
-    longest_context: int = option(32768, help="Tokens of the longest context.")
+    longest_context: int = option(
+        32768, help="Tokens of the longest context; a document that is longer by itself is a context, too."
+    )
     questions_per_context: int = option(4, help="Questions that are asked after a context was read.")
     questions_per_step: int = option(
         1,
@@ -148,10 +151,11 @@ def check_lessons(options: LessonOptions, memory: Any, rows: int = 1, remembers:
                 "Self-attention of this method sees all of a context, so that questions must fit the base's "
                 f"{positions} positions, too: choose a --longest_context of at most {most}."
             )
-    if options.distill and positions - memory.segment_tokens < LEAST_ANSWER:
+    if options.distill and teacher_room(options, memory) < LEAST_ANSWER:
         raise ValueError(
-            f"The teacher reads prompts of the base's {positions} positions less segment_tokens "
-            f"{memory.segment_tokens}, which leaves it nothing: choose smaller segments, or no --distill."
+            f"The teacher reads prompts of the base's {positions} positions less a segment or an answer, "
+            f"{positions - teacher_room(options, memory)}, which leaves it nothing: choose smaller segments, or no "
+            "--distill."
         )
     if options.prompt_tokens + LEAST_ANSWER > positions:
         raise ValueError(
@@ -180,6 +184,12 @@ def question_room(options: LessonOptions, memory: Any) -> int:
     return int(min(options.prompt_tokens + ANSWER, memory.base.max_positions))
 
 
+def teacher_room(options: LessonOptions, memory: Any) -> int:
+    """Return the most tokens of a prompt that the teacher reads, so that its answer fits the base's positions, too."""
+    answer = min(question_room(options, memory), ANSWER)
+    return int(memory.base.max_positions - max(memory.segment_tokens, answer))
+
+
 class Lessons(DocumentRow):
     """Exercises in an endless row, among them documents that are learned as they are.
 
@@ -202,6 +212,8 @@ class Lessons(DocumentRow):
         assert options.questions is not None
         if not tokenizer.is_fast:
             raise ValueError("--questions needs a fast tokenizer, to find the question in a prompt.")
+        if tokenizer.eos_token_id is None:
+            raise ValueError("--questions needs a tokenizer with an end of text, which ends an answer.")
         if options.chat and tokenizer.chat_template is None:
             raise ValueError("The base has no chat template: leave out --chat.")
         super().__init__(tokenizer, 2, [*books.sources, *options.questions])
@@ -219,6 +231,7 @@ class Lessons(DocumentRow):
             chunks=options.chunks,
             text_order=options.text_order,
         )
+        self.lead = lead_of_answers(tokenizer) if options.chat else " "
         name = MEMORY_PROMPTS[options.prompt]
         shown = None if name is None else Method(name, name, None, options.prompt_tokens, room - LEAST_ANSWER)
         retriever = make_retriever("bm25", torch.device("cpu")) if name in ("retrieval", "hybrid") else None
@@ -252,7 +265,7 @@ class Lessons(DocumentRow):
         """Make the first exercise; raise ValueError if books are not long enough, or nothing is to be learned."""
         if self.options.books_share:
             self.books.check(segment_tokens)
-        first = self.pieces(next(index for index in range(MIXTURE) if self.book(index) is None))
+        first = self.pieces(next(index for index in count() if self.book(index) is None))
         if not any(piece.asked and bool(piece.learned.any()) for piece in first if piece.learned is not None):
             raise ValueError(
                 f"Questions leave no room for their answers in {self.room} tokens: choose a larger segment_tokens."
@@ -292,7 +305,7 @@ class Lessons(DocumentRow):
 
     def piece(self, prompt: Encoded, record: Record) -> Piece:
         """Put the answer after a prompt, as far as there is room."""
-        answer = self.answer_ids(record.answers[0], record)[: max(self.room + 1 - len(prompt.asked), 0)]
+        answer = self.answer_ids(record.answers[0], record, prompt.asked)[: max(self.room + 1 - len(prompt.asked), 0)]
         ids = torch.tensor([*prompt.asked, *answer])
         return Piece(
             ids,
@@ -312,11 +325,11 @@ class Lessons(DocumentRow):
         count = int(least * ((most + 1) / least) ** rng.random())
         return replace(self.maker, options=replace(self.maker.options, chunks=count))
 
-    def answer_ids(self, answer: str, record: Record) -> list[int]:
-        """Encode the answer as the model is to write it, with the token that ends it."""
+    def answer_ids(self, answer: str, record: Record, prompt: Sequence[int]) -> list[int]:
+        """Encode the answer as the model is to write it after a prompt, with the token that ends it."""
         form, is_code = record.form, record.form.category == CODE
-        text = answer if is_code or (self.options.chat and form.chat) else f" {answer}"
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        lead = self.lead if self.options.chat and form.chat else " "
+        ids = continued(self.tokenizer, self.tokenizer.decode(prompt[-1:]), answer if is_code else f"{lead}{answer}")
         ends = [self.tokenizer.eos_token_id]
         if form.first_line or is_code:
             ends = self.tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]
@@ -330,7 +343,8 @@ class Lessons(DocumentRow):
         """Describe these lessons, to compare them when a run is resumed."""
         pools = sorted(self.exercises.pools.items())
         found = {task: fingerprint([each["context"] for each in pool.documents[:16]]) for task, pool in pools}
-        return {**self.books.identity(), "pools": found}
+        asked = {task: fingerprint([len(pool.documents), pool.asked]) for task, pool in pools}
+        return {**self.books.identity(), "pools": found, "questions": asked}
 
     def _count(self, text: str) -> int:
         return len(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

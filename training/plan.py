@@ -22,7 +22,14 @@ from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.training.adapter import Adaptation, adapter_config
 from cacheformers.training.checkpoints import Checkpoints
 from cacheformers.training.estimate import Estimate, Work, estimate
-from cacheformers.training.lessons import LessonOptions, Lessons, check_lessons, more_forwards, question_room
+from cacheformers.training.lessons import (
+    LessonOptions,
+    Lessons,
+    check_lessons,
+    more_forwards,
+    question_room,
+    teacher_room,
+)
 from cacheformers.training.methods import MethodOptions, chosen_options, names, of_other_methods
 from cacheformers.training.processes import check_division, make_accelerator
 from cacheformers.training.scratch import OF_ADAPTERS, Scratch, ScratchOptions
@@ -158,7 +165,7 @@ def train_documents(
         return documents
     if options.model.init == "pretrained":
         check_end(options.model.base, tokenizer)
-    room, most = question_room(options.lessons, memory), memory.base.max_positions - memory.segment_tokens
+    room, most = question_room(options.lessons, memory), teacher_room(options.lessons, memory)
     return Lessons(options.lessons, documents, tokenizer, room, teacher_tokens=most, seed=options.train.seed)
 
 

@@ -113,6 +113,27 @@ def in_chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     return Prompt(text, question, special=False, begun=prompt.begun.lstrip())
 
 
+def lead_of_answers(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what the chat template writes between its generation prompt and an answer: nothing, or a space."""
+    turns, answer = [{"role": "user", "content": "Q"}], "ANSWER"
+    before = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    whole = str(tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": answer}], tokenize=False))
+    lead = whole[len(before) :].partition(answer)[0]
+    return lead if whole.startswith(before) and lead.isspace() else ""
+
+
+def continued(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
+    """Encode a text as it goes on after another one: some tokenizers put a space before what begins.
+
+    It is encoded by itself where the two share a token.
+    """
+    start, whole, alone = (
+        list(tokenizer(part, add_special_tokens=False, verbose=False).input_ids)
+        for part in (before, before + text, text)
+    )
+    return whole[len(start) :] if whole[: len(start)] == start else alone
+
+
 def encode(
     prompt: Prompt,
     tokenizer: PreTrainedTokenizerBase,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerBase
 
+from cacheformers.evaluation.longbench.prompts import continued
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.recall import recall
 
@@ -164,8 +165,8 @@ def token_spans(places: Sequence[tuple[int, int]], ends: Sequence[int]) -> list[
 
 def asking(tokenizer: PreTrainedTokenizerBase, query: str) -> tuple[list[int], list[int]]:
     """Return the ids that come before a query to a memory, and the query's."""
-    before, ids = (tokenizer(part, add_special_tokens=False, verbose=False).input_ids for part in (ASKING, f" {query}"))
-    return before, ids
+    before: list[int] = tokenizer(ASKING, add_special_tokens=False, verbose=False).input_ids
+    return before, continued(tokenizer, ASKING, f" {query}")
 
 
 class Hybrid:

@@ -260,6 +260,16 @@ def test_saved_modules_and_tied_weights(saved, ids, tmp_path):
     assert torch.allclose(loaded(ids).logits, expected, atol=1e-5)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("end", ("lm_head", "embed_tokens"))
+def test_lora_on_one_end_of_a_tied_weight_changes_that_end_alone(saved, ids, tmp_path, end):
+    model, adapter = saved(base={"tie_word_embeddings": True}, target_modules=[end, "down_proj"])
+    expected = model(ids).logits
+    export(adapter, tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.allclose(loaded(ids).logits, expected, atol=1e-5)
+
+
 def test_what_cannot_be_exported_says_why(saved, make_base, tmp_path, capsys):
     _, adapter = saved()
     get_peft_model(make_base("llama_gqa"), LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "lora")

@@ -124,3 +124,35 @@ def test_what_is_refused(tmp_path, byte_tokenizer, template, options, message):
     file = write(tmp_path / "chats.jsonl", CHATS, text="a text")
     with pytest.raises(ValueError, match=message):
         open_documents([file], byte_tokenizer, DataOptions([file], **{"messages_field": "messages", **options}))
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ([], "must be a list of messages, and hold at least one"),
+        (None, "must be a list of messages"),
+        ([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "content of a message must be a text"),
+        ([{"role": "user", "content": 5}], "content of a message must be a text, got 5"),
+        ([{"role": "user", "content": "And?"}, {"role": "assistant", "content": None}], "cannot write a chat"),
+    ],
+)
+def test_what_is_no_chat_is_named(tmp_path, byte_tokenizer, chat, message):
+    byte_tokenizer.chat_template = PLAIN
+    alone = bool(chat) and not isinstance(chat[0]["content"], str)  # a file holds contents of one kind
+    file = write(tmp_path / "chats.jsonl", [chat] if alone else [CHATS[2], chat])
+    with pytest.raises(ValueError, match=f"Chat {1 if alone else 2} of .*chats.jsonl: .*{message}"):
+        open_documents([file], byte_tokenizer, DataOptions([file], messages_field="messages"))
+
+
+def test_an_assistant_may_begin_and_messages_may_differ_in_their_fields(tmp_path, byte_tokenizer):
+    byte_tokenizer.chat_template = PLAIN
+    called = {"role": "assistant", "content": "Wait.", "tool_calls": [{"name": "look", "arguments": "window"}]}
+    chats = [
+        [{"role": "assistant", "content": "Hello."}, *CHATS[2]],
+        [CHATS[2][0], called, {"role": "tool", "content": "red"}, {"role": "assistant", "content": "Red."}],
+    ]
+    for number, chat in enumerate(chats):
+        file = write(tmp_path / f"{number}.jsonl", [chat])
+        documents = open_documents([file], byte_tokenizer, DataOptions([file], messages_field="messages"))
+        said = byte_tokenizer.decode(documents.tokens(0)[documents.learned(0)])
+        assert said == "".join(f"{turn['content']}<|end|>" for turn in chat if turn["role"] == "assistant")

@@ -146,8 +146,15 @@ def test_a_question_needs_its_text(tmp_path):
     [
         ({"source": None}, "a source that is not a text"),
         ({"title": 5}, "a title that is not a text"),
+        ({"title": "\ud800"}, "half a surrogate pair in its context"),
         ({"lines": "4"}, "lines are not a number"),
-        ({"passages": None}, "passages are not numbers of its 1, from 0 on"),
+        ({"lines": 0}, "lines are not a number from 1 to its 1"),
+        ({"lines": 2}, "lines are not a number from 1 to its 1"),
+        ({"supports": [1]}, "supports are not numbers below 1"),
+        ({"supports": "0"}, "supports are not numbers"),
+        ({"answers": [" "]}, "needs questions"),
+        ({"input": "\udc00?"}, "half a surrogate pair in its questions"),
+        ({"passages": None}, "passages are not numbers below 1, from 0 on"),
         ({"passages": [0, 9]}, "passages are not numbers"),
     ],
 )

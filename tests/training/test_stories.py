@@ -42,6 +42,16 @@ def test_other_facts_are_refused():
         script("recipes/make_babi.py").whereabouts([FACTS[0], "Mary got the milk there."])
 
 
+def test_rows_of_another_form_are_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "pool.jsonl").write_text("[1]\n")
+    monkeypatch.setattr("sys.argv", ["script", str(tmp_path / "pool.jsonl"), str(tmp_path / "made.jsonl")])
+    with pytest.raises(ValueError, match="pool.jsonl, line 1 has no task of"):
+        script("recipes/make_babi.py").main()
+    with pytest.raises(SystemExit):
+        script("recipes/make_quotes.py").main()
+    assert "pool.jsonl, line 1 has no text" in capsys.readouterr().err and not (tmp_path / "made.jsonl").exists()
+
+
 def test_parts_of_books_are_a_pool_of_quotes(tmp_path, monkeypatch):
     sentences = " ".join(f"{' '.join(f'word{place}x{number}' for number in range(25))}." for place in range(60))
     book = {"title": "A book", "text": sentences.replace(" ", "\n", 7)}
