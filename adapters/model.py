@@ -184,12 +184,13 @@ class MemoryTuner(LoraModel):
 
     def untie(self) -> None:
         """Give a head and embeddings that share a weight one each, if LoRA is on either: it changes that one alone."""
-        ends: list[Any] = [self.model.get_input_embeddings(), self.model.get_output_embeddings()]
-        own = [end.get_base_layer() if isinstance(end, LoraLayer) else end for end in ends]
+        model: Any = self.model
+        ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+        own = [getattr(end, "base_layer", end) for end in ends]
         if None in own or own[0].weight is not own[1].weight or not any(isinstance(end, LoraLayer) for end in ends):
             return
         own[1].weight = nn.Parameter(own[1].weight.detach().clone(), requires_grad=False)
-        self.model.config.tie_word_embeddings = False
+        model.config.tie_word_embeddings = False
 
     def detach_memories(self) -> None:
         """Remove memories and hooks, so that the base computes what it did before."""

@@ -7,7 +7,6 @@ Only its answer is learned, and it is forgotten before the next one.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -325,11 +324,12 @@ class Lessons(DocumentRow):
         count = int(least * ((most + 1) / least) ** rng.random())
         return replace(self.maker, options=replace(self.maker.options, chunks=count))
 
-    def answer_ids(self, answer: str, record: Record, prompt: Sequence[int]) -> list[int]:
+    def answer_ids(self, answer: str, record: Record, prompt: list[int]) -> list[int]:
         """Encode the answer as the model is to write it after a prompt, with the token that ends it."""
         form, is_code = record.form, record.form.category == CODE
         lead = self.lead if self.options.chat and form.chat else " "
-        ids = continued(self.tokenizer, self.tokenizer.decode(prompt[-1:]), answer if is_code else f"{lead}{answer}")
+        before = str(self.tokenizer.decode(prompt[-1:]))
+        ids = continued(self.tokenizer, before, answer if is_code else f"{lead}{answer}")
         ends = [self.tokenizer.eos_token_id]
         if form.first_line or is_code:
             ends = self.tokenizer("\n", add_special_tokens=False)["input_ids"][-1:]
