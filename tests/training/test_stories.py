@@ -19,7 +19,12 @@ FACTS = [
 def test_everybody_is_asked_for_after_every_second_fact(tmp_path, monkeypatch):
     stories = [
         {"task": "babi", "source": "babi_qa1", "context": "\n".join(FACTS), "questions": []},
-        {"task": "babi", "source": "babi_qa2", "context": "Mary got the milk there.", "questions": [{"input": "?"}]},
+        {
+            "task": "babi",
+            "source": "babi_qa2",
+            "context": "Mary got the milk there.",
+            "questions": [{"input": "?", "answers": ["there"]}],
+        },
         {"task": "babi", "source": "babi_qa4", "context": "The office is north of the kitchen.", "questions": []},
     ]
     (tmp_path / "pool.jsonl").write_text("".join(f"{json.dumps(story)}\n" for story in stories))
