@@ -17,14 +17,10 @@ FACTS = [
 
 
 def test_everybody_is_asked_for_after_every_second_fact(tmp_path, monkeypatch):
+    asked_of_all = [{"input": "?", "answers": ["there"]}]
     stories = [
         {"task": "babi", "source": "babi_qa1", "context": "\n".join(FACTS), "questions": []},
-        {
-            "task": "babi",
-            "source": "babi_qa2",
-            "context": "Mary got the milk there.",
-            "questions": [{"input": "?", "answers": ["there"]}],
-        },
+        {"task": "babi", "source": "babi_qa2", "context": "Mary got the milk there.", "questions": asked_of_all},
         {"task": "babi", "source": "babi_qa4", "context": "The office is north of the kitchen.", "questions": []},
     ]
     (tmp_path / "pool.jsonl").write_text("".join(f"{json.dumps(story)}\n" for story in stories))
