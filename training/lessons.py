@@ -197,6 +197,7 @@ class Lessons(DocumentRow):
         room: most tokens of a prompt and its answer.
         teacher_tokens: length to which prompts are cut for a teacher with full attention.
         seed: of the exercises. (Their order is the row's; lanes take every n-th.)
+        bounded: no context is longer than `longest_context`, also not of one document.
     """
 
     def __init__(
@@ -207,6 +208,7 @@ class Lessons(DocumentRow):
         room: int,
         teacher_tokens: int,
         seed: int,
+        bounded: bool = False,
     ) -> None:
         assert options.questions is not None
         if not tokenizer.is_fast:
@@ -220,6 +222,8 @@ class Lessons(DocumentRow):
         texts = [text for text in books._first_texts() if text]
         how = options.shortest_context, options.longest_context, options.questions_per_context, options.unanswerable
         self.exercises = Exercises(load_pools(options.questions, self._count, texts), seed, *how)
+        if bounded:
+            self.exercises.fits = lambda context: self._count(context) <= options.longest_context
         templates = load_templates(FORMS) | (load_prompts() if "babi" in self.exercises.pools else {})
         form = LongBenchOptions(
             data="",

@@ -166,7 +166,8 @@ def train_documents(
     if options.model.init == "pretrained":
         check_end(options.model.base, tokenizer)
     room, most = question_room(options.lessons, memory), teacher_room(options.lessons, memory)
-    return Lessons(options.lessons, documents, tokenizer, room, teacher_tokens=most, seed=options.train.seed)
+    seed, bounded = options.train.seed, memory.window.unbounded
+    return Lessons(options.lessons, documents, tokenizer, room, teacher_tokens=most, seed=seed, bounded=bounded)
 
 
 def valid_documents(options: Options, tokenizer: PreTrainedTokenizerBase) -> list[HeldOut]:

@@ -41,13 +41,13 @@ def begins_with_a_space():
 
 @pytest.fixture
 def make_lessons(tmp_path):
-    def make(tokenizer, documents, room=400, teacher_tokens=700, **options):
+    def make(tokenizer, documents, room=400, teacher_tokens=700, bounded=False, **options):
         (tmp_path / "book.txt").write_text(text_of(0))
         (tmp_path / "pool.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in documents))
         chosen = {"shortest_context": 300, "longest_context": 900, "prompt_tokens": 150, "books_share": 0.0, **options}
         books = open_documents([str(tmp_path / "book.txt")], tokenizer, DataOptions(train=[]))
         asked = LessonOptions(questions=[str(tmp_path / "pool.jsonl")], **chosen)
-        return Lessons(asked, books, tokenizer, room, teacher_tokens, 0)
+        return Lessons(asked, books, tokenizer, room, teacher_tokens, 0, bounded)
 
     return make
 
@@ -111,6 +111,16 @@ def test_a_teacher_reads_prompt_and_answer_within_its_positions(byte_tokenizer, 
     longest = max(len(piece.teacher) - 1 for piece in pieces)
     assert most < longest <= POSITIONS
     assert max(int(piece.learned.sum()) for piece in pieces) > (256 if room > segment else 64)
+
+
+def test_where_positions_end_no_document_is_longer_than_the_longest_context(byte_tokenizer, make_lessons):
+    rows = documents("story_qa", words=400) + documents("story_qa", words=40)
+    for bounded in (False, True):
+        made = make_lessons(byte_tokenizer, rows, bounded=bounded)
+        contexts = [made.exercises.make(number).context for number in range(12)]
+        assert (max(map(len, contexts)) <= 900) is bounded and len(set(contexts)) > 1
+    with pytest.raises(ValueError, match="no context of 300 to 900 tokens"):
+        make_lessons(byte_tokenizer, rows[:4], bounded=True).exercises.make(0)
 
 
 def test_pools_are_told_apart(byte_tokenizer, make_lessons):
