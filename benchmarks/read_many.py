@@ -138,7 +138,10 @@ def layers(options: argparse.Namespace) -> None:
 
     for length in options.lengths:
         text = ids[:length]
-        runs = {"all": partial(all_layers, text), "own": partial(cacheformers.read, model, text, progress=False)}
+        runs: dict[str, Callable[[], Any]] = {
+            "all": partial(all_layers, text),
+            "own": partial(cacheformers.read, model, text, progress=False),
+        }
         times = interleaved(runs, options.rounds, clock=time.process_time)
         rows[str(length)] = {**ratio(times, "all", "own"), "tokens a second": length / statistics.median(times["own"])}
         print(f"{length:,} tokens: all layers over {shown(rows[str(length)])}", flush=True)
