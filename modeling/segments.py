@@ -106,7 +106,8 @@ def reader(decoder: nn.Module, memory: MemoryCache, left: int = 0) -> nn.Module:
     with the same modules and hooks, so that another thread can use the whole model meanwhile.
 
     Args:
-        left: tokens that every row will read from here on before anything else looks at the memory; 0 if unknown.
+        left: tokens that every row will read from here on before anything else looks at the memory, whose last segment
+            may stay open. 0: what is read is closed before.
     """
     top = memory.state.top_layer
     if top is None:
@@ -114,8 +115,8 @@ def reader(decoder: nn.Module, memory: MemoryCache, left: int = 0) -> nn.Module:
     lower = copy.copy(decoder)
     lower._modules = {**decoder._modules, "layers": decoder.layers[: top + 1]}  # type: ignore[index, dict-item]  # a list of modules
     above = len(decoder.layers) - 1 - top  # type: ignore[arg-type]  # a list of modules
-    empty = memory.window.empties and not memory.columns
-    return lower if empty or out_of_sight(memory, above, left) else decoder
+    unseen = out_of_sight(memory, above, left) if left else memory.window.empties and not memory.columns
+    return lower if unseen else decoder
 
 
 def out_of_sight(memory: MemoryCache, above: int, left: int) -> bool:
