@@ -109,14 +109,15 @@ def reader(decoder: nn.Module, memory: MemoryCache, left: int = 0) -> nn.Module:
         left: tokens that every row will read from here on before anything else looks at the memory, whose last segment
             may stay open. 0: what is read is closed before.
     """
-    top = memory.state.top_layer
+    top, layers = memory.state.top_layer, decoder.layers
     if top is None:
         return decoder
+    above = len(layers) - 1 - top  # type: ignore[arg-type]  # a list of modules
+    if not (out_of_sight(memory, above, left) if left else memory.window.empties and not memory.columns):
+        return decoder
     lower = copy.copy(decoder)
-    lower._modules = {**decoder._modules, "layers": decoder.layers[: top + 1]}  # type: ignore[index, dict-item]  # a list of modules
-    above = len(decoder.layers) - 1 - top  # type: ignore[arg-type]  # a list of modules
-    unseen = out_of_sight(memory, above, left) if left else memory.window.empties and not memory.columns
-    return lower if unseen else decoder
+    lower._modules = {**decoder._modules, "layers": layers[: top + 1]}  # type: ignore[index, dict-item]  # a list of modules
+    return lower
 
 
 def out_of_sight(memory: MemoryCache, above: int, left: int) -> bool:

@@ -375,7 +375,7 @@ class Exercises:
         shortest, longest: tokens of contexts, between which lengths are drawn evenly on a logarithmic scale.
         questions: asked after one reading.
         unanswerable: share of questions about passages that were not read, where the task has passages.
-        fits: whether a context may be as long as it is; a document that is longer than `longest` is one by itself.
+        fits: whether a context may be as long as it is. None: a document longer than `longest` is one by itself.
     """
 
     pools: dict[str, Pool]
@@ -384,7 +384,7 @@ class Exercises:
     longest: int
     questions: int
     unanswerable: float = 0.0
-    fits: Callable[[str], bool] = bool
+    fits: Callable[[str], bool] | None = None
 
     def make(self, number: int) -> Exercise:
         """Make an exercise; its number and the seed decide everything.
@@ -397,7 +397,8 @@ class Exercises:
             task = rng.choice(sorted(self.pools))
             tokens = round(math.exp(rng.uniform(math.log(self.shortest), math.log(self.longest))))
             exercise = LAYOUTS[task](self.pools[task], Wanted(tokens, self.questions, self.unanswerable), rng)
-            if exercise.context.strip() and exercise.questions and self.fits(exercise.context):
+            usable = exercise.context.strip() and exercise.questions
+            if usable and (self.fits is None or self.fits(exercise.context)):
                 return exercise
         raise ValueError(
             f"{', '.join(sorted(self.pools))}: no context of {self.shortest:,} to {self.longest:,} tokens with a "

@@ -221,9 +221,8 @@ class Lessons(DocumentRow):
         self.options, self.books, self.room = options, books, room
         texts = [text for text in books._first_texts() if text]
         how = options.shortest_context, options.longest_context, options.questions_per_context, options.unanswerable
-        self.exercises = Exercises(load_pools(options.questions, self._count, texts), seed, *how)
-        if bounded:
-            self.exercises.fits = lambda context: self._count(context) <= options.longest_context
+        fits = (lambda context: self._count(context) <= options.longest_context) if bounded else None
+        self.exercises = Exercises(load_pools(options.questions, self._count, texts), seed, *how, fits)
         templates = load_templates(FORMS) | (load_prompts() if "babi" in self.exercises.pools else {})
         form = LongBenchOptions(
             data="",

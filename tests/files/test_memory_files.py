@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerFast
 
 import cacheformers
 from cacheformers import MemoryFileError
-from cacheformers.common.files import write_tensors
 from cacheformers.modeling.architectures import find_decoder, unwrap
 from cacheformers.modeling.files.index import checksum, read_index
 from cacheformers.modeling.origin import tokenizer_hash
@@ -176,18 +175,6 @@ def test_a_memory_that_answered_keeps_its_text(make_model, tokenizer, ids, tmp_p
     kept = thinned.tokens_read[0]
     assert_equal(thinned, same)
     assert 0 < kept < memory.tokens_read[0] and len(thinned.origin.sources[0].offsets) == kept
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("method", METHODS)
-def test_one_open_token_is_saved(make_model, ids, tmp_path, method):
-    """Its keys are held twice, for the window and for the memory, and a file shares none."""
-    model = make_model("llama_gqa", method=method)
-    memory = read(model, ids[:1, :1], flush=False)
-    write_tensors(tmp_path / "checkpoint.safetensors", memory.state_dict())
-    memory.save(tmp_path / "m")
-    loaded = cacheformers.load_memory(tmp_path / "m", model)
-    assert torch.equal(*(model(ids[:1, 1:20], past_key_values=given).logits for given in (loaded, memory)))
 
 
 @pytest.mark.parametrize("cache_size", [200, 40, 16, 5])
