@@ -15,23 +15,15 @@ from typing import Any
 
 from cacheformers.common.base_model import ModelOptions
 from cacheformers.common.environment import environment
-from cacheformers.common.files import write_json, write_text
-from cacheformers.common.plots import save_figures
+from cacheformers.common.files import write_json
 from cacheformers.common.recipe import RecipeParser
+from cacheformers.evaluation.compare import main as compare
 from cacheformers.evaluation.loading import prepare
-from cacheformers.evaluation.longbench.methods import CompareOptions, LongBenchOptions, PromptMaker
+from cacheformers.evaluation.longbench.methods import LongBenchOptions, PromptMaker
 from cacheformers.evaluation.longbench.metrics import check_scorers
 from cacheformers.evaluation.longbench.predictions import Predictions
 from cacheformers.evaluation.longbench.records import limited, load_records, own_tasks, records_identity
-from cacheformers.evaluation.longbench.report import (
-    by_bytes,
-    by_length,
-    by_task,
-    joint_table,
-    load_result,
-    make_result,
-    task_scores,
-)
+from cacheformers.evaluation.longbench.report import make_result, task_scores, write_report
 from cacheformers.evaluation.longbench.tasks import chosen_tasks, load_templates
 from cacheformers.evaluation.longbench.work import Plan, checked, ending, make_work, run_method
 
@@ -52,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     with ending(plan.state):
         results = [evaluate(plan, *each, arguments) for each in plan.work]
         if plan.state.is_main_process and len(results) > 1:
-            report(Path(plan.options.output), results, plan.options.plots)
+            write_report(Path(plan.options.output), results, plan.options.plots)
 
 
 def make_plan(model: ModelOptions, options: LongBenchOptions) -> Plan:
@@ -96,34 +88,8 @@ def evaluate(plan: Plan, maker: PromptMaker, predictions: Predictions, arguments
     )
     folder = Path(options.output) / (f"{method.title}_e" if options.longbench_e else method.title)
     write_json(folder / "result.json", result, indent=1)
-    report(folder, [result], options.plots)
+    write_report(folder, [result], options.plots)
     return result
-
-
-def compare(arguments: list[str]) -> None:
-    """Put results side by side."""
-    parser = RecipeParser([CompareOptions], "Compare results of eval_longbench.py.")
-    (options,) = parser.parse(arguments)
-    try:
-        results = [load_result(path) for path in options.compare]
-        report(None if options.output is None else Path(options.output), results, plots=True)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-
-
-def report(folder: Path | None, results: list[dict[str, Any]], plots: bool) -> None:
-    """Print the table; in a folder, write it and the plots."""
-    table = joint_table(results)
-    print(f"\n{table}")
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "table.md", table)
-        if plots:
-            figures = {"tasks.png": lambda: by_task(results), "length.png": lambda: by_length(results)}
-            if all(result.get("state_bytes_per_record") for result in results):  # older results do not have it
-                figures["bytes.png"] = lambda: by_bytes(results)
-            save_figures({folder / name: draw for name, draw in figures.items()})
-        print(f"The table and plots are in {folder}")
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ ELSEWHERE = {
     "app": ("Read, ask and see what is retrieved, on a page in the browser.", "cacheformers.app.main"),
     "train": ("Adapt a pretrained model, or train one from scratch.", "cacheformers.train_adapt"),
     "longbench": ("Evaluate on LongBench, as the official code does.", "cacheformers.eval_longbench"),
-    "compare": ("Put results of longbench side by side.", "cacheformers.eval_longbench"),
+    "compare": ("Put results of longbench or perplexity side by side.", "cacheformers.evaluation.compare"),
     "perplexity": ("Measure the perplexity of a model on texts.", "cacheformers.evaluation.text_perplexity"),
     "babilong": ("Hide facts in books and ask about them.", "cacheformers.evaluation.babilong.main"),
     "ruler": ("Ask for needles, variables and frequent words in long texts.", "cacheformers.evaluation.ruler.main"),

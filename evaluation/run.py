@@ -58,12 +58,26 @@ def token_classes(ids: NDArray[np.int64], segment_tokens: int, window_tokens: in
     Token i is predicted from token i - 1, where self-attention sees that token's segment up to it and the
     `window_tokens` tokens before the segment. The class says where i's id occurred last: never, there, or before it.
     """
+    last = last_occurrences(ids)
+    visible = (np.arange(1, len(ids)) - 1) // segment_tokens * segment_tokens - window_tokens
+    return np.where(last < 0, 0, np.where(last >= visible, 1, 2))
+
+
+def last_occurrences(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where the id of each token from the second on occurred last before it, `[tokens - 1]`; -1 for nowhere."""
     order = np.argsort(ids, kind="stable")
     repeats = ids[order[1:]] == ids[order[:-1]]
     last = np.full(len(ids), -1)
     last[order[1:][repeats]] = order[:-1][repeats]
-    visible = (np.arange(1, len(ids)) - 1) // segment_tokens * segment_tokens - window_tokens
-    return np.where(last[1:] < 0, 0, np.where(last[1:] >= visible, 1, 2))
+    return last[1:]
+
+
+def by_last_occurrence(losses: Sequence[Losses], ids: Sequence[NDArray[np.int64]], first: int) -> dict[str, Measure]:
+    """Measure by how many tokens before each its id occurred last: never, or in buckets as `by_place` makes them."""
+    last = [last_occurrences(each) for each in ids]
+    new = Measure.of(losses, [np.isfinite(each) & (own < 0) for each, own in zip(losses, last, strict=True)])
+    back = [np.where(own < 0, -1, np.arange(1, len(own) + 1) - own) for own in last]
+    return {**({CLASSES[0]: new} if new.tokens else {}), **by_place(losses, back, first)}
 
 
 def short(tokens: int) -> str:

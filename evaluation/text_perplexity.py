@@ -34,7 +34,7 @@ from cacheformers.evaluation.held_out import HeldOut, Losses, token_nats, window
 from cacheformers.evaluation.loading import load, memory_config, prepare
 from cacheformers.evaluation.plots import by_position
 from cacheformers.evaluation.readers import Remembering
-from cacheformers.evaluation.run import Measure, Run, between, by_place, table
+from cacheformers.evaluation.run import Measure, Run, between, by_last_occurrence, by_place, table
 from cacheformers.modeling.architectures import WholeConfig, find_decoder, unwrap
 from cacheformers.modeling.method import active_options
 
@@ -251,6 +251,7 @@ def make_result(
     counts["words"] = options.words or counts["words"]
     total = Measure.of(losses, [np.isfinite(each) for each in losses])
     measures = by_place(losses, [np.arange(len(each)) for each in losses], FIRST_BUCKET)
+    occurred = by_last_occurrence(losses, [text.ids.numpy() for text in texts], FIRST_BUCKET)
     return {
         "name": f"{name}-{options.mode}{'-stepwise' if options.stepwise else ''}",
         "kind": "perplexity",
@@ -261,10 +262,21 @@ def make_result(
         **total.as_dict(),
         "by_position": {name: part.as_dict() for name, part in measures.items()},
         "by_place_in_window": {name: part.as_dict() for name, part in places_in_window(losses, windows).items()},
+        "by_last_occurrence": {name: part.as_dict() for name, part in occurred.items()},
         "options": {**asdict(model), **asdict(options)},
         "command": ["cacheformers", "perplexity", *arguments],
         "environment": environment(state.device, state.num_processes, model.base),
     }
+
+
+def as_run(result: dict[str, Any]) -> Run:
+    """Return a result as a run, whose classes of tokens are by how far back the same id occurred last."""
+    positions, occurred = (
+        {name: Measure.from_dict(part) for name, part in result[by].items()}
+        for by in ("by_position", "by_last_occurrence")
+    )
+    texts = result["texts"]
+    return Run(texts["documents"], texts["characters"], Measure.from_dict(result), positions, occurred)
 
 
 def rates(total: Measure, counts: dict[str, int]) -> dict[str, float | None]:
@@ -299,14 +311,16 @@ def report(result: dict[str, Any], options: PerplexityOptions) -> None:
     row += [f"{result[name]:.4f}" for name in ("bits_per_character", "bits_per_byte")]
     titles = ["", "tokens", "perplexity", "95 %", "per word", "bits/character", "bits/byte"]
     print(f"\n{table(titles, [[result['name'], *row]])}")
-    for title, name in (("by tokens before, document", "by_position"), ("window", "by_place_in_window")):
+    for title, name in (
+        ("by tokens before, document", "by_position"),
+        ("window", "by_place_in_window"),
+        ("by tokens since its id occurred last", "by_last_occurrence"),
+    ):
         if result[name]:
             values = [f"{part['perplexity']:.3f}" for part in result[name].values()]
             print(f"\n{table([title, *result[name]], [[result['name'], *values]])}")
     folder = Path(options.output)
     write_json(folder / "result.json", result, indent=1)
     if options.plots:
-        measures = {name: Measure.from_dict(part) for name, part in result["by_position"].items()}
-        run = Run(result["texts"]["documents"], result["texts"]["characters"], Measure.from_dict(result), measures, {})
-        save_figures({folder / "position.png": lambda: by_position({result["name"]: run})})
+        save_figures({folder / "position.png": lambda: by_position({result["name"]: as_run(result)})})
     print("\n".join(["", *origin_lines([result]), f"{folder / 'result.json'} has all numbers."]))

@@ -168,16 +168,6 @@ class LongBenchOptions(AnsweringOptions):
         return {**super().common, "longbench_e": self.longbench_e}
 
 
-@dataclass
-class CompareOptions:
-    """Results side by side."""
-
-    compare: list[str] = option(
-        help="Nothing is run: put these result.json files side by side, each compared with the first one."
-    )
-    output: str | None = option(None, help="Folder for table.md and plots. Default: print the table only.")
-
-
 @dataclass(frozen=True)
 class Method:
     """A way to answer questions about long texts.

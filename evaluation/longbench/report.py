@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from importlib.metadata import version
 from itertools import groupby
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cacheformers.common.environment import origin_lines
-from cacheformers.common.plots import COLORS, MARKERS, bars, beside, new_figure
+from cacheformers.common.files import write_text
+from cacheformers.common.plots import COLORS, MARKERS, bars, beside, new_figure, save_figures
 from cacheformers.evaluation.longbench.gold import gold_summary
 from cacheformers.evaluation.longbench.metrics import score
 from cacheformers.evaluation.longbench.records import Record
@@ -84,13 +84,17 @@ def mean_interval(values: Sequence[Floats]) -> tuple[float, float]:
     return middle(np.mean(drawn, axis=0))
 
 
-def paired_difference(tasks: dict[str, Any], others: dict[str, Any]) -> tuple[float, tuple[float, float] | None]:
+def paired_difference(
+    tasks: dict[str, Any], others: dict[str, Any], length: str | None = None
+) -> tuple[float, tuple[float, float] | None]:
     """Return the difference of two means over tasks in points, and its 95 % interval.
 
     Args:
         tasks, others: task -> what `task_scores` returned, over the same records, which are resampled by task.
+        length: the bucket whose records count, in the tasks that have any. Default: all.
     """
-    differences = [record_scores(numbers) - record_scores(others[name]) for name, numbers in tasks.items()]
+    every = [record_scores(own, length) - record_scores(others[name], length) for name, own in tasks.items()]
+    differences = [each for each in every if len(each)]
     found = float(np.mean([each.mean() for each in differences]))
     return found, None if all(len(each) < 2 for each in differences) else mean_interval(differences)
 
@@ -159,17 +163,30 @@ def mean_of(times: Sequence[dict[str, Any]], name: str) -> float | None:
     return mean(values) if values else None
 
 
-def load_result(path: str) -> dict[str, Any]:
-    """Read a result.json, or that of a folder; raise OSError or ValueError if there is none."""
-    file = Path(path) / "result.json" if Path(path).is_dir() else Path(path)
-    result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    if not isinstance(result, dict) or not isinstance(result.get("tasks"), dict) or "average" not in result:
-        raise ValueError(f"{file} is no result of eval_longbench.py.")
-    for task, numbers in result["tasks"].items():
-        whole = isinstance(numbers, dict) and {"score", "buckets", "records"} <= numbers.keys()
-        if not whole or numbers["score"] is None:
-            raise ValueError(f"{file} is damaged: {task} has no score, buckets and records.")
-    return result
+def joined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return several results, such as those of texts of several lengths, as one whose tasks are numbered by result."""
+    if len(results) == 1:
+        return results[0]
+    tasks = {
+        f"{name} ({number})": {"template": name, **numbers}
+        for number, result in enumerate(results, 1)
+        for name, numbers in result["tasks"].items()
+    }
+    counts = [sum(len(numbers["records"]) for numbers in result["tasks"].values()) for result in results]
+
+    def overall(name: str) -> float | None:
+        values = [result.get(name) for result in results]
+        return None if None in values else float(np.average(np.array(values, float), weights=counts))
+
+    return {
+        **results[0],
+        **averages(tasks),
+        "name": "+".join(dict.fromkeys(result["name"] for result in results)),
+        **{name: overall(name) for name in ("seconds_per_record", "state_bytes_per_record", "gold_in_sight")},
+        "peak_bytes": max(result["peak_bytes"] for result in results),
+        "gold_hits": {},
+        "tasks": tasks,
+    }
 
 
 def joint_table(results: Sequence[dict[str, Any]]) -> str:
@@ -211,21 +228,48 @@ def joint_table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def differences(titles: Sequence[str], shared: Sequence[dict[str, Any]]) -> list[str]:
-    """Format a second table that compares each result with the first one, by task and on average."""
+    """Format a second table that compares each result with the first, by task, category and length, and in all."""
     if len(shared) < 2:
         return []
     lines = ["", f"Difference from *{titles[0]}*, with 95 % intervals from resampled records:", ""]
     lines += [cells("task", *titles[1:]), cells("---", *["---:"] * (len(titles) - 1))]
-    for name in shared[0]:
-        lines.append(cells(name, *(difference({name: tasks[name]}, shared[0]) for tasks in shared[1:])))
-    lines.append(cells("**average of tasks**", *(difference(tasks, shared[0]) for tasks in shared[1:])))
+    first = shared[0]
+    for heading, group in groupby(first, key=lambda name: category(name, first[name])):
+        names = list(group)
+        for name in names:
+            lines.append(cells(name, *(difference({name: tasks[name]}, first) for tasks in shared[1:])))
+        own = ({name: tasks[name] for name in names} for tasks in shared[1:])
+        lines.append(cells(f"*{heading}*", *(difference(tasks, first) for tasks in own)))
+    lines.append(cells("**average of tasks**", *(difference(tasks, first) for tasks in shared[1:])))
+    for length in BUCKETS:
+        if bucket_average(first, length) is not None:
+            lines.append(cells(f"length {length}", *(difference(tasks, first, length) for tasks in shared[1:])))
     return lines
 
 
-def difference(tasks: dict[str, Any], others: dict[str, Any]) -> str:
+def difference(tasks: dict[str, Any], others: dict[str, Any], length: str | None = None) -> str:
     """Format a difference, such as +1.20 (-0.31 to +2.75); without an interval for single records."""
-    points, interval = paired_difference(tasks, others)
+    points, interval = paired_difference(tasks, others, length)
     return f"{points:+.2f}" + ("" if interval is None else f" ({interval[0]:+.2f} to {interval[1]:+.2f})")
+
+
+def write_report(folder: Path | None, results: Sequence[dict[str, Any]], plots: bool = True) -> None:
+    """Print the table; in a folder, write it and the plots.
+
+    Raises:
+        ValueError: see `joint_table`.
+    """
+    table = joint_table(results)
+    print(f"\n{table}")
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / "table.md", table)
+        if plots:
+            figures = {"tasks.png": lambda: by_task(results), "length.png": lambda: by_length(results)}
+            if all(result.get("state_bytes_per_record") for result in results):  # older results do not have it
+                figures["bytes.png"] = lambda: by_bytes(results)
+            save_figures({folder / name: draw for name, draw in figures.items()})
+        print(f"The table and plots are in {folder}")
 
 
 def by_task(results: Sequence[dict[str, Any]]) -> Figure:

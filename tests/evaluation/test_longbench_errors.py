@@ -12,8 +12,8 @@ from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from cacheformers import eval_longbench
+from cacheformers.evaluation.compare import load_result
 from cacheformers.evaluation.longbench.records import Record, records_identity
-from cacheformers.evaluation.longbench.report import load_result
 
 
 @pytest.mark.parametrize(
