@@ -75,7 +75,10 @@ class MemoryLayer(MethodOnLayer, nn.Module, BaseTunerLayer):
         """Return the adapter's tensors, here and in `beside`, that transformers did not mark as loaded."""
         own = {f"layer {self.layer}: {key}": p for key, p in self.named_parameters() if f".{name}." in key}
         beside = {
-            f"{path}.{key}": p for path, module in self.beside.get(name, []) for key, p in module.named_parameters()
+            f"{path}.{key}": p
+            for path, module in self.beside.get(name, [])
+            for key, p in module.named_parameters()
+            if key == name or not isinstance(module, nn.ParameterDict)  # which holds all adapters'
         }
         return [key for key, p in {**own, **beside}.items() if not getattr(p, "_is_hf_initialized", False)]
 

@@ -38,6 +38,20 @@ CANNOT_MERGE = (
 )
 
 
+def trained_beside(model: nn.Module, adapter_name: str) -> list[tuple[str, nn.Module]]:
+    """Return the modules that an adapter trains besides its memory, with their paths.
+
+    LoRA of embeddings and trained tokens are in a ParameterDict of all adapters.
+    """
+    kinds = ("lora_A", "lora_B", "modules_to_save")
+    names = tuple(f".{kind}.{adapter_name}" for kind in kinds)
+    return [
+        (path, module)
+        for path, module in model.named_modules()
+        if path.endswith(names) or (isinstance(module, nn.ParameterDict) and adapter_name in module)
+    ]
+
+
 class MemoryTuner(LoraModel):
     """The tuner of every memory method: LoRA first, then the memory beside self-attention or inside it."""
 
@@ -102,9 +116,7 @@ class MemoryTuner(LoraModel):
             if config.inference_mode:
                 memory.awaited.add(adapter_name)
         lowest: Any = attentions[options.layers[0]].memory
-        kinds = ("lora_A", "lora_B", "modules_to_save")
-        names = tuple(f".{kind}.{adapter_name}" for kind in kinds)  # what an adapter trains besides its memory
-        lowest.beside[adapter_name] = [named for named in model.named_modules() if named[0].endswith(names)]
+        lowest.beside[adapter_name] = trained_beside(model, adapter_name)
         if not hasattr(decoder, "memory_hooks"):
             checks = [GenerationChecks(model)] if isinstance(model, GenerationMixin) else []
             decoder.memory_hooks = [*add_hooks(model), *checks]
@@ -166,7 +178,14 @@ class MemoryTuner(LoraModel):
         """Return the base with LoRA and saved modules merged, without memories. The adapter is consumed.
 
         Weights keep their precision. Layer by layer they are merged in float32 or better, and rounded once.
+
+        Raises:
+            ValueError: LoRA has a bias where the base has none. Nothing has changed.
         """
+        for path, layer in self.model.named_modules():
+            biased = isinstance(layer, LoraLayer) and any(layer.lora_bias.values())
+            if biased and getattr(layer.get_base_layer(), "bias", None) is None:
+                raise ValueError(f"lora_bias=True cannot be merged: {path} of the base has no bias to add it to.")
         self.detach_memories()
         self.untie()
         for layer in self.model.modules():

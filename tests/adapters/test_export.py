@@ -73,6 +73,8 @@ for folder, expected in zip(sys.argv[2::2], sys.argv[3::2]):
         ("llama_gqa", {"target_modules": []}),
         ("mistral", {"local_window": "sliding"}),
         ("mistral", {"target_modules": ["q_proj", "v_proj"], "use_rslora": True}),
+        ("llama_gqa", {"target_modules": ["q_proj"], "rank_pattern": {"1.self_attn.q_proj": 2}}),
+        ("llama_gqa", {"trainable_token_indices": [5, 6]}),
         ("opt", {"compression_factor": 1, "retrieval_map": {0: 1, 1: 2}}),
         ("opt", {}),
         *((base, {"method": method}) for base, method in other_cases()),
@@ -91,6 +93,32 @@ def test_same_logits(saved, ids, base, options, tmp_path):
     question = ids[:, :6]
     answers = [door(question, past_key_values=memory.clone()).logits for door in (model, loaded)]
     assert torch.allclose(*answers, atol=1e-4)
+
+
+@torch.no_grad()
+def test_biases_that_were_trained_are_exported(make_base, ids, tmp_path, capsys):
+    """Those of the base, and LoRA's own, which a base without biases cannot take."""
+    options = {"segment_tokens": 16, "bias": "all", "lora_bias": True}
+    for base, targets in (("opt", ["fc1", "fc2"]), ("llama_gqa", ["down_proj"])):
+        make_base(base).save_pretrained(tmp_path / base)
+        config = cacheformers.NeurocacheAdapterConfig(target_modules=targets, **options)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / base), config).eval()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "lora_mem" not in name:
+                parameter.normal_(0, 0.3)
+        model.save_pretrained(tmp_path / f"{base}_adapter")
+        expected = model(ids).logits
+        if base == "llama_gqa":
+            with pytest.raises(
+                SystemExit, match="lora_bias=True cannot be merged: .*down_proj of the base has no bias"
+            ):
+                main([str(tmp_path / f"{base}_adapter"), str(tmp_path / "refused")])
+            assert not (tmp_path / "refused").exists()
+        else:
+            export(tmp_path / f"{base}_adapter", tmp_path / "model")
+            loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+            assert float((loaded(ids).logits - expected).abs().max() / expected.abs().max()) <= 1e-5
+            assert float((make_base(base)(ids[:, :16]).logits - expected[:, :16]).abs().max()) > 0.1
 
 
 @pytest.fixture

@@ -108,10 +108,21 @@ def test_a_missing_tensor_is_an_error(saved, ids, door):
             DOORS[door](base_folder, adapter_folder)(ids)
 
 
-def test_a_lost_saved_module_is_an_error(saved, ids):
-    base_folder, adapter_folder, _ = saved("llama_gqa", ids, modules_to_save=["lm_head"])
+@pytest.mark.parametrize(
+    ("options", "lost"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "lm_head"),
+        ({"target_modules": ["embed_tokens"]}, "lora_embedding_B"),
+        ({"trainable_token_indices": [5, 6]}, "trainable_tokens_delta"),
+    ],
+)
+def test_lost_modules_beside_the_memory_are_an_error(saved, ids, options, lost):
+    base_folder, adapter_folder, _ = saved("llama_gqa", ids, **options)
+    DOORS["AutoModel"](base_folder, adapter_folder)(ids)
     file = adapter_folder / "adapter_model.safetensors"
-    save_file({key: tensor for key, tensor in load_file(file).items() if "lm_head" not in key}, file)
+    whole = load_file(file)
+    assert any(lost in key for key in whole)
+    save_file({key: tensor for key, tensor in whole.items() if lost not in key}, file)
     with pytest.raises(ValueError, match="incomplete"):
         DOORS["AutoModel"](base_folder, adapter_folder)(ids)
 
