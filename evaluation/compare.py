@@ -36,14 +36,14 @@ def main(arguments: list[str]) -> None:
     (options,) = parser.parse(arguments)
     folder = None if options.output is None else Path(options.output)
     try:
-        columns = {given: [load_result(path) for path in parts(given)] for given in options.compare}
-        kinds = {is_perplexity(result) for results in columns.values() for result in results}
+        columns = [[load_result(path) for path in parts(given)] for given in options.compare]
+        kinds = {is_perplexity(result) for results in columns for result in results}
         if len(kinds) > 1:
             raise ValueError("Scores and perplexities cannot be compared with each other.")
         if kinds == {True}:
-            compare_perplexities(columns, folder)
+            compare_perplexities(dict(zip(options.compare, columns, strict=True)), folder)
         else:
-            write_report(folder, [joined(results) for results in columns.values()])
+            write_report(folder, [joined(results) for results in columns])
     except (OSError, ValueError) as error:
         parser.error(str(error))
 
