@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from numpy.typing import NDArray
 from peft import get_peft_model
 from torch import nn
@@ -81,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(model: ModelOptions, options: HeadsOptions, arguments: Sequence[str]) -> None:
-    """Read the texts, ask the questions, and write down what came out."""
+    """Read the texts, ask the questions, and write down what came out. Processes share the questions."""
     state, config, tokenizer, _ = prepare(model, None)
     if not tokenizer.is_fast:
         raise ValueError(f"Passages are found with a fast tokenizer, which {model.base} does not have.")
@@ -99,15 +100,17 @@ def run(model: ModelOptions, options: HeadsOptions, arguments: Sequence[str]) ->
     reader.resolve(shape)
     base: Any = load(model, None, state.device)
     heads: Any = get_peft_model(base, reader).eval()
-    ranks: dict[tuple[int, int], list[int]] = {}
-    words: list[int] = []
-    with progress("Asking", len(records), " questions") as bar:
-        for record in records:
-            by_head, by_words = record_ranks(heads, tokenizer, record, options.chunk_words)
-            for head, rank in by_head.items():
-                ranks.setdefault(head, []).append(rank)
-            words.append(by_words)
+    own: list[tuple[int, dict[tuple[int, int], int], int]] = []
+    mine = list(enumerate(records))[state.process_index :: state.num_processes]
+    with progress("Asking", len(mine), " questions") as bar:
+        for number, record in mine:
+            own.append((number, *record_ranks(heads, tokenizer, record, options.chunk_words)))
             bar.update(1)
+    found = sorted(gather_object(own), key=lambda each: each[0])
+    if not state.is_main_process:
+        return
+    words = [by_words for _, _, by_words in found]
+    ranks = {head: [by_head[head] for _, by_head, _ in found] for head in found[0][1]}
     order = sorted(ranks, key=lambda head: (-quality(ranks[head]), head))
     print(table(order, ranks, words))
     best = sorted(order[: options.best])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from longbench_cases import row, write_rows
 from peft import get_peft_model
+from recipe import run
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
 import cacheformers
@@ -61,6 +62,17 @@ def test_every_head_is_ranked_as_if_it_were_alone(bench, asked, capsys):
     shown, best = capsys.readouterr().out, result["heads"][0]
     assert f"layer {best['layer']}, head {best['head']}" in shown and "BM25" in shown and "attach" in shown
     assert (bench / "heads" / "heads.png").stat().st_size > 1000
+
+
+def test_two_processes_share_the_questions(bench, asked, tmp_path):
+    heads.main(asked[1])
+    alone = json.loads((bench / "heads" / "result.json").read_text())
+    given = [*asked[1], f"--output={bench / 'shared'}"]
+    run(given, tmp_path / "heads.log", 2, recipe="evaluation.heads")
+    shared = json.loads((bench / "shared" / "result.json").read_text())
+    for name in ("records", "bm25", "heads"):
+        assert shared[name] == alone[name], name
+    assert shared["environment"]["processes"] == 2
 
 
 def test_a_base_without_rotary_positions(bench, asked, make_base, capsys):
