@@ -33,3 +33,23 @@ def test_short_documents_become_records(tmp_path, monkeypatch, capsys):
             "Ada owns 2 boats.",
             ["2"],
         )
+
+
+def test_records_of_each_length_get_a_folder(tmp_path, monkeypatch, capsys):
+    records, out = tmp_path / "records", tmp_path / "sets"
+    records.mkdir()
+    rows = [
+        {**{"_id": f"q{number}", "context": "Ada owns é boats.", "input": "Who?", "answers": ["Ada"], "length": 4}, **more}
+        for number, more in enumerate([{"target_tokens": 4096}, {"target_tokens": 0}, {"target_tokens": 4096}, {}])
+    ]
+    for task in ("wiki_qa", "zh_qa"):
+        (records / f"{task}.jsonl").write_text("".join(f"{json.dumps({**row, 'template': task})}\n" for row in rows))
+    monkeypatch.setattr("sys.argv", ["split_by_length.py", str(records), str(out), "--tasks", "wiki_qa"])
+    script("recipes/split_by_length.py").main()
+    assert "wiki_qa: 2 of 4096, 2 of own" in capsys.readouterr().out
+    found = {str(path.relative_to(out)): path.read_text().splitlines() for path in out.rglob("*.jsonl")}
+    assert {name: [json.loads(line)["_id"] for line in lines] for name, lines in found.items()} == {
+        "4096/wiki_qa.jsonl": ["q0", "q2"],
+        "own/wiki_qa.jsonl": ["q1", "q3"],
+    }
+    assert json.loads(found["4096/wiki_qa.jsonl"][0]) == {**rows[0], "template": "wiki_qa"}
