@@ -161,11 +161,13 @@ def run_elsewhere(command: str, arguments: list[str]) -> None:
 
 
 def comparison(arguments: Sequence[str]) -> list[str]:
-    """Put what `compare` is given in an order that leaves results to `--compare`, wherever `--output` stands."""
+    """Put what `compare` is given in an order that leaves results to `--compare`, wherever its options stand."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--output")
+    parser.add_argument("--tasks", nargs="+")
     options, rest = parser.parse_known_args(arguments)
     given = [] if options.output is None else ["--output", options.output]
+    given += ["--tasks", *options.tasks] if options.tasks else []
     return sorted(["--compare", *rest, *given], key=lambda argument: argument not in ("-h", "--help"))
 
 

@@ -2,12 +2,14 @@
 
 cacheformers compare runs/longbench/ONE runs/longbench/OTHER --output runs/compared
 cacheformers compare runs/4K/ONE+runs/16K/ONE runs/4K/OTHER+runs/16K/OTHER
+cacheformers compare runs/longbench/ONE runs/longbench/OTHER --tasks trec triviaqa
 cacheformers compare runs/perplexity/ONE runs/perplexity/OTHER
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,11 @@ class CompareOptions:
         help="Nothing is run: put these result.json files, or those of these folders, side by side, each compared with "
         "the first one. ONE+OTHER is a column of two results of LongBench, such as those of texts of two lengths."
     )
+    tasks: list[str] | None = option(
+        None,
+        help="Scores: only these tasks; seconds, bytes and passages stay those of all records. Default: every task that "
+        "all results have.",
+    )
     output: str | None = option(None, help="Folder for tables and plots. Default: print the tables only.")
 
 
@@ -41,9 +48,11 @@ def main(arguments: list[str]) -> None:
         if len(kinds) > 1:
             raise ValueError("Scores and perplexities cannot be compared with each other.")
         if kinds == {True}:
+            if options.tasks:
+                raise ValueError("Perplexities have no tasks.")
             compare_perplexities(dict(zip(options.compare, columns, strict=True)), folder)
         else:
-            write_report(folder, [joined(results) for results in columns])
+            write_report(folder, [joined([of_tasks(each, options.tasks) for each in results]) for results in columns])
     except (OSError, ValueError) as error:
         parser.error(str(error))
 
@@ -70,6 +79,16 @@ def load_result(path: str) -> dict[str, Any]:
         if not whole or numbers["score"] is None:
             raise ValueError(f"{file} is damaged: {task} has no score, buckets and records.")
     return result
+
+
+def of_tasks(result: dict[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
+    """Return a result with some of its tasks alone; raise ValueError for one that it does not have."""
+    if names is None:
+        return result
+    for name in names:
+        if name not in result["tasks"]:
+            raise ValueError(f"{result['name']} has no task {name}, but: {', '.join(result['tasks'])}.")
+    return {**result, "tasks": {name: result["tasks"][name] for name in names}}
 
 
 def is_perplexity(result: dict[str, Any]) -> bool:

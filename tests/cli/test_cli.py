@@ -435,6 +435,7 @@ def test_every_verb_of_the_door_has_help(verb, monkeypatch, capsys):
 )
 def test_results_that_are_compared_may_come_after_the_output(given):
     assert comparison(given) == ["--compare", "A", "B", "--output", "DIR"]
+    assert comparison(["A", "B", "--tasks", "x", "y"]) == ["--compare", "A", "B", "--tasks", "x", "y"]
     assert comparison(["A", "B", "--plots=false"]) == ["--compare", "A", "B", "--plots=false"]
 
 

@@ -79,6 +79,10 @@ def test_columns_are_compared_by_task_category_and_length(tmp_path, capsys):
     assert f"| *Few-shot learning* | {np.mean(few):+.2f} (" in said
     assert all(said.count(f"| length {name} |") == 2 for name in ("0-4k", "4-8k", "8k+"))
     assert (tmp_path / "out" / "length.png").stat().st_size > 1000
+    command_line(["compare", *columns, "--tasks", "trec", "samsum"])
+    said = capsys.readouterr().out
+    assert f"| **average of tasks** | {np.mean(few):+.2f} (" in said and "qasper" not in said
+    assert all(f"| samsum ({number}) | 9 |" in said for number in (1, 2))
 
 
 def test_a_path_may_hold_a_plus(tmp_path):
@@ -163,3 +167,10 @@ def test_what_cannot_be_compared(measured, refused, names, message):
     (measured / "old" / "result.json").write_text(json.dumps({"kind": "perplexity"}))
     given = ["+".join(str(measured / part) for part in name.split("+")) for name in names]
     assert message in refused(main, comparison(given))
+
+
+def test_tasks_that_are_not_there(measured, refused):
+    file = measured / "scores.json"
+    file.write_text(json.dumps(result({"trec": [1]})))
+    assert "model has no task qasper, but: trec." in refused(main, comparison([str(file), "--tasks", "qasper"]))
+    assert "Perplexities have no tasks" in refused(main, comparison([str(measured / "narrow"), "--tasks", "trec"]))
