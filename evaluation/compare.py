@@ -31,8 +31,8 @@ class CompareOptions:
     )
     tasks: list[str] | None = option(
         None,
-        help="Scores: only these tasks; seconds, bytes and passages stay those of all records. Default: every task that "
-        "all results have.",
+        help="Scores: only these tasks; seconds, bytes and passages stay those of all records. Default: every task "
+        "that all results have.",
     )
     output: str | None = option(None, help="Folder for tables and plots. Default: print the tables only.")
 

@@ -2,8 +2,8 @@
 
 python recipes/split_by_length.py ../shared/data/longqa/assembled/test data/sets
 
-`target_tokens` of a record names the folder: data/sets/4096/wiki_qa.jsonl. Records without it, or with 0, have lengths of
-their own and go to `own`.
+`target_tokens` of a record names the folder: data/sets/4096/wiki_qa.jsonl. Records without it, or with 0, have lengths
+of their own and go to `own`.
 """
 
 from __future__ import annotations

@@ -39,7 +39,11 @@ def test_records_of_each_length_get_a_folder(tmp_path, monkeypatch, capsys):
     records, out = tmp_path / "records", tmp_path / "sets"
     records.mkdir()
     rows = [
-        {**{"_id": f"q{number}", "context": "Ada owns é boats.", "input": "Who?", "answers": ["Ada"], "length": 4}, **more}
+        {
+            **{"_id": f"q{number}", "context": "Ada owns é boats.", "input": "Who?", "answers": ["Ada"]},
+            "length": 4,
+            **more,
+        }
         for number, more in enumerate([{"target_tokens": 4096}, {"target_tokens": 0}, {"target_tokens": 4096}, {}])
     ]
     for task in ("wiki_qa", "zh_qa"):
