@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 import cacheformers
+from cacheformers.cli.ask import check_attends
 from cacheformers.cli.read import read_segments
 from cacheformers.common.texts import PLAIN, READERS, load_text
 from cacheformers.modeling.cache import MemoryCache
@@ -43,9 +44,13 @@ class Desk:
 
     Args:
         longest: tokens of an answer.
+
+    Raises:
+        ValueError: attention does not see the memory of such a model.
     """
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, longest: int = 60) -> None:
+        check_attends(cacheformers.new_memory(model, 1))
         self.model, self.tokenizer, self.longest = model, tokenizer, longest
 
     def open(self, files: Sequence[str]) -> Iterator[Reading]:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from cacheformers.cli.inspection import kept
 from cacheformers.cli.model import load_model
 from cacheformers.common import plots
 from cacheformers.modeling.cache import MemoryCache
-from cacheformers.modeling.conversation import Answer, Conversation, opening
+from cacheformers.modeling.conversation import Answer, Conversation
 from cacheformers.modeling.files.index import read_index
 from cacheformers.modeling.method import retrieving_methods
 
@@ -41,28 +42,19 @@ def ask(options: argparse.Namespace) -> None:
         raise ValueError(
             f"{options.memory} holds {memory.batch_size} documents: ask it in Python, with memory.select()."
         )
-    check_explain(options.explain, memory.state.retrieves)
+    begin, alone = conversations(model, tokenizer, memory, options)
     print(
         f"{kept(memory)} Loaded in {time.perf_counter() - loaded:.2f} s (the model took {loaded - start:.1f} s).",
         file=sys.stderr if options.json else sys.stdout,
     )
     if not options.questions:
-        chat(Conversation(model, tokenizer, memory), options)
+        chat(begin, options, alone)
         return
     for number, question in enumerate(options.questions):
-        shown = shown_text(model, memory, tokenizer, question, options)
-        seen = memory
-        if options.prompt != "question":
-            needed = len(opening(tokenizer, question, shown=shown)) + options.max_new_tokens
-            if needed > (positions := memory.options.base.max_positions):
-                raise ValueError(
-                    f"Prompt and answer take {needed:,} positions, and the base has {positions:,}: give a smaller "
-                    "--prompt-tokens."
-                )
-            seen = memory.with_window(needed)
+        conversation = begin(question)
         if not options.json:
             print(f"\nQ: {question}\nA: ", end="", flush=True)
-        say(Conversation(model, tokenizer, seen, shown=shown), question, options, number)
+        say(conversation, question, options, number)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -71,8 +63,33 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError("There is an empty question.")
     if options.prompt_tokens < 2:
         raise ValueError(f"--prompt-tokens must be at least 2, got {options.prompt_tokens}.")
-    if not options.questions and options.prompt != "question":
-        raise ValueError("--prompt shows text for one question: give the question, or leave --prompt out.")
+    if options.heat_map and (options.json or not options.explain):
+        raise ValueError("--heat-map is the picture that --explain draws: give --explain, without --json.")
+
+
+def conversations(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, memory: MemoryCache, options: argparse.Namespace
+) -> tuple[Callable[[str], Conversation], bool]:
+    """Return what begins the conversation in which a question is asked, and whether each question needs its own.
+
+    It does if text is shown before the question. Without `--prompt` that is what a memory recalls which attention does
+    not see.
+
+    Raises:
+        ValueError: `--explain` of a memory that retrieves nothing.
+    """
+    check_explain(options.explain, memory.state.retrieves)
+    prompt = options.prompt or ("question" if memory.state.attends else "recalled")
+    if prompt == "question":
+        return lambda _: Conversation(model, tokenizer, memory), False
+    from cacheformers.evaluation.showing import with_text
+
+    return (
+        lambda question: with_text(
+            model, tokenizer, memory, question, prompt, options.prompt_tokens, options.max_new_tokens
+        ),
+        True,
+    )
 
 
 def check_explain(explain: bool, retrieves: bool) -> None:
@@ -84,11 +101,22 @@ def check_explain(explain: bool, retrieves: bool) -> None:
         )
 
 
-def chat(conversation: Conversation, options: argparse.Namespace) -> None:
-    """Ask what is typed, line by line, each question after the ones before, until the end of the input."""
+def check_attends(memory: MemoryCache) -> None:
+    """Raise ValueError for a memory that only finds passages, where none are shown."""
+    if not memory.state.attends:
+        raise ValueError(
+            "Attention does not see this memory, which finds passages to be read again: `cacheformers ask` and "
+            "`cacheformers library` put them before a question, this command does not."
+        )
+
+
+def chat(begin: Callable[[str], Conversation], options: argparse.Namespace, alone: bool) -> None:
+    """Ask what is typed, line by line, until the end of the input: in one conversation, or each question alone."""
     typed = sys.stdin.isatty() and not options.json
     if typed:
-        print("Ask; each question follows on the ones before. Ctrl-C stops an answer, Ctrl-D ends.")
+        how = "is answered by itself, with its passages" if alone else "follows on the ones before"
+        print(f"Ask; each question {how}. Ctrl-C stops an answer, Ctrl-D ends.")
+    conversation = None if alone else begin("")
     number = 0
     while True:
         try:
@@ -97,9 +125,10 @@ def chat(conversation: Conversation, options: argparse.Namespace) -> None:
             return
         if not question.strip():
             continue
+        asked = conversation or begin(question)
         if not options.json:
             print("A: " if typed else f"\nQ: {question}\nA: ", end="", flush=True)
-        say(conversation, question, options, number)
+        say(asked, question, options, number)
         number += 1
 
 
@@ -156,44 +185,6 @@ def described(answer: Answer, tokens: list[str], explain: bool) -> dict[str, Any
             for token, passages in zip(tokens, answer.passages, strict=True)
         ]
     return found
-
-
-CHUNK_WORDS, CHUNK_TOKENS = 100, 130  # of what is retrieved or recalled
-
-
-def shown_text(
-    model: nn.Module,
-    memory: MemoryCache,
-    tokenizer: PreTrainedTokenizerBase,
-    question: str,
-    options: argparse.Namespace,
-) -> str:
-    """Return the part of the text that self-attention sees beside the question.
-
-    That is nothing, its end, its ends, what BM25 finds, what the memory itself recalls, or both.
-
-    Raises:
-        ValueError: the memory does not hold its text.
-    """
-    if options.prompt == "question":
-        return ""
-    # They import datasets, which takes a second.
-    from cacheformers.evaluation.longbench.prompts import Prompt, cut_beginning, cut_middle
-    from cacheformers.evaluation.longbench.retrieval import BM25, Hybrid, Recalling, Retriever, retrieved
-
-    source = memory.origin.sources[0]
-    if source is None:
-        raise ValueError("The memory was saved without its text, so none of it can be shown: leave out --prompt.")
-    read = memory.tokens_read[0]  # fewer than there are where reading was interrupted
-    text, length = source.text[: int(source.offsets[read - 1, 1])], options.prompt_tokens
-    if options.prompt in ("retrieved", "recalled", "hybrid"):
-        recalling = Recalling(model, tokenizer, memory, text, source.offsets[:read].tolist())
-        retriever: Retriever = recalling
-        if options.prompt != "recalled":
-            retriever = BM25() if options.prompt == "retrieved" else Hybrid(recalling, BM25())
-        return retrieved(text, question, retriever, CHUNK_WORDS, max(1, length // CHUNK_TOKENS))
-    cut = cut_beginning if options.prompt == "tail" else cut_middle
-    return cut(Prompt(text, len(text)), tokenizer, length).text
 
 
 BINS = 120  # stretches of the document in the picture

@@ -68,7 +68,12 @@ def documents(memory: MemoryCache) -> dict[str, str]:
 
 def kept(memory: MemoryCache) -> str:
     """Return a sentence on how much of its document a memory keeps."""
-    read, held = memory.tokens_read[0], memory.tokens_kept[0]
+    read, held, source = memory.tokens_read[0], memory.tokens_kept[0], memory.origin.sources[0]
+    if source is not None and read < len(source.offsets):
+        return (
+            f"{read:,} of {len(source.offsets):,} tokens read, then it was interrupted: give `cacheformers read` again "
+            "to go on."
+        )
     if held == read:
         return f"{read:,} tokens read, and the memory keeps all of them."
     return f"{read:,} tokens read, of which the memory keeps the newest {held:,}{remedy(memory, read)}."

@@ -11,8 +11,8 @@ from pathlib import Path
 from accelerate.utils import gather_object
 
 from cacheformers.adapters.folders import own_base
-from cacheformers.cli.ask import chat, check_explain, say
-from cacheformers.cli.main import add_model, questions_anywhere
+from cacheformers.cli.ask import chat, check, conversations, say
+from cacheformers.cli.main import add_model, add_prompt, questions_anywhere
 from cacheformers.cli.model import lasting_name, load_model
 from cacheformers.common.library import Library, reader_of
 from cacheformers.evaluation.loading import make_state
@@ -26,6 +26,7 @@ DESCRIPTION = """Keep memory files in a folder, and ask one, several or all of t
   cacheformers library DIR ask "Who tells this story?"                 # all, searched together
   cacheformers library DIR ask "Who?" --in BOOK --in REPORT            # these
   cacheformers library DIR ask "Who?" --choose                         # the one in which the question retrieves most
+  cacheformers library DIR ask "Who?" --prompt recalled                # with the passages that they find nearest
   cacheformers library DIR ask                                         # a conversation
   cacheformers library DIR compress BOOK --bytes 400K                  # fewer entries, in 8 bits
   cacheformers library DIR remove BOOK
@@ -35,8 +36,9 @@ A launcher's processes share the documents to add, for example one for each GPU:
   torchrun --nproc_per_node 2 -m cacheformers library DIR add *.txt --adapter ADAPTER
 
 Memories are searched together if one model read them, and its method keeps an entry for each token and searches them
-(Neurocache, Memorizing Transformer). Memories of other methods are asked one by one.
+(Neurocache, Memorizing Transformer, retrieval heads). Memories of other methods are asked one by one.
 """
+FILES = ".txt, .md, .html, .epub or .pdf, or of JSON lines or parquet the longest document"
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -60,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     actions.add_parser("list", help="name all memories, their texts and sizes")
 
     command = actions.add_parser("add", help="read documents into memory files")
-    command.add_argument("documents", nargs="+", metavar="FILE", help=".txt, .md, .html, .epub or .pdf")
+    command.add_argument("documents", nargs="+", metavar="FILE", help=FILES)
     command.add_argument("--name", help="of the memory, for one document (default: the file's without its ending)")
     command.add_argument("--cache-size", type=int, metavar="N", help="most entries (default: the adapter's)")
     command.add_argument("--encoding", metavar="NAME", help="of .txt, .md and .html files (default: utf-8)")
@@ -77,6 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--choose", action="store_true", help="ask the one in which the question retrieves most")
     command.add_argument("--max-new-tokens", type=int, default=60, metavar="N", help="(default: 60)")
+    add_prompt(command)
     command.add_argument("--explain", action="store_true", help="for each token of the answer, what was retrieved")
     command.add_argument("--heat-map", type=Path, metavar="PNG", help="that --explain draws (default: DIR.png)")
     command.add_argument("--json", action="store_true", help="print one JSON object an answer")
@@ -106,6 +109,8 @@ def size(text: str) -> int:
 def list_memories(library: Library, options: argparse.Namespace) -> None:
     """Print a line for each memory; raise MemoryFileError, after that, if some are damaged."""
     damaged: list[str] = []
+    if not library.names:
+        print(f"{library.folder} holds no memory yet: add a document first.")
     for name in library.names:
         try:
             held = library.describe(name)
@@ -153,7 +158,8 @@ def add(library: Library, options: argparse.Namespace) -> None:
                 progress=state.is_main_process,
                 encoding=options.encoding,
             )
-            print(f"{held.name}: {held.tokens:,} tokens, {held.bytes / 2**20:.2f} MiB", flush=True)
+            longest = "" if held.source == path else f" (the longest document of {path})"
+            print(f"{held.name}: {held.tokens:,} tokens, {held.bytes / 2**20:.2f} MiB{longest}", flush=True)
         except (OSError, ValueError, ImportError) as error:
             failures.append(str(error))
     failures = gather_object(failures)
@@ -181,19 +187,20 @@ def remove(library: Library, options: argparse.Namespace) -> None:
 
 def ask(library: Library, options: argparse.Namespace) -> None:
     """Answer every question on its own, or hold a conversation."""
+    check(options)
     if options.choose and not options.questions:
         raise ValueError("--choose is for a question that is given: a conversation stays with its memories.")
     library = with_model(library, options, library.check(options.names))
+    assert library.model is not None and library.tokenizer is not None
     options.memory = options.heat_map or library.folder
     if not options.questions:
-        conversation = library.conversation(options.names)
-        check_explain(options.explain, conversation.retrieves)
-        chat(conversation, options)
+        begin, alone = conversations(library.model, library.tokenizer, library.memories(options.names), options)
+        chat(begin, options, alone)
         return
     for number, question in enumerate(options.questions):
         names = [library.choose(question, options.names)] if options.choose else options.names
-        conversation = library.conversation(names)
-        check_explain(options.explain, conversation.retrieves)
+        begin, _ = conversations(library.model, library.tokenizer, library.memories(names), options)
+        conversation = begin(question)
         if not options.json:
             print(f"\nQ: {question}" + (f" ({names[0]})" if options.choose else ""), end="\nA: ", flush=True)
         say(conversation, question, options, number)

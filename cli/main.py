@@ -7,6 +7,7 @@ script finds it in a package of its own, `cacheformers_cli` (setup.cfg): `cachef
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -40,9 +41,10 @@ keeps the newest --cache-size tokens and forgets older ones; the command says so
 ASK = """Answer questions from a memory file.
 
 The text is not read again. The model that read it is loaded by the name it had then. Without a question it holds a
-conversation: questions are typed, and each follows on the ones before. Questions that are given all start from the
-memory as it was saved. If the method retrieves (Neurocache, Memorizing Transformer, CacheFormer, retrieval heads), the
-passages that the question and the answer retrieved most are printed below the answer.
+conversation: questions are typed, and each follows on the ones before (with --prompt, each is asked by itself).
+Questions that are given all start from the memory as it was saved. If the method retrieves (Neurocache, Memorizing
+Transformer, CacheFormer, retrieval heads), the passages that the question and the answer retrieved most are printed
+below the answer. Attention does not see a memory of retrieval heads: it answers by the passages that it recalls.
 
   cacheformers ask book.memory "Who tells this story?"
   cacheformers ask book.memory                                                  # a conversation
@@ -139,8 +141,20 @@ def questions_anywhere(parser: argparse.ArgumentParser, arguments: Sequence[str]
     if hasattr(options, "questions") and not any(word.startswith("-") for word in rest):
         options.questions, rest = [*options.questions, *rest], []
     if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        command = chosen_command(parser, options)
+        near = difflib.get_close_matches(rest[0].partition("=")[0], command._option_string_actions, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        command.error(f"unrecognized arguments: {' '.join(rest)}.{hint}")
     return options
+
+
+def chosen_command(parser: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.ArgumentParser:
+    """Return the parser of the command that was given, or the parser itself."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            chosen: argparse.ArgumentParser = action.choices.get(getattr(options, action.dest), parser)
+            return chosen
+    return parser
 
 
 def run_elsewhere(command: str, arguments: list[str]) -> None:
@@ -220,17 +234,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_model(command, "the one that read")
     command.add_argument("--max-new-tokens", type=int, default=60, metavar="N", help="longest answer (default: 60)")
-    command.add_argument(
-        "--prompt",
-        choices=("question", "tail", "cut", "retrieved", "recalled", "hybrid"),
-        default="question",
-        help="what self-attention sees: the question alone, or before it the text's end, its beginning and end, "
-        "what BM25 finds, the passages that the memory itself finds nearest the question, or what both find "
-        "(default: question)",
-    )
-    command.add_argument(
-        "--prompt-tokens", type=int, default=896, metavar="N", help="text that --prompt shows, in tokens (default: 896)"
-    )
+    add_prompt(command)
     command.add_argument("--explain", action="store_true", help="for each token of the answer, what was retrieved")
     command.add_argument(
         "--json", action="store_true", help="print one JSON object an answer, and nothing else on standard output"
@@ -264,6 +268,19 @@ def add_model(command: argparse.ArgumentParser, default: str) -> None:
     group.add_argument("--adapter", help="folder or Hub id of the memory adapter")
     group.add_argument("--model", metavar="BASE", help=f"folder or Hub id of the base model (default: {default})")
     add_device(group)
+
+
+def add_prompt(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--prompt",
+        choices=("question", "tail", "cut", "retrieved", "recalled", "hybrid"),
+        help="what self-attention sees: the question alone, or before it the text's end, its beginning and end, "
+        "what BM25 finds, the passages that the memory itself finds nearest the question, or what both find "
+        "(default: question; recalled where attention does not see the memory: retrieval heads)",
+    )
+    command.add_argument(
+        "--prompt-tokens", type=int, default=896, metavar="N", help="text that --prompt shows, in tokens (default: 896)"
+    )
 
 
 def add_device(group: argparse._ActionsContainer) -> None:

@@ -23,8 +23,10 @@ from cacheformers.modeling.origin import Source, tokenized, tokenizer_hash
 def read(options: argparse.Namespace) -> None:
     """Read what has not been read yet."""
     check_place(options.output)
-    model, tokenizer = load_model(options.model or "", options.adapter or "", options.device, options.dtype)
     name, text = load_text(options.book, options.document, options.text_field, options.encoding)
+    if options.document is None and name != options.book:
+        print(f"{name}, the longest one, is read: --document chooses another.")
+    model, tokenizer = load_model(options.model or "", options.adapter or "", options.device, options.dtype)
     ids, source = tokenized(tokenizer, text, name)
     if (options.output / INDEX).exists() and not options.overwrite:
         memory = cacheformers.load_memory(options.output, model, tokenizer=tokenizer)

@@ -10,6 +10,7 @@ from transformers.utils.import_utils import is_serve_available
 
 import cacheformers
 from cacheformers.adapters.folders import not_found
+from cacheformers.cli.ask import check_attends
 from cacheformers.cli.inspection import kept
 from cacheformers.cli.model import load_model
 
@@ -30,6 +31,7 @@ def serve(options: argparse.Namespace) -> None:
         memory = cacheformers.load_memory(options.memory, model, not options.no_verify, tokenizer)
         if memory.batch_size != 1:
             raise ValueError(f"{options.memory} holds {memory.batch_size} documents; a server takes a memory of one.")
+        check_attends(memory)
         start, model = f"{options.memory}: {kept(memory)}", FromMemory(model, memory)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(f"The tokenizer of {options.model} is written in Python: the server takes fast ones.")

@@ -173,8 +173,17 @@ class Library:
         Args:
             choose: ask the one memory alone in which the question retrieves most.
             options: of `Conversation.ask`.
+
+        Raises:
+            ValueError: attention does not see such memories; see also `memories` and `Conversation.ask`.
         """
-        conversation = self.conversation([self.choose(question, names)] if choose else names)
+        names = [self.choose(question, names)] if choose else names
+        conversation = self.conversation(names)
+        if conversation.memory is not None and not conversation.memory.state.attends:
+            raise ValueError(
+                "Attention does not see this memory, which finds passages: answer with them, by "
+                "cacheformers.with_text(library.model, library.tokenizer, library.memories(names), question)."
+            )
         answer: Answer = conversation.ask(question, **{"explain": conversation.retrieves, **options})
         return answer
 

@@ -2,7 +2,7 @@
 
     python recipes/make_facts.py data/facts --documents 1 \\
         --plays data/plays/valid/hamlet.md data/plays/valid/the-tempest.md
-    cacheformers heads --base data/smollm2-135m-instruct --data data/facts/records --output runs/heads
+    cacheformers heads --base data/smollm2-135m-instruct --data data/facts/records
 
 Every key-value head ranks the passages of each text by its attention alone (methods/retrieval_heads.py), and the place
 of the passage that answers says how good it is. A few questions are enough: good heads stand out. BM25, which counts
@@ -55,7 +55,7 @@ class HeadsOptions:
         help="A folder with TASK.jsonl, .jsonl.gz or .parquet: LongBench's records with `gold`, pairs of start and end "
         "of the passages that answer, in characters of the context. recipes/make_facts.py makes some."
     )
-    output: str = option("runs/heads", help="Folder for result.json and heads.png.")
+    output: str = option("runs/which_heads", help="Folder for result.json and heads.png.")
     tasks: list[str] | None = option(None, help="Tasks by name. Default: all in a folder without LongBench's own.")
     limit: int = option(20, help="Only the first N records of each task that have a question and a passage.")
     chunk_words: int = option(100, help="Words (Chinese: characters) of a passage.")
@@ -113,13 +113,6 @@ def run(model: ModelOptions, options: HeadsOptions, arguments: Sequence[str]) ->
     ranks = {head: [by_head[head] for _, by_head, _ in found] for head in found[0][1]}
     order = sorted(ranks, key=lambda head: (-quality(ranks[head]), head))
     print(table(order, ranks, words))
-    best = sorted(order[: options.best])
-    named = " ".join(f"{layer}:{','.join(str(own) for at, own in best if at == layer)}" for layer in dict(best))
-    more = "" if shape.rotary else " --local_window segment"
-    print(
-        f"\nThe {options.best} best, as a memory:\n"
-        f"  cacheformers attach {RECIPE} --base {model.base} --heads {named}{more}"
-    )
     output = Path(options.output)
     result = {
         "command": ["cacheformers", "heads", *arguments],
@@ -131,12 +124,26 @@ def run(model: ModelOptions, options: HeadsOptions, arguments: Sequence[str]) ->
     }
     write_json(output / "result.json", result, indent=1)
     save_figures({output / "heads.png": lambda: draw(ranks)})
-    print(f"Every rank is in {output}")
+    print(f"Every rank is in {output}\n")
+    print(f"The {options.best} best, as a memory:\n  {attach_command(model.base, options, order, shape.rotary)}")
+
+
+def attach_command(base: str, options: HeadsOptions, order: Sequence[tuple[int, int]], rotary: bool) -> str:
+    """Return the command that makes a memory of the best heads, which reads as they were measured."""
+    best = sorted(order[: options.best])
+    named = " ".join(f"{layer}:{','.join(str(own) for at, own in best if at == layer)}" for layer in dict(best))
+    more = "" if rotary else " --local_window segment"
+    for name in ("segment_tokens", "window_tokens") if rotary else ("segment_tokens",):
+        own = getattr(options, name)
+        more += "" if own == getattr(HeadsOptions, name) else f" --{name} {own}"
+    return f"cacheformers attach {RECIPE} --base {base} --heads {named}{more} --output runs/heads"
 
 
 def chosen_records(options: HeadsOptions) -> list[Record]:
     """Return the records that have a question and a passage; raise ValueError if there are none."""
     records = []
+    if not Path(options.data).is_dir():
+        raise ValueError(f"--data {options.data} is no folder: it holds a file TASK.jsonl for each task.")
     for task in options.tasks or own_tasks(options.data):
         usable = [record for record in load_records(options.data, task) if record.gold and record.input.strip()]
         records += usable[: options.limit]

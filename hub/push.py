@@ -134,8 +134,8 @@ def check_repo(kind: str, repo_id: str, token: str | None = None) -> None:
         pushed, other = ("an adapter", "a model") if kind == "adapter" else ("a model", "an adapter")
         raise HubError(
             f"The repository {repo_id} holds {other}, and you push {pushed}. Where a repository holds both, "
-            "transformers loads the adapter. Push to another repository, or allow both: `allow_mixed=True`, or "
-            "`--hub_allow_mixed` for `train_adapt.py`."
+            "transformers loads the adapter. Push to another repository, or allow both: `allow_mixed=True`, "
+            "`cacheformers push --allow-mixed`, or `train_adapt.py --hub_allow_mixed`."
         )
 
 

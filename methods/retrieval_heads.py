@@ -150,6 +150,8 @@ class RetrievalHeadsState(SupervisedState):
         queries: of the last forward by layer, scaled, `[rows, columns, kept kv heads, group, d_head]`.
     """
 
+    attends = False
+
     def __init__(
         self,
         options: RetrievalHeadsOptions,
@@ -205,10 +207,9 @@ class RetrievalHeadsState(SupervisedState):
         return found
 
     def strongest(self, layer: int, row: int, queries: Tensor) -> Tensor:
-        """Return the entries that tokens score highest, all but the first token's, `[tokens, query heads * topk]`."""
-        scores = scores_of(queries, self.keys(layer, row))
-        if self.rings[layer].entries(row).first == 0:
-            scores[..., :1] = -torch.inf
+        """Return the entries that tokens score highest, all but the first tokens', `[tokens, query heads * topk]`."""
+        scores, first = scores_of(queries, self.keys(layer, row)), self.rings[layer].entries(row).first
+        scores[..., [start - first for start in self.starts if start >= first]] = -torch.inf
         best = scores.topk(min(self.topk, scores.shape[-1]))
         chosen = torch.where(best.values > -torch.inf, best.indices, -1)
         return F.pad(chosen, (0, self.topk - chosen.shape[-1]), value=-1).transpose(0, 1).flatten(1)
@@ -216,7 +217,7 @@ class RetrievalHeadsState(SupervisedState):
     def shares(self, asked: int, read: int) -> dict[tuple[int, int], Tensor]:
         """Return p of the newest tokens of the first row, by layer and key-value head, `[asked, read]`, float32.
 
-        It is the mean over the query heads that share the keys; 0 for the first token and for forgotten ones.
+        It is the mean over the query heads that share the keys; 0 for texts' first tokens and for forgotten ones.
         """
         found: dict[tuple[int, int], Tensor] = {}
         for layer, heads in self.heads:
@@ -227,7 +228,7 @@ class RetrievalHeadsState(SupervisedState):
                 by_token.append(shares.unflatten(0, (len(heads), -1)).mean(1))
             shares = torch.cat(by_token, 1)
             shares = F.pad(shares, (first, read - first - shares.shape[-1]))
-            shares[..., :1] = 0
+            shares[..., list(self.starts)] = 0
             found |= {(layer, head): own for head, own in zip(heads, shares, strict=True)}
         return found
 

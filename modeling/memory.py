@@ -156,7 +156,10 @@ class MemoryState(ABC):
         can_crop: the last tokens of open segments can be removed.
         gold: places of the answers to the questions of the next forward; None if that is not known.
         retrieves: tokens look up tokens of the document, which `retrieved` returns.
+        attends: attention sees what the memory holds. Otherwise the memory only finds passages of the text, and answers
+            nothing unless they are put before the question.
         retrieved_tokens: consecutive tokens that are looked up together; `retrieved` returns the first of them.
+        starts: numbers of the first tokens of texts: attention sinks, which say nothing of their text.
         memory_tokens: memory tokens that run through all layers behind a segment when it closes, and leave behind what
             `commit` stores; 0 for none. Such a state holds no columns of open segments.
         off: it was made with cache_size 0, and remembers nothing.
@@ -166,7 +169,9 @@ class MemoryState(ABC):
     forward_is_segment = False
     can_crop = True
     retrieves = False
+    attends = True
     retrieved_tokens = 1
+    starts: tuple[int, ...] = (0,)
     memory_tokens = 0
     off = False
     reading = False

@@ -89,8 +89,8 @@ def check_searched(memory: MemoryCache) -> None:
     if not (memory.state.retrieves and memory.state.rings):
         raise ValueError(
             f"The method {memory.signature['method']} keeps no entry for each token that is searched. Its memories "
-            "cannot be searched together, nor thinned: ask them one by one. Neurocache and the Memorizing Transformer "
-            "can do both."
+            "cannot be searched together, nor thinned: ask them one by one. Neurocache, the Memorizing Transformer and "
+            "retrieval heads can do both."
         )
     if memory.batch_size != 1:
         raise ValueError(f"The memory holds {memory.batch_size} documents: choose one with memory.select([row]).")
@@ -125,6 +125,7 @@ def together(memories: Sequence[MemoryCache]) -> MemoryCache:
     capacity = start + max(ring.capacity for ring in first.state.rings.values())  # what is said finds room behind them
     joint = found.in_memory(first, capacity)
     joint.origin.sources, joint.origin.parts, joint.options = [None], tuple(parts), None
+    joint.state.starts = tuple(number for number, _ in parts)
     return joint
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -364,6 +365,7 @@ LAYOUTS: dict[str, Layout] = {
 ALSO = {"wiki_qa": ("fewshot_qa",)}
 # Tasks that ask about the text itself: their documents need no questions.
 UNASKED = ("code", "quote")
+IN_BOOKS = ("babi", "facts")  # facts between lines of books
 
 
 @dataclass
@@ -405,6 +407,22 @@ class Exercises:
             f"question in {TRIES:,} tries. Give more documents, or a larger --longest_context: a solved example takes "
             f"less than a quarter of a context. For quote, give sentences of {2 * QUOTED} words or more."
         )
+
+
+def warn_of_short(pools: dict[str, Pool], shortest: int) -> None:
+    """Warn of tasks whose documents are together shorter than a context is to be; books make up for them in some."""
+    for task, pool in pools.items():
+        tokens = 0
+        for document in pool.documents:
+            tokens += pool.count(document["context"])
+            if tokens >= shortest or (task in IN_BOOKS and pool.books):
+                break
+        else:
+            warnings.warn(
+                f"The documents of the task '{task}' have {tokens:,} tokens in all, so its contexts stay below "
+                f"--shortest_context {shortest:,}: add documents, on which nothing needs to be asked.",
+                stacklevel=2,
+            )
 
 
 def load_pools(paths: Sequence[str], count: Callable[[str], int], books: Sequence[str] = ()) -> dict[str, Pool]:

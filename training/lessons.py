@@ -27,7 +27,7 @@ from cacheformers.evaluation.longbench.retrieval import make_retriever
 from cacheformers.evaluation.longbench.tasks import CODE, FORMS, load_templates
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.method import retrieving_methods
-from cacheformers.training.exercises import LAYOUTS, Exercise, Exercises, load_pools
+from cacheformers.training.exercises import LAYOUTS, Exercise, Exercises, load_pools, warn_of_short
 
 LEAST_ANSWER = 64  # tokens that the chat template and an answer have at least, after a prompt; half are the answer's
 ANSWER = 512  # ... and after a prompt that does not fit into a segment
@@ -222,7 +222,9 @@ class Lessons(DocumentRow):
         texts = [text for text in books._first_texts() if text]
         how = options.shortest_context, options.longest_context, options.questions_per_context, options.unanswerable
         fits = (lambda context: self._count(context) <= options.longest_context) if bounded else None
-        self.exercises = Exercises(load_pools(options.questions, self._count, texts), seed, *how, fits)
+        pools = load_pools(options.questions, self._count, texts)
+        warn_of_short(pools, options.shortest_context)
+        self.exercises = Exercises(pools, seed, *how, fits)
         templates = load_templates(FORMS) | (load_prompts() if "babi" in self.exercises.pools else {})
         form = LongBenchOptions(
             data="",

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,14 +13,12 @@ import pytest
 import torch
 from conftest import WHOLE, save_adapter
 from memories import assert_equal
-from recipe import make_text
+from recipe import make_text, write_documents
 from transformers import AutoModelForCausalLM, LogitsProcessorList
 
 import cacheformers
-from cacheformers.cli import ask
-from cacheformers.cli.ask import shown_text
+from cacheformers.cli.inspection import kept
 from cacheformers.cli.main import ELSEWHERE, comparison, dashed, main, make_parser
-from cacheformers.evaluation.longbench.retrieval import chunks
 from cacheformers.modeling.conversation import opening
 from cacheformers.modeling.files.index import read_index
 from cacheformers.modeling.trace import Trace, passages
@@ -99,6 +98,7 @@ def test_a_model_from_scratch(folder, make_model, tokenizer, monkeypatch, capsys
     begun.save("book.memory")
     main(["read", "book.txt", "-o", "book.memory", "--model", "model"])
     assert "holds the first 64 tokens of book.txt: going on" in capsys.readouterr().out
+    assert kept(begun).startswith("64 of 120 tokens read, then it was interrupted: ")
     main(["read", "book.txt", "-o", "book.memory", "--model", "model", "--overwrite"])
     memory = cacheformers.load_memory("book.memory", model, tokenizer=tokenizer)
     question = torch.tensor([opening(tokenizer, "w5 w6 ?")])
@@ -226,7 +226,7 @@ def test_refusals(folder, model, monkeypatch):
         "ask book.memory why --adapter other_adapter": "another adapter",
         "ask base why": "not a memory",
         "inspect nowhere": "not a memory",
-        "ask book.memory --prompt cut": "--prompt shows text for one question",
+        "ask book.memory why --heat-map why.png": "--heat-map is the picture that --explain draws",
         "ask book.memory why --prompt cut --prompt-tokens 1": "--prompt-tokens must be at least 2, got 1",
         "ask book.memory why --prompt cut --max-new-tokens 9999": "the base has 64: give a smaller --prompt-tokens",
         "ask windowed.memory why --explain": "this memory's method retrieves nothing",
@@ -274,31 +274,6 @@ def test_read_again_and_overwrite(folder, model, monkeypatch, capsys):
     assert "120 tokens read, and the memory keeps all of them." in output and "to keep all" not in output
 
 
-def test_what_a_prompt_shows_beside_the_question(folder, model, tokenizer, monkeypatch, capsys):
-    """Of four chunks, the memory recalls the last: it has forgotten the others."""
-    pytest.importorskip("bm25s")
-    monkeypatch.chdir(folder)
-    main(["read", "book.txt", "-o", "book.memory", "--adapter", "adapter", "--cache-size", "12"])
-    monkeypatch.setattr(ask, "CHUNK_WORDS", 30)
-    first, *_, last = chunks(make_text(WORDS), 30)
-    expected = {"tail": " ".join(make_text(WORDS).split()[-20:]), "retrieved": first, "recalled": last, "question": ""}
-    expected["hybrid"] = first
-    question = " ".join(first.split()[:9])
-    for prompt, text in expected.items():
-        words = ["ask", "book.memory", question, "--prompt", prompt, "--prompt-tokens", "20", "--max-new-tokens", "3"]
-        memory = cacheformers.load_memory("book.memory", model, tokenizer=tokenizer)
-        shown = shown_text(model, memory, tokenizer, question, make_parser().parse_args(words))
-        assert shown.strip() == text.strip(), prompt
-        main(words)
-    assert capsys.readouterr().out.count("What question and answer retrieved most") == len(expected)
-
-    begun = cacheformers.read(model, tokenizer(make_text(WORDS), return_tensors="pt").input_ids[:, :40], progress=False)
-    begun.origin.sources = memory.origin.sources
-    words = make_parser().parse_args(["ask", "book.memory", question, "--prompt", "tail", "--prompt-tokens", "20"])
-    shown = shown_text(model, begun, tokenizer, question, words)
-    assert shown.split() == make_text(WORDS).split()[20:40], "of a text whose reading was stopped, what was read"
-
-
 def test_other_encodings_and_fields(folder, model, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     (folder / "wide.txt").write_text(make_text(30), encoding="utf-16")
@@ -309,6 +284,21 @@ def test_other_encodings_and_fields(folder, model, monkeypatch, capsys):
     for spelling in ("--text-field", "--text_field"):
         main(f"read bodies.jsonl {spelling} body -o body.memory --adapter adapter --overwrite".split())
         assert cacheformers.load_memory("body.memory").tokens_read == [20]
+    assert "the longest one" not in capsys.readouterr().out
+    write_documents(folder / "three.jsonl", 20, 30, 10)
+    main(["read", "three.jsonl", "-o", "three.memory", "--adapter", "adapter"])
+    assert "three.jsonl, document 1, the longest one, is read: --document chooses another." in capsys.readouterr().out
+
+
+def test_misspelled_options_are_those_of_the_command(folder, capsys):
+    for arguments, message in (
+        ("read book.txt -o book.memory --adaptor adapter", "read: error: .*--adaptor adapter. Did you mean --adapter?"),
+        ("ask book.memory why --promt cut", "ask: error: .*--promt cut. Did you mean --prompt?"),
+        ("read book.txt other.txt -o book.memory", "read: error: unrecognized arguments: other.txt."),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments.split())
+        assert re.search(message.replace("?", r"\?"), capsys.readouterr().err), message
 
 
 def test_help_needs_no_torch_and_teaches_at_once():

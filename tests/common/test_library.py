@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipe import Recipe, make_text, run
+from recipe import Recipe, make_text, run, write_documents
 
 import cacheformers
 from cacheformers.cli import library as command
@@ -134,8 +134,12 @@ def test_the_command(library, folder, monkeypatch, capsys, refused):
     assert "was thinned" in stopped(["read", "low.html", "-o", "shelf/low.memory", "--adapter", "adapter"])
     command.main(["shelf", "remove", "low", "high"])
     command.main(["shelf"])
-    assert capsys.readouterr().out == "low is removed.\nhigh is removed.\n"
+    gone = "low is removed.\nhigh is removed.\nshelf holds no memory yet: add a document first.\n"
+    assert capsys.readouterr().out == gone
     assert "holds no memory yet" in refused(command.main, ["shelf", "remove", "low"])
+    write_documents(folder / "three.jsonl", 20, 30, 10)
+    command.main(["shelf", "add", "three.jsonl", "--adapter", "adapter"])
+    assert "three: 30 tokens, " in (output := capsys.readouterr().out) and "(the longest document of" in output
 
 
 def test_a_damaged_memory_does_not_stop_the_others(library, folder, monkeypatch, capsys, refused):

@@ -80,9 +80,8 @@ def test_a_base_without_rotary_positions(bench, asked, make_base, capsys):
     base = make_base("opt", torch.float32, vocab_size=len(AutoTokenizer.from_pretrained(bench / "base")))
     base.save_pretrained(bench / "base")
     heads.main([*asked[1], "--best=1"])
-    command = capsys.readouterr().out.partition("cacheformers attach ")[2].splitlines()[0].split()
-    attach.main([*command, f"--output={bench / 'attached'}", "--segment_tokens=20"])
-    assert json.loads((bench / "attached" / "adapter_config.json").read_text())["local_window"] == "segment"
+    config = attached(bench, capsys)
+    assert (config["local_window"], config["segment_tokens"]) == ("segment", 20)
 
 
 def test_places_of_words_must_be_known(bench, asked, refused):
@@ -93,13 +92,19 @@ def test_places_of_words_must_be_known(bench, asked, refused):
 
 
 def test_what_a_run_says_can_be_attached(bench, asked, capsys):
-    """The command that it prints makes an adapter."""
+    """The last line that it prints is a command that makes an adapter, which reads as the heads were measured."""
     heads.main([*asked[1], "--best=3"])
-    command = capsys.readouterr().out.partition("cacheformers attach ")[2].splitlines()[0].split()
-    more = [f"--output={bench / 'attached'}", "--segment_tokens=20", "--window_tokens=12"]
-    attach.main([*command, *more])
-    config = json.loads((bench / "attached" / "adapter_config.json").read_text())
+    config = attached(bench, capsys)
     assert sum(map(len, config["heads"].values())) == 3
+    assert (config["segment_tokens"], config["window_tokens"]) == (20, 12)
+
+
+def attached(bench, capsys):
+    """The adapter that the last line makes."""
+    last = capsys.readouterr().out.rstrip().splitlines()[-1].split()
+    assert last[:2] == ["cacheformers", "attach"] and last[-2:] == ["--output", "runs/heads"]
+    attach.main([*last[2:-1], str(bench / "attached")])
+    return json.loads((bench / "attached" / "adapter_config.json").read_text())
 
 
 @pytest.mark.parametrize(
@@ -110,6 +115,7 @@ def test_what_a_run_says_can_be_attached(bench, asked, capsys):
         (["--best=99"], "key-value heads"),
         (["--chunk_words=0"], "chunk_words must be at least 1"),
         (["--segment_tokens=4000"], "positions"),
+        (["--data=nowhere"], "--data nowhere is no folder"),
     ],
 )
 def test_errors_come_before_anything_is_read(asked, refused, more, message):

@@ -17,7 +17,7 @@ from cacheformers.evaluation.longbench.records import Record
 from cacheformers.modeling.architectures import base_shape
 from cacheformers.modeling.method import METHODS
 from cacheformers.training.distillation import distilled, taught
-from cacheformers.training.exercises import LAYOUTS, Exercises, load_pools
+from cacheformers.training.exercises import LAYOUTS, Exercises, load_pools, warn_of_short
 from cacheformers.training.lanes import Lanes, Teacher, make_groups
 from cacheformers.training.lessons import LessonOptions, Lessons, check_lessons, question_room
 
@@ -175,6 +175,18 @@ def test_documents_of_which_no_exercise_comes_are_given_up(tmp_path):
     with pytest.raises(ValueError, match=r"dialogue_summary, quote: no context of 100 to .* tokens with a question"):
         Exercises(pools, 0, 100, longest, questions=2).make(0)
     assert Exercises(pools, 0, 100, 8 * longest, questions=2).make(0).template == "samsum"
+
+
+def test_pools_of_too_little_text_are_told(tmp_path, recwarn):
+    """Facts are hidden in books, which make up for what is missing."""
+    pools = load_pools(write_pool(tmp_path / "pool.jsonl", document("wiki_qa", 0), document("facts", 1)), len, ["book"])
+    length = len(document("wiki_qa", 0)["context"])
+    warn_of_short(pools, length)
+    assert not recwarn.list
+    warn_of_short(pools, length + 1)
+    told = sorted(str(warning.message) for warning in recwarn.list)
+    assert [text.split("'")[1] for text in told] == ["fewshot_qa", "wiki_qa"]
+    assert f"have {length:,} tokens in all" in told[0] and f"--shortest_context {length + 1:,}" in told[0]
 
 
 def test_a_question_without_words_has_no_nearest_passage(tmp_path):

@@ -1,0 +1,90 @@
+"""Questions with a part of the text before them, for example the passages that the memory itself recalls."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from cacheformers.modeling.architectures import find_decoder, unwrap
+from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.conversation import Conversation, opening
+from cacheformers.modeling.method import required_options
+
+CHUNK_WORDS, CHUNK_TOKENS = 100, 130  # of what is retrieved or recalled
+GAP = "\n\n"  # between the texts of memories that are asked together
+
+
+def with_text(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    memory: MemoryCache,
+    question: str,
+    prompt: str = "recalled",
+    prompt_tokens: int = 896,
+    max_new_tokens: int = 60,
+) -> Conversation:
+    """Begin a conversation whose first question has a part of what the memory has read before it.
+
+    Self-attention sees question and text whole, whatever the window, and the memory as always.
+
+        answer = cacheformers.with_text(model, tokenizer, memory, question).ask(question, max_new_tokens=60)
+
+    Args:
+        memory: of one document, or of several that are searched together; it holds its text, as `read_text` makes it.
+        prompt: "recalled": the passages nearest the question, as the memory finds them; "retrieved": as BM25 finds
+            them; "hybrid": by both ranks; "tail", "cut": the end of the text, or its beginning and its end.
+        prompt_tokens: of the text, about.
+        max_new_tokens: of the answer, for which there must be positions.
+
+    Raises:
+        ValueError: the memory was saved without its text, prompt and answer do not fit the base's positions, or the
+            method has no window for a prompt of its own.
+    """
+    shown = shown_text(model, tokenizer, memory, question, prompt, prompt_tokens)
+    needed = len(opening(tokenizer, question, shown=shown)) + max_new_tokens
+    positions = required_options(find_decoder(unwrap(model))).base.max_positions
+    if needed > positions:
+        raise ValueError(
+            f"Prompt and answer take {needed:,} positions, and the base has {positions:,}: give a smaller "
+            "--prompt-tokens."
+        )
+    return Conversation(model, tokenizer, memory.with_window(needed), shown=shown)
+
+
+def shown_text(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    memory: MemoryCache,
+    question: str,
+    prompt: str,
+    prompt_tokens: int,
+) -> str:
+    """Return the part of the text that is put before the question; see `with_text`."""
+    # They import datasets, which takes a second.
+    from cacheformers.evaluation.longbench.prompts import Prompt, cut_beginning, cut_middle
+    from cacheformers.evaluation.longbench.retrieval import BM25, Hybrid, Recalling, Retriever, retrieved
+
+    text, places = known_text(memory)
+    if prompt in ("retrieved", "recalled", "hybrid"):
+        recalling = Recalling(model, tokenizer, memory, text, places)
+        retriever: Retriever = recalling
+        if prompt != "recalled":
+            retriever = BM25() if prompt == "retrieved" else Hybrid(recalling, BM25())
+        return retrieved(text, question, retriever, CHUNK_WORDS, max(1, prompt_tokens // CHUNK_TOKENS))
+    cut = cut_beginning if prompt == "tail" else cut_middle
+    return cut(Prompt(text, len(text)), tokenizer, prompt_tokens).text
+
+
+def known_text(memory: MemoryCache) -> tuple[str, list[tuple[int, int]]]:
+    """Return what a memory has read, and start and end of each of its tokens; ValueError if it does not hold it."""
+    parts, text = memory.origin.texts(0), ""
+    places: list[tuple[int, int]] = []
+    ends = [*(first for first, _ in parts[1:]), memory.tokens_read[0]]  # reading may have been interrupted
+    for (first, source), last in zip(parts, ends, strict=True):
+        if source is None:
+            raise ValueError("The memory was saved without its text, so none of it can be shown: leave out --prompt.")
+        text += GAP if text else ""
+        own = source.offsets[: last - first].tolist()
+        places += [(start + len(text), end + len(text)) for start, end in own]
+        text += source.text[: own[-1][1]]
+    return text, places
