@@ -76,6 +76,10 @@ def main(arguments: list[str] | None = None) -> None:
         failure = str(error)
     except ProcessLost as error:
         sys.exit(f"\n{error}")
+    except ValueError as error:  # such as a document that cannot be read
+        failure = f"{error}\n{run.left()}"
+        if run.accelerator.num_processes > 1:  # the others may not have met it, and would be waited for
+            sys.exit(f"\n{failure}")
     accelerator = run.accelerator
     del run, model, plan  # a DDP model that outlives its connections can wait forever when it is freed (gloo)
     accelerator.free_memory()
@@ -265,7 +269,11 @@ def read_context(run: TrainingRun, group: Group, batch: Step) -> None:
     inputs = forward_inputs(group, batch, run.accelerator.device)
     with run.accelerator.autocast():
         reader(decoder, group.memory)(**inputs, memory_keep=1)
-    close_segments(decoder, group.memory, range(group.memory.batch_size))
+    try:
+        close_segments(decoder, group.memory, range(group.memory.batch_size))
+    except ValueError as error:
+        names = "; ".join(run.groups[0].lanes.documents.name(document) for document in batch.documents)
+        raise ValueError(f"Reading {names} before step {run.history.steps + 1}: {error}") from error
 
 
 def read_segment(

@@ -21,6 +21,7 @@ from cacheformers.common.base_model import (
     checkpoint_activations,
     load_base,
     load_tokenizer,
+    weights_identity,
 )
 from cacheformers.common.documents import DocumentRow
 from cacheformers.common.gguf_base import is_gguf
@@ -79,8 +80,9 @@ class Adaptation:
         return load_tokenizer(self.model.base)
 
     def settings(self) -> dict[str, Any]:
-        """Return what a resumed run must share: the options of base and memory, and the base's identity."""
-        return resumed_settings(self.model, self.memory_options, base=base_identity(self.config))
+        """Return what a resumed run must share: the options of base and memory, what the base is, and its weights."""
+        weights = weights_identity(self.model.base, self.config)
+        return resumed_settings(self.model, self.memory_options, base=base_identity(self.config), base_weights=weights)
 
     def make(self, accelerator: Accelerator, documents: DocumentRow, resumed: bool) -> PeftModel:
         """Load the base and add the adapter, the same in every process. Every process must call this.

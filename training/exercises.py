@@ -171,6 +171,7 @@ def passages(template: str, label: str, to_number: bool = False) -> Layout:
         ]
         chosen = pool.filled(bodies, ROOM * wanted.tokens)
         left_out = [place for place in range(len(order)) if place not in set(chosen)]
+        absent = [place for place in left_out if order[place]["questions"]]
         rng.shuffle(chosen)
         parts = [label.format(number) + bodies[place] for number, place in enumerate(chosen, 1)]
         context, spans = joined(parts, "\n\n")
@@ -182,10 +183,9 @@ def passages(template: str, label: str, to_number: bool = False) -> Layout:
             if to_number:
                 answer = re.sub(r"\{\}.*", str(number), label, flags=re.DOTALL)
                 questions.append(Question(own["answers"][0], answer, (spans[number - 1],)))
-            elif left_out and rng.random() < wanted.unanswerable:
-                absent = order[rng.choice(left_out)]
-                if absent["questions"]:
-                    questions.append(Question(rng.choice(absent["questions"])["input"], ABSTAIN))
+            elif left_out and rng.random() < wanted.unanswerable and absent:
+                other = absent.pop(rng.randrange(len(absent)))
+                questions.append(Question(rng.choice(order[other]["questions"])["input"], ABSTAIN))
             else:
                 questions.append(Question(own["input"], own["answers"][0], (spans[number - 1],)))
         return Exercise(template, context, questions)
@@ -318,8 +318,13 @@ def facts(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:
     for each in questions:
         gold = tuple(spans[places[number]] for number in each.get("supports", range(len(parts))))
         asked.append(Question(each["input"], each["answers"][0], gold))
-    source = document["source"].removeprefix("babi_")
-    return Exercise(source if source in ANSWERS else "multifieldqa_en", context, asked)
+    return Exercise(source_task(document) or "multifieldqa_en", context, asked)
+
+
+def source_task(document: dict[str, Any]) -> str:
+    """Return the task of bAbI that a document comes from; empty for none."""
+    source = str(document["source"]).removeprefix("babi_")
+    return source if source in ANSWERS else ""
 
 
 def quotation(pool: Pool, wanted: Wanted, rng: random.Random) -> Exercise:

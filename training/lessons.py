@@ -27,7 +27,7 @@ from cacheformers.evaluation.longbench.retrieval import make_retriever
 from cacheformers.evaluation.longbench.tasks import CODE, FORMS, load_templates
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.method import retrieving_methods
-from cacheformers.training.exercises import LAYOUTS, Exercise, Exercises, load_pools, warn_of_short
+from cacheformers.training.exercises import LAYOUTS, Exercise, Exercises, load_pools, source_task, warn_of_short
 
 LEAST_ANSWER = 64  # tokens that the chat template and an answer have at least, after a prompt; half are the answer's
 ANSWER = 512  # ... and after a prompt that does not fit into a segment
@@ -225,7 +225,8 @@ class Lessons(DocumentRow):
         pools = load_pools(options.questions, self._count, texts)
         warn_of_short(pools, options.shortest_context)
         self.exercises = Exercises(pools, seed, *how, fits)
-        templates = load_templates(FORMS) | (load_prompts() if "babi" in self.exercises.pools else {})
+        in_babilong = any(source_task(each) for pool in pools.values() for each in pool.documents)
+        templates = load_templates(FORMS) | (load_prompts() if in_babilong else {})
         form = LongBenchOptions(
             data="",
             methods=["memory"],
@@ -347,9 +348,9 @@ class Lessons(DocumentRow):
     def identity(self) -> dict[str, Any]:
         """Describe these lessons, to compare them when a run is resumed."""
         pools = sorted(self.exercises.pools.items())
-        found = {task: fingerprint([each["context"] for each in pool.documents[:16]]) for task, pool in pools}
-        asked = {task: fingerprint([len(pool.documents), pool.asked]) for task, pool in pools}
-        return {**self.books.identity(), "pools": found, "questions": asked}
+        found = {task: fingerprint(pool.documents) for task, pool in pools}
+        template = fingerprint([self.tokenizer.chat_template]) if self.options.chat else None
+        return {**self.books.identity(), "pools": found, "chat_template": template}
 
     def _count(self, text: str) -> int:
         return len(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

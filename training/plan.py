@@ -144,6 +144,7 @@ def make_plan(options: Options) -> Plan:
     if resumed is not None:
         defaults = default_settings(train, options.lessons, options.memory)
         newer = {name: value for name, value in defaults.items() if name in settings}
+        newer |= {name: settings[name] for name in ("base_weights",) if name in settings}  # not in earlier versions
         check_resumable({**newer, **checkpoints.load(resumed)["settings"]}, settings, str(resumed))
     elif run.resume and checkpoints.paths():
         raise ValueError(

@@ -187,6 +187,16 @@ class TrainingRun:
             "or, instead of float16, bfloat16."
         )
 
+    def left(self) -> str:
+        """Say what is left of a run that an error ends."""
+        good = self.checkpoints.newest()
+        if good is None:
+            return f"Stopped after step {self.history.steps}. There is no checkpoint yet, and nothing was saved."
+        return (
+            f"Stopped after step {self.history.steps}. The newest checkpoint is {good}: mend what the message names, "
+            "and go on with --resume."
+        )
+
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Raise ProcessLost, which says what to do, where the network reports that another process is gone."""

@@ -135,8 +135,7 @@ def test_pools_are_told_apart(byte_tokenizer, make_lessons):
         )
     )
     assert same == make_lessons(byte_tokenizer, pool).identity()
-    assert same["pools"] == other["pools"] == fewer["pools"]
-    assert len({json.dumps(found["questions"]) for found in (same, other, fewer)}) == 3
+    assert len({json.dumps(found["pools"]) for found in (same, other, fewer)}) == 3
 
 
 def test_an_exercise_is_found_among_many_books_and_an_end_is_needed(byte_tokenizer, make_lessons):
