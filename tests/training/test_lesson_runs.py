@@ -1,11 +1,12 @@
-"""Lessons that cannot go on as they began: what is said, and what a resumed run notices."""
+"""Lessons as whole runs: in two processes, where they cannot go on, and what a resumed run notices."""
 
 import json
 import math
 from collections import Counter
 
 import pytest
-from recipe import make_text, write_documents
+import torch
+from recipe import largest_difference, make_text, run, write_documents
 from transformers import AutoModelForCausalLM
 
 from cacheformers import train_adapt
@@ -56,6 +57,22 @@ def lessons(pool, tokenizer, **more):
     options = LessonOptions(**{"questions": [str(pool / "pool.jsonl")], **TAUGHT, "books_share": 0.0, **more})
     books = open_documents([str(pool / "train.jsonl")], tokenizer, DataOptions(train=[]))
     return Lessons(options, books, tokenizer, 700, 700, 0)
+
+
+RECALLED = {"prompt": "recalled", "distill": 0.5, "retrieval_weight": 0.1}
+
+
+@pytest.mark.parametrize("more", [pytest.param({}, id="cut"), pytest.param(RECALLED, id="recalled")])
+def test_two_processes_equal_one_that_accumulates(pool, more):
+    """Also where they learn from the base, from gold passages and from what each one's memory recalls."""
+    base = AutoModelForCausalLM.from_pretrained(pool / "base", dtype=torch.float64)
+    base.save_pretrained(pool / "base")
+    more = {**more, "lanes": 2, "memory_rate": 1e-2, "lora_rate": 1e-2}
+    train_adapt.main(given(pool, output=pool / "alone", accumulation=2, **more))
+    run(given(pool, output=pool / "two", **more), pool / "two.log", 2)
+    losses = [json.loads((pool / name / "train_result.json").read_text())["losses"] for name in ("alone", "two")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9) and len(losses[0]) == 4
+    assert largest_difference(pool / "alone", pool / "two") <= 1e-9
 
 
 def test_a_context_that_cannot_be_stored_is_named(pool, capsys):
