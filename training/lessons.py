@@ -7,6 +7,7 @@ Only its answer is learned, and it is forgotten before the next one.
 from __future__ import annotations
 
 import random
+import warnings
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -282,7 +283,7 @@ class Lessons(DocumentRow):
         return self.books.at(index, self.exercises.seed) if rng.random() < self.options.books_share else None
 
     def pieces(self, index: int) -> list[Piece]:
-        """Return the context and each question with its answer; or a book."""
+        """Return the context and each question with its answer, if that fits; or a book."""
         book = self.book(index)
         if book is not None:
             tokens, learned, most = self.books.tokens(book), self.books.learned(book), self.options.longest_context
@@ -290,7 +291,14 @@ class Lessons(DocumentRow):
         exercise = self.exercises.make(index)
         prompts, asked = zip(*(self.asked(exercise, number) for number in range(len(exercise.questions))), strict=True)
         read = torch.tensor(prompts[0].read)
-        return [Piece(read, learned=torch.zeros(len(read), dtype=torch.bool), context=True), *asked]
+        fitting = [piece for piece in asked if piece.learned is not None and bool(piece.learned.any())]
+        if len(fitting) < len(asked):
+            warnings.warn(
+                f"Questions that leave no room for their answers in {self.room} tokens are left out: choose a larger "
+                "segment_tokens to learn them.",
+                stacklevel=2,
+            )
+        return [Piece(read, learned=torch.zeros(len(read), dtype=torch.bool), context=True), *fitting]
 
     def asked(self, exercise: Exercise, number: int) -> tuple[Encoded, Piece]:
         """Encode a question as the evaluation asks it, followed by its answer."""

@@ -142,6 +142,22 @@ def test_facts_from_babilong_find_their_prompt(pool, byte_tokenizer):
     assert "Where is Mary?" in byte_tokenizer.decode(question.tokens)
 
 
+def test_questions_without_room_for_an_answer_are_left_out(pool, byte_tokenizer):
+    """They would be read and teach nothing. The first one fits."""
+    [document] = passages(1, 1)
+    short, [word] = document["questions"][0]["input"], document["questions"][0]["answers"]
+    document["questions"] = [{"input": question, "answers": [word]} for question in (short, short * 60)]
+    write_pool(pool / "pool.jsonl", [document, *passages(12, 99)[1:]])
+    made = lessons(pool, byte_tokenizer, prompt="question", questions_per_context=1)
+    counts = Counter()
+    with pytest.warns(UserWarning, match="no room for their answers in 700 tokens are left out"):
+        for number in range(12):
+            context, *asked = made.pieces(number)
+            assert context.context and all(bool(piece.learned.any()) for piece in asked)
+            counts[len(asked)] += 1
+    assert counts[0] and counts[1]
+
+
 @pytest.mark.parametrize("every", [1, 4, 10])
 def test_the_unanswerable_share_is_kept_where_few_passages_have_questions(tmp_path, every):
     """Nothing is asked twice, and nothing is lost."""
