@@ -62,14 +62,21 @@ def lessons(pool, tokenizer, **more):
 RECALLED = {"prompt": "recalled", "distill": 0.5, "retrieval_weight": 0.1}
 
 
-@pytest.mark.parametrize("more", [pytest.param({}, id="cut"), pytest.param(RECALLED, id="recalled")])
-def test_two_processes_equal_one_that_accumulates(pool, more):
+@pytest.mark.parametrize(
+    ("more", "sharding"),
+    [
+        pytest.param({}, "none", id="cut"),
+        pytest.param(RECALLED, "none", id="recalled"),
+        pytest.param({"retrieval_weight": 0.1}, "fsdp2", id="fsdp2", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_equal_one_that_accumulates(pool, more, sharding):
     """Also where they learn from the base, from gold passages and from what each one's memory recalls."""
     base = AutoModelForCausalLM.from_pretrained(pool / "base", dtype=torch.float64)
     base.save_pretrained(pool / "base")
     more = {**more, "lanes": 2, "memory_rate": 1e-2, "lora_rate": 1e-2}
     train_adapt.main(given(pool, output=pool / "alone", accumulation=2, **more))
-    run(given(pool, output=pool / "two", **more), pool / "two.log", 2)
+    run(given(pool, output=pool / "two", sharding=sharding, **more), pool / "two.log", 2)
     losses = [json.loads((pool / name / "train_result.json").read_text())["losses"] for name in ("alone", "two")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-9) and len(losses[0]) == 4
     assert largest_difference(pool / "alone", pool / "two") <= 1e-9
