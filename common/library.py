@@ -142,9 +142,19 @@ class Library:
         return loaded[0] if len(loaded) == 1 else together(loaded)
 
     def conversation(self, names: Sequence[str] = ()) -> Conversation:
-        """Begin a conversation about the memories of the given names, all by default."""
+        """Begin a conversation about the memories of the given names, all by default.
+
+        Raises:
+            ValueError: attention does not see such memories (retrieval heads); see also `memories`.
+        """
         model, tokenizer = self._required()
-        return Conversation(model, tokenizer, self.memories(names))
+        memory = self.memories(names)
+        if not memory.state.attends:
+            raise ValueError(
+                "Attention does not see this memory, which finds passages: answer with them, by "
+                "cacheformers.with_text(library.model, library.tokenizer, library.memories(names), question)."
+            )
+        return Conversation(model, tokenizer, memory)
 
     def choose(self, question: str, names: Sequence[str] = ()) -> str:
         """Return the name of the memory in which a question retrieves most, when all are searched together.
@@ -173,17 +183,8 @@ class Library:
         Args:
             choose: ask the one memory alone in which the question retrieves most.
             options: of `Conversation.ask`.
-
-        Raises:
-            ValueError: attention does not see such memories; see also `memories` and `Conversation.ask`.
         """
-        names = [self.choose(question, names)] if choose else names
-        conversation = self.conversation(names)
-        if conversation.memory is not None and not conversation.memory.state.attends:
-            raise ValueError(
-                "Attention does not see this memory, which finds passages: answer with them, by "
-                "cacheformers.with_text(library.model, library.tokenizer, library.memories(names), question)."
-            )
+        conversation = self.conversation([self.choose(question, names)] if choose else names)
         answer: Answer = conversation.ask(question, **{"explain": conversation.retrieves, **options})
         return answer
 

@@ -11,6 +11,7 @@ from cacheformers.modeling.conversation import Conversation, opening
 from cacheformers.modeling.method import required_options
 
 CHUNK_WORDS, CHUNK_TOKENS = 100, 130  # of what is retrieved or recalled
+PROMPTS = ("recalled", "retrieved", "hybrid", "tail", "cut")
 GAP = "\n\n"  # between the texts of memories that are asked together
 
 
@@ -37,9 +38,11 @@ def with_text(
         max_new_tokens: of the answer, for which there must be positions.
 
     Raises:
-        ValueError: the memory was saved without its text, prompt and answer do not fit the base's positions, or the
-            method has no window for a prompt of its own.
+        ValueError: an unknown prompt, the memory was saved without its text, prompt and answer do not fit the base's
+            positions, or the method has no window for a prompt of its own.
     """
+    if prompt not in PROMPTS:
+        raise ValueError(f"prompt must be one of {', '.join(PROMPTS)}, got {prompt!r}.")
     shown = shown_text(model, tokenizer, memory, question, prompt, prompt_tokens)
     needed = len(opening(tokenizer, question, shown=shown)) + max_new_tokens
     positions = required_options(find_decoder(unwrap(model))).base.max_positions
@@ -82,7 +85,7 @@ def known_text(memory: MemoryCache) -> tuple[str, list[tuple[int, int]]]:
     ends = [*(first for first, _ in parts[1:]), memory.tokens_read[0]]  # reading may have been interrupted
     for (first, source), last in zip(parts, ends, strict=True):
         if source is None:
-            raise ValueError("The memory was saved without its text, so none of it can be shown: leave out --prompt.")
+            raise ValueError("The memory was saved without its text: nothing can be shown. Ask with --prompt question.")
         text += GAP if text else ""
         own = source.offsets[: last - first].tolist()
         places += [(start + len(text), end + len(text)) for start, end in own]

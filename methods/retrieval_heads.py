@@ -209,7 +209,7 @@ class RetrievalHeadsState(SupervisedState):
     def strongest(self, layer: int, row: int, queries: Tensor) -> Tensor:
         """Return the entries that tokens score highest, all but the first tokens', `[tokens, query heads * topk]`."""
         scores, first = scores_of(queries, self.keys(layer, row)), self.rings[layer].entries(row).first
-        scores[..., [start - first for start in self.starts if start >= first]] = -torch.inf
+        scores[..., [start - first for start in self.starts if 0 <= start - first < scores.shape[-1]]] = -torch.inf
         best = scores.topk(min(self.topk, scores.shape[-1]))
         chosen = torch.where(best.values > -torch.inf, best.indices, -1)
         return F.pad(chosen, (0, self.topk - chosen.shape[-1]), value=-1).transpose(0, 1).flatten(1)
@@ -228,7 +228,7 @@ class RetrievalHeadsState(SupervisedState):
                 by_token.append(shares.unflatten(0, (len(heads), -1)).mean(1))
             shares = torch.cat(by_token, 1)
             shares = F.pad(shares, (first, read - first - shares.shape[-1]))
-            shares[..., list(self.starts)] = 0
+            shares[..., [start for start in self.starts if start < read]] = 0
             found |= {(layer, head): own for head, own in zip(heads, shares, strict=True)}
         return found
 

@@ -128,8 +128,10 @@ def test_what_shows_no_passages_refuses_heads(make_model, folder, tokenizer, mon
 def test_a_text_that_was_not_saved_cannot_be_shown(make_model, folder, tokenizer):
     model = saved(make_model, folder)
     memory = cacheformers.read(model, tokenizer(make_text(40)).input_ids, progress=False)
-    with pytest.raises(ValueError, match="saved without its text"):
+    with pytest.raises(ValueError, match="saved without its text.*--prompt question"):
         cacheformers.with_text(model, tokenizer, memory, QUESTION)
+    with pytest.raises(ValueError, match="prompt must be one of recalled, .* got 'question'"):
+        cacheformers.with_text(model, tokenizer, memory, QUESTION, "question")
     memory = cacheformers.read_text(model, tokenizer, make_text(40), progress=False)
     with pytest.raises(ValueError, match="the base has 64: give a smaller"):
         cacheformers.with_text(model, tokenizer, memory, QUESTION, max_new_tokens=9999)

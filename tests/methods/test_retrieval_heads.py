@@ -112,6 +112,15 @@ def test_fewer_tokens_than_are_retrieved(make_model, ids):
 PARTS = (slice(0, 2), slice(2, 5))  # as a batch is read where segments close
 
 
+def test_nothing_was_read(make_model, ids):
+    model = make_model("llama_gqa", method="retrieval_heads")
+    memory = cacheformers.new_memory(model, 1)
+    assert cacheformers.recall(model, memory, ids[0, :6].tolist(), [(0, 0)]).tolist() == [-1.0]
+    with torch.no_grad():
+        model(input_ids=ids[:1, :6], past_key_values=memory, use_cache=True)
+    assert all(bool((found == -1).all()) for found in memory.state.retrieved().values())
+
+
 def test_the_loss_is_its_definition():
     """Against loops over tokens, heads and passages, in float64, with gradients; what is old is forgotten."""
     generator = torch.Generator().manual_seed(0)
