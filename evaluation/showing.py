@@ -38,8 +38,8 @@ def with_text(
         max_new_tokens: of the answer, for which there must be positions.
 
     Raises:
-        ValueError: an unknown prompt, the memory was saved without its text, prompt and answer do not fit the base's
-            positions, or the method has no window for a prompt of its own.
+        ValueError: an unknown prompt, the memory has read nothing or was saved without its text, prompt and answer do
+            not fit the base's positions, or the method has no window for a prompt of its own.
     """
     if prompt not in PROMPTS:
         raise ValueError(f"prompt must be one of {', '.join(PROMPTS)}, got {prompt!r}.")
@@ -69,17 +69,21 @@ def shown_text(
 
     text, places = known_text(memory)
     if prompt in ("retrieved", "recalled", "hybrid"):
-        recalling = Recalling(model, tokenizer, memory, text, places)
-        retriever: Retriever = recalling
-        if prompt != "recalled":
-            retriever = BM25() if prompt == "retrieved" else Hybrid(recalling, BM25())
+        by_memory = Recalling(model, tokenizer, memory, text, places)
+        retriever: Retriever = by_memory if prompt == "recalled" else BM25()
+        if prompt == "hybrid":
+            retriever = Hybrid(by_memory, retriever)
         return retrieved(text, question, retriever, CHUNK_WORDS, max(1, prompt_tokens // CHUNK_TOKENS))
     cut = cut_beginning if prompt == "tail" else cut_middle
     return cut(Prompt(text, len(text)), tokenizer, prompt_tokens).text
 
 
 def known_text(memory: MemoryCache) -> tuple[str, list[tuple[int, int]]]:
-    """Return what a memory has read, and start and end of each of its tokens; ValueError if it does not hold it."""
+    """Return what a memory has read, and start and end of each of its tokens.
+
+    Raises:
+        ValueError: it has read nothing, or does not hold its text.
+    """
     parts, text = memory.origin.texts(0), ""
     places: list[tuple[int, int]] = []
     ends = [*(first for first, _ in parts[1:]), memory.tokens_read[0]]  # reading may have been interrupted
@@ -89,5 +93,7 @@ def known_text(memory: MemoryCache) -> tuple[str, list[tuple[int, int]]]:
         text += GAP if text else ""
         own = source.offsets[: last - first].tolist()
         places += [(start + len(text), end + len(text)) for start, end in own]
-        text += source.text[: own[-1][1]]
+        text += source.text[: own[-1][1] if own else 0]
+    if not places:
+        raise ValueError("The memory has read nothing yet, so nothing can be shown.")
     return text, places

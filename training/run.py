@@ -188,13 +188,13 @@ class TrainingRun:
         )
 
     def left(self) -> str:
-        """Say what is left of a run that an error ends."""
-        good = self.checkpoints.newest()
-        if good is None:
-            return f"Stopped after step {self.history.steps}. There is no checkpoint yet, and nothing was saved."
+        """Say what is left of a run that an error ends, maybe in this process alone: nothing here waits for others."""
+        done = f"Stopped after step {self.history.steps}."
+        if not self.checkpoints.paths():
+            return f"{done} There is no checkpoint yet, and nothing was saved."
         return (
-            f"Stopped after step {self.history.steps}. The newest checkpoint is {good}: mend what the message names, "
-            "and go on with --resume."
+            f"{done} Mend what the message names, and go on with --resume: the newest checkpoint is in "
+            f"{self.checkpoints.folder}."
         )
 
     @contextlib.contextmanager

@@ -133,5 +133,9 @@ def test_a_text_that_was_not_saved_cannot_be_shown(make_model, folder, tokenizer
     with pytest.raises(ValueError, match="prompt must be one of recalled, .* got 'question'"):
         cacheformers.with_text(model, tokenizer, memory, QUESTION, "question")
     memory = cacheformers.read_text(model, tokenizer, make_text(40), progress=False)
+    unread = cacheformers.new_memory(model, 1)
+    unread.origin.sources = memory.origin.sources
+    with pytest.raises(ValueError, match="has read nothing yet"):
+        cacheformers.with_text(model, tokenizer, unread, QUESTION)
     with pytest.raises(ValueError, match="the base has 64: give a smaller"):
         cacheformers.with_text(model, tokenizer, memory, QUESTION, max_new_tokens=9999)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from recipe import largest_difference, make_text, run, write_documents
+from recipe import Recipe, largest_difference, make_text, run, write_documents
 from transformers import AutoModelForCausalLM
 
 from cacheformers import train_adapt
@@ -107,10 +107,31 @@ def test_an_error_late_in_a_run_names_the_checkpoint(pool, monkeypatch):
     with pytest.raises(SystemExit) as stopped:
         train_adapt.main(given(pool, checkpoint_every=1))
     said = str(stopped.value)
-    assert "document 1 is damaged\nStopped after step " in said and "step-0000000" in said and "--resume" in said
+    assert "document 1 is damaged\nStopped after step " in said and "checkpoint is in" in said and "--resume" in said
     monkeypatch.undo()
     train_adapt.main([*given(pool, checkpoint_every=1), "--resume"])
     assert (pool / "run" / "train_result.json").exists()
+
+
+FAILING = """
+from cacheformers.training.exercises import Exercises
+make = Exercises.make
+def failing(self, number):
+    if rank == 1 and number > 2:
+        raise ValueError(f"document {number} is damaged")
+    return make(self, number)
+Exercises.make = failing
+"""
+
+
+def test_an_error_of_one_process_ends_all(pool):
+    """None of them waits for ever, and the one that met it says what it was."""
+    options = given(pool, lanes=2, steps=8, checkpoint_every=1)
+    two = Recipe(options, pool / "two.log", 2, FAILING)
+    codes = two.wait()
+    assert all(code not in (0, None, -9) for code in codes), codes
+    assert "is damaged" in two.output(1) and "Stopped after step " in two.output(1)
+    assert "Traceback" not in two.output(1) and "another process is gone" in two.output(0)
 
 
 def test_other_weights_of_the_base_are_noticed(pool, refused):
