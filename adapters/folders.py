@@ -20,15 +20,21 @@ def check_base_folder(base: str | Path, adapter: str | Path = "", option: str = 
     Args:
         base: folder or Hub id, which is searched for on the Hub, or offline in its cache.
         adapter: the adapter that names this base, if any.
-        option: the command's option for a base.
+        option: the command's option for a base; empty if it has none.
     """
     missing = not_found(base, "config.json")
     if not missing:
         return
     remedy = "Check the path; a relative one starts at the current folder."
     if adapter:
-        remedy = f"The adapter {adapter} names this base: give the folder where it is now with {option}."
+        remedy = f"The adapter {adapter} names this base: {new_base(option)}."
     raise FileNotFoundError(f"The base model {base} was not found: {missing}. {remedy}")
+
+
+def new_base(option: str = "") -> str:
+    """Say how to name an adapter's base: by a command's option, or without one in the adapter's own file."""
+    file = "write the folder where it is into base_model_name_or_path of its adapter_config.json"
+    return f"give the folder where it is now with {option}" if option else file
 
 
 def check_adapter_folder(adapter: str | Path) -> None:

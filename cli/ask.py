@@ -61,7 +61,7 @@ def check(options: argparse.Namespace) -> None:
     """Raise ValueError for options that do not go together, before anything is loaded."""
     if not all(question.strip() for question in options.questions):
         raise ValueError("There is an empty question.")
-    if options.prompt_tokens < 2:
+    if options.prompt_tokens is not None and options.prompt_tokens < 2:
         raise ValueError(f"--prompt-tokens must be at least 2, got {options.prompt_tokens}.")
     if options.heat_map and (options.json or not options.explain):
         raise ValueError("--heat-map is the picture that --explain draws: give --explain, without --json.")
@@ -76,17 +76,21 @@ def conversations(
     not see.
 
     Raises:
-        ValueError: `--explain` of a memory that retrieves nothing.
+        ValueError: `--explain` of a memory that retrieves nothing, or `--prompt-tokens` where no text is shown.
     """
     check_explain(options.explain, memory.state.retrieves)
     prompt = options.prompt or ("question" if memory.state.attends else "recalled")
     if prompt == "question":
+        if options.prompt_tokens is not None:
+            raise ValueError(
+                "--prompt-tokens says how much of the text --prompt shows: give --prompt recalled or another."
+            )
         return lambda _: Conversation(model, tokenizer, memory), False
-    from cacheformers.evaluation.showing import with_text
+    from cacheformers.evaluation.showing import PROMPT_TOKENS, with_text
 
     return (
         lambda question: with_text(
-            model, tokenizer, memory, question, prompt, options.prompt_tokens, options.max_new_tokens
+            model, tokenizer, memory, question, prompt, options.prompt_tokens or PROMPT_TOKENS, options.max_new_tokens
         ),
         True,
     )

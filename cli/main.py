@@ -279,7 +279,7 @@ def add_prompt(command: argparse.ArgumentParser) -> None:
         "(default: question; recalled where attention does not see the memory: retrieval heads)",
     )
     command.add_argument(
-        "--prompt-tokens", type=int, default=896, metavar="N", help="text that --prompt shows, in tokens (default: 896)"
+        "--prompt-tokens", type=int, metavar="N", help="text that --prompt shows, in tokens (default: 896)"
     )
 
 

@@ -10,15 +10,24 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from cacheformers.adapters.folders import check_adapter_folder, check_base_folder, own_base, own_tokenizer
+from cacheformers.adapters.folders import (
+    check_adapter_folder,
+    check_base_folder,
+    new_base,
+    own_base,
+    own_tokenizer,
+)
 
 
-def load_model(base: str, adapter: str, device: str | None, dtype: str) -> tuple[Any, PreTrainedTokenizerBase]:
+def load_model(
+    base: str, adapter: str, device: str | None, dtype: str, option: str = "--model"
+) -> tuple[Any, PreTrainedTokenizerBase]:
     """Load a model with its memory, ready to read, and its tokenizer.
 
     Args:
         base: folder or Hub id; empty for the adapter's own.
         adapter: folder or Hub id; empty for a base with a memory of its own.
+        option: the command's option for the base; empty if it has none.
 
     Raises:
         OSError, ValueError: neither is given, one does not exist, or the device cannot be used.
@@ -30,8 +39,8 @@ def load_model(base: str, adapter: str, device: str | None, dtype: str) -> tuple
         check_adapter_folder(adapter)
     named = base or own_base(adapter)
     if not named:
-        raise ValueError(f"The adapter {adapter} does not name its base model: give it with --model.")
-    check_base_folder(named, "" if base else adapter, option="--model")
+        raise ValueError(f"The adapter {adapter} does not name its base model: {new_base(option)}.")
+    check_base_folder(named, "" if base else adapter, option)
     model: Any = AutoModelForCausalLM.from_pretrained(base or adapter, dtype=dtype)
     if base and adapter:
         with warnings.catch_warnings():  # PEFT 0.21 asks for a name that transformers 5.23 has renamed

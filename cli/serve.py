@@ -25,7 +25,7 @@ def serve(options: argparse.Namespace) -> None:
 
     from cacheformers.cli.server import FromMemory, give_chat_template, make_app
 
-    model, tokenizer = load_model(*base_and_adapter(options.model), options.device, options.dtype)
+    model, tokenizer = load_model(*base_and_adapter(options.model), options.device, options.dtype, option="")
     start = "an empty memory."
     if options.memory is not None:
         memory = cacheformers.load_memory(options.memory, model, not options.no_verify, tokenizer)

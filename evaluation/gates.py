@@ -24,7 +24,7 @@ from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from cacheformers.adapters.folders import new_folder, own_tokenizer
+from cacheformers.adapters.folders import check_base_folder, new_base, new_folder, own_tokenizer
 from cacheformers.common.files import write_json
 from cacheformers.common.plots import COLORS, GRAY, beside, heat_map, new_figure, save_figures
 from cacheformers.evaluation.text_perplexity import raw_text
@@ -98,8 +98,11 @@ def load(name: str) -> nn.Module:
         config = PeftConfig.from_pretrained(name)
     except ValueError:  # no adapter
         return AutoModelForCausalLM.from_pretrained(name).eval()
-    base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path)
-    return PeftModel.from_pretrained(base, name).eval()
+    base = config.base_model_name_or_path or ""
+    if not base:
+        raise ValueError(f"The adapter {name} does not name its base model: {new_base()}.")
+    check_base_folder(base, name, option="")
+    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), name).eval()
 
 
 # Infini-attention

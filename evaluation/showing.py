@@ -11,6 +11,7 @@ from cacheformers.modeling.conversation import Conversation, opening
 from cacheformers.modeling.method import required_options
 
 CHUNK_WORDS, CHUNK_TOKENS = 100, 130  # of what is retrieved or recalled
+PROMPT_TOKENS = 896
 PROMPTS = ("recalled", "retrieved", "hybrid", "tail", "cut")
 GAP = "\n\n"  # between the texts of memories that are asked together
 
@@ -21,7 +22,7 @@ def with_text(
     memory: MemoryCache,
     question: str,
     prompt: str = "recalled",
-    prompt_tokens: int = 896,
+    prompt_tokens: int = PROMPT_TOKENS,
     max_new_tokens: int = 60,
 ) -> Conversation:
     """Begin a conversation whose first question has a part of what the memory has read before it.

@@ -228,6 +228,7 @@ def test_refusals(folder, model, monkeypatch):
         "inspect nowhere": "not a memory",
         "ask book.memory why --heat-map why.png": "--heat-map is the picture that --explain draws",
         "ask book.memory why --prompt cut --prompt-tokens 1": "--prompt-tokens must be at least 2, got 1",
+        "ask book.memory why --prompt-tokens 20": "--prompt-tokens says how much of the text --prompt shows",
         "ask book.memory why --prompt cut --max-new-tokens 9999": "the base has 64: give a smaller --prompt-tokens",
         "ask windowed.memory why --explain": "this memory's method retrieves nothing",
         "serve other_adapter --memory book.memory": "another adapter",
@@ -244,6 +245,8 @@ def test_refusals(folder, model, monkeypatch):
     monkeypatch.chdir(elsewhere)
     with pytest.raises(SystemExit, match=rf"no folder {elsewhere}/base, .*names this base: give .* with --model"):
         main(["read", "../book.txt", "-o", "new.memory", "--adapter", "../adapter"])
+    with pytest.raises(SystemExit, match=rf"no folder {elsewhere}/base, .*names this base: write .* into base_model"):
+        main(["serve", "../adapter"])
     assert not list(elsewhere.iterdir())
 
 

@@ -155,3 +155,12 @@ def test_what_is_refused(save, folder, refused, method, more, message):
     given = [str(place), f"--output={folder / 'out'}", *(word.format(folder=folder) for word in more)]
     assert message in refused(main, given)
     assert not (folder / "out").exists()
+
+
+def test_a_base_that_is_not_found(save, folder, refused):
+    place = save("infini_attention")
+    named = json.loads((place / "adapter_config.json").read_text())
+    for base, message in ((str(folder / "gone"), "there is no folder"), (None, "does not name its base model")):
+        (place / "adapter_config.json").write_text(json.dumps({**named, "base_model_name_or_path": base}))
+        answer = refused(main, [str(place), f"--output={folder / 'out'}"])
+        assert message in answer and "into base_model_name_or_path of its adapter_config.json" in answer
