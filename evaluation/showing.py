@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from cacheformers.modeling.architectures import find_decoder, unwrap
 from cacheformers.modeling.cache import MemoryCache
-from cacheformers.modeling.conversation import Conversation, opening
+from cacheformers.modeling.conversation import Answer, Conversation, opening
 from cacheformers.modeling.method import required_options
 
 CHUNK_WORDS, CHUNK_TOKENS = 100, 130  # of what is retrieved or recalled
@@ -16,43 +18,59 @@ PROMPTS = ("recalled", "retrieved", "hybrid", "tail", "cut")
 GAP = "\n\n"  # between the texts of memories that are asked together
 
 
-def with_text(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    memory: MemoryCache,
-    question: str,
-    prompt: str = "recalled",
-    prompt_tokens: int = PROMPT_TOKENS,
-    max_new_tokens: int = 60,
-) -> Conversation:
-    """Begin a conversation whose first question has a part of what the memory has read before it.
+class PassageConversation(Conversation):
+    """Questions, each of them asked by itself with a part of what the memory has read before it.
 
     Self-attention sees question and text whole, whatever the window, and the memory as always.
 
-        answer = cacheformers.with_text(model, tokenizer, memory, question).ask(question, max_new_tokens=60)
+        talk = cacheformers.PassageConversation(model, tokenizer, memory)
+        answer = talk.ask(question, max_new_tokens=60)
 
     Args:
         memory: of one document, or of several that are searched together; it holds its text, as `read_text` makes it.
         prompt: "recalled": the passages nearest the question, as the memory finds them; "retrieved": as BM25 finds
             them; "hybrid": by both ranks; "tail", "cut": the end of the text, or its beginning and its end.
         prompt_tokens: of the text, about.
-        max_new_tokens: of the answer, for which there must be positions.
 
     Raises:
-        ValueError: an unknown prompt, the memory has read nothing or was saved without its text, prompt and answer do
-            not fit the base's positions, or the method has no window for a prompt of its own.
+        ValueError: an unknown prompt, the memory has read nothing or was saved without its text; from `ask`, prompt and
+            answer do not fit the base's positions, or the method has no window for a prompt of its own.
     """
-    if prompt not in PROMPTS:
-        raise ValueError(f"prompt must be one of {', '.join(PROMPTS)}, got {prompt!r}.")
-    shown = shown_text(model, tokenizer, memory, question, prompt, prompt_tokens)
-    needed = len(opening(tokenizer, question, shown=shown)) + max_new_tokens
-    positions = required_options(find_decoder(unwrap(model))).base.max_positions
-    if needed > positions:
-        raise ValueError(
-            f"Prompt and answer take {needed:,} positions, and the base has {positions:,}: give a smaller "
-            "--prompt-tokens."
-        )
-    return Conversation(model, tokenizer, memory.with_window(needed), shown=shown)
+
+    follows = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        memory: MemoryCache,
+        prompt: str = "recalled",
+        prompt_tokens: int = PROMPT_TOKENS,
+    ) -> None:
+        if prompt not in PROMPTS:
+            raise ValueError(f"prompt must be one of {', '.join(PROMPTS)}, got {prompt!r}.")
+        known_text(memory)
+        super().__init__(model, tokenizer, memory)
+        self.read, self.show, self.show_tokens = memory, prompt, prompt_tokens
+
+    def passages(self, question: str) -> str:
+        """Return the part of the text that a question is asked with."""
+        return shown_text(self.model, self.tokenizer, self.read, question, self.show, self.show_tokens)
+
+    def _generate(self, question: str, explain: bool, options: dict[str, Any]) -> Answer:
+        shown = self.passages(question)
+        needed = len(opening(self.tokenizer, question, shown=shown)) + options["max_new_tokens"]
+        positions = required_options(find_decoder(unwrap(self.model))).base.max_positions
+        if needed > positions:
+            raise ValueError(
+                f"Prompt and answer take {needed:,} positions, and the base has {positions:,}: give a smaller "
+                "--prompt-tokens."
+            )
+        alone = Conversation(self.model, self.tokenizer, self.read.with_window(needed), shown=shown)
+        answer = alone._generate(question, explain, options)
+        self.ids += alone.ids
+        self.turns.append(answer)
+        return answer
 
 
 def shown_text(
@@ -63,7 +81,7 @@ def shown_text(
     prompt: str,
     prompt_tokens: int,
 ) -> str:
-    """Return the part of the text that is put before the question; see `with_text`."""
+    """Return the part of the text that is put before the question; see `PassageConversation`."""
     # They import datasets, which takes a second.
     from cacheformers.evaluation.longbench.prompts import Prompt, cut_beginning, cut_middle
     from cacheformers.evaluation.longbench.retrieval import BM25, Hybrid, Recalling, Retriever, retrieved

@@ -46,6 +46,9 @@ tokenizer = AutoTokenizer.from_pretrained("{tokenizer}")
 READ = """memory = cacheformers.read(model, tokenizer(open("book.txt").read(), return_tensors="pt").input_ids)
 question = tokenizer("Who tells this story?", return_tensors="pt").input_ids
 print(tokenizer.decode(model.generate(question, past_key_values=memory.clone(), max_new_tokens=40)[0]))"""
+RECALL = """memory = cacheformers.read_text(model, tokenizer, open("book.txt").read())
+question = "Who tells this story?"
+print(cacheformers.PassageConversation(model, tokenizer, memory).ask(question, max_new_tokens=40).text)"""
 ASK = """question = tokenizer("Who tells this story?", return_tensors="pt").input_ids
 print(tokenizer.decode(model.generate(question, max_new_tokens=40)[0]))"""
 
@@ -121,8 +124,10 @@ class Card:
 
     def snippet(self) -> str:
         tokenizer = NAME if self.has_tokenizer or self.base is None else self.base
-        remembers = self.method is not None and self.reads
-        return SNIPPET.format(name=NAME, tokenizer=tokenizer, question=READ if remembers else ASK)
+        question = ASK
+        if self.method is not None and self.reads:
+            question = READ if self.method.attends else RECALL
+        return SNIPPET.format(name=NAME, tokenizer=tokenizer, question=question)
 
     def all_limits(self) -> list[str]:
         known = self.method.limits if self.method else ()

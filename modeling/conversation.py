@@ -81,10 +81,13 @@ class Conversation:
         turns: the answers so far.
         ids: every id since the memory was read, the answers' too (not the ones that end them).
         cache: what the conversation has read so far; None if nothing.
+        follows: each question follows on the ones before; otherwise it is asked by itself.
 
     Raises:
         ValueError: a memory of several documents or read with another tokenizer, or messages without a chat template.
     """
+
+    follows = True
 
     def __init__(
         self,

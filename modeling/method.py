@@ -103,6 +103,11 @@ class MemoryMethod:
         return model_type
 
     @property
+    def attends(self) -> bool:
+        """Whether attention sees its memories (`MemoryState.attends`)."""
+        return getattr(self.new_state, "attends", True)
+
+    @property
     def config(self) -> Any:
         """The configuration class of its models."""
         return self.causal_lm.config_class

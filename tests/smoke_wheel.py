@@ -15,7 +15,8 @@ from cacheformers.adapters.export import export
 installed = Path(cacheformers.__file__).parent
 assert "site-packages" in str(installed), installed
 assert (installed / "py.typed").exists()
-assert (installed / "model_cards" / "answers_facts" / "adapter_model.safetensors").exists()  # for `cacheformers fetch`
+for adapter in ("answers_facts", "answers_heads"):  # for `cacheformers fetch`
+    assert (installed / "model_cards" / adapter / "adapter_model.safetensors").exists()
 assert not any((installed / folder).exists() for folder in ("tests", "benchmarks", "recipes"))
 
 config = LlamaConfig(

@@ -192,9 +192,11 @@ def test_the_4_bit_weights_are_fetched_where_the_hub_cannot_be_reached(tmp_path,
         fetch.main(["--source", "hub", "--out", str(tmp_path / "hub")])
     fetch.main(["--source", "gguf", "--out", str(tmp_path / "gguf")])
     assert "the Hub" not in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["answers_facts", "auto", "gguf"]
-    adapter = json.loads((tmp_path / "answers_facts" / "adapter_config.json").read_text())
-    assert adapter["base_model_name_or_path"] == str(out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["answers_facts", "answers_heads", "auto", "gguf"]
+    for name in ("answers_facts", "answers_heads"):
+        adapter = json.loads((tmp_path / name / "adapter_config.json").read_text())
+        assert adapter["base_model_name_or_path"] == str(out)
+        assert (tmp_path / name / "adapter_model.safetensors").is_file()
 
 
 def test_a_tokenizer_has_the_special_tokens_that_the_file_names(tmp_path, model, tokens, monkeypatch):
