@@ -33,8 +33,8 @@ def check_base_folder(base: str | Path, adapter: str | Path = "", option: str = 
 
 def new_base(option: str = "") -> str:
     """Say how to name an adapter's base: by a command's option, or without one in the adapter's own file."""
-    file = "write the folder where it is into base_model_name_or_path of its adapter_config.json"
-    return f"give the folder where it is now with {option}" if option else file
+    file = "write its folder or Hub id into base_model_name_or_path of its adapter_config.json"
+    return f"give its folder or Hub id with {option}" if option else file
 
 
 def check_adapter_folder(adapter: str | Path) -> None:

@@ -32,7 +32,8 @@ class Events:
             elif now is None or now.read < now.tokens:
                 yield None, None, None, figures, show.BLANK, show.GREETING
             else:
-                yield None, now, self.desk.talk(now), figures, show.document(now), show.GREETING
+                talk = self.desk.talk(now)
+                yield None, now, talk, figures, show.document(now), show.greeting(talk)
 
     def open_other(self, files: list[str], before: Reading | None) -> Iterator[tuple[Any, ...]]:
         """Open a document to compare with; yield None for the empty dropzone, the reading and the figures."""
@@ -68,7 +69,7 @@ class Events:
         """Forget the conversation; what was read stays."""
         if talk is not None:
             talk.reset()
-        return show.GREETING
+        return show.greeting(talk)
 
     def compare(self, now: Reading | None, another: Reading | None, asked: str) -> Iterator[str]:
         """Ask two memories, or three; yield their answers side by side."""

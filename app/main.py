@@ -1,6 +1,6 @@
 """Read a text, ask about it, and see what answers come from, on a page in the browser of this machine.
 
-cacheformers app                                     # with the memory that `cacheformers fetch` puts into data/
+cacheformers app                                     # with data/answers_facts, which `cacheformers fetch` puts there
 cacheformers app --adapter ADAPTER                   # a memory adapter; it names its base model
 cacheformers app --model MODEL                       # a model with a memory of its own
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import lru_cache
 from html import escape
 from itertools import accumulate
 
@@ -24,6 +23,9 @@ def notice(text: str, kind: str = "hint") -> str:
 EMPTY = "Drop a text, or all files of a saved memory, to begin."
 NOTHING_YET = notice(f"There is nothing to ask about yet. {EMPTY}", "error")
 GREETING = notice("Ask about the text. None of it is in the prompt: answers come out of the memory.")
+WITH_PASSAGES = notice(
+    "Ask about the text. Each question is asked by itself, with the passages before it that the memory recalls."
+)
 BLANK = f'<div class="blank">{notice("The text stands here once it has been read.")}</div>'
 COMING = "…"  # the rest of an answer
 
@@ -86,17 +88,25 @@ def document(reading: Reading) -> str:
     )
 
 
+def greeting(talk: Conversation | None) -> str:
+    """Return what stands where no question has been asked."""
+    return GREETING if talk is None or talk.follows else WITH_PASSAGES
+
+
 def conversation(talk: Conversation, tokenizer: PreTrainedTokenizerBase, asked: str = "", said: str = "") -> str:
     """Return all questions and answers, and the question that is being answered with its answer so far."""
     turns, place = [], 0
     for answer in talk.turns:
         latest = answer is talk.turns[-1] and not asked
-        turns.append(answered(answer, talk.ids[place : place + answer.prompt_tokens], talk, tokenizer, latest))
+        prompt = talk.ids[place : place + answer.prompt_tokens]
+        if not talk.follows:
+            prompt = prompt[-1 - len(answer.asked) :]  # without the passages
+        turns.append(answered(answer, prompt, talk, tokenizer, latest))
         place += answer.prompt_tokens + len(answer.tokens) - answer.finished
     if asked:
         turns.append(f'<p class="question">{escape(asked)}</p><p class="answer">{escape(said)}{COMING}</p>')
     if not turns:
-        return GREETING
+        return greeting(talk)
     hint = "Click a word to see what was retrieved for it."
     if not talk.retrieves:
         hint = "This memory's method retrieves no single passages, so there are none to show."
@@ -116,7 +126,7 @@ def answered(
     # The last token of the prompt retrieved what the answer's first token was chosen with.
     looked_up: list[list[int]] = [[] for _ in prompt] + [found.tolist() for found in answer.asked]
     asked = looked_up[len(looked_up) - len(prompt) + 1 :]
-    words = pieces(tokenizer, tuple(prompt))
+    words = pieces(tokenizer, prompt)
     typed, whole_prompt = answer.question.strip(), "".join(words)  # stripped, as some chat templates do
     start = whole_prompt.rfind(typed) if typed in whole_prompt else len(whole_prompt)  # else nothing of it is marked
     ends = list(accumulate(map(len, words)))
@@ -130,7 +140,7 @@ def answered(
         question += retrieving(shown, numbers, whole, read)
     said = "".join(
         retrieving(word, numbers, whole, read)
-        for word, numbers in zip(pieces(tokenizer, tuple(answer.tokens), True), chosen, strict=True)
+        for word, numbers in zip(pieces(tokenizer, answer.tokens, True), chosen, strict=True)
     )
     most = [number * STRETCH for number, times in whole.most_common(SHOWN) for _ in range(times)]
     everything = retrieving("what question and answer retrieved most", most, whole, read)
@@ -140,8 +150,7 @@ def answered(
     )
 
 
-@lru_cache(maxsize=100)  # the page is made anew with each piece of an answer
-def pieces(tokenizer: PreTrainedTokenizerBase, tokens: tuple[int, ...], plain: bool = False) -> list[str]:
+def pieces(tokenizer: PreTrainedTokenizerBase, tokens: list[int], plain: bool = False) -> list[str]:
     """Return the text that each token adds to those before it; a part of a character adds nothing.
 
     Args:
@@ -149,7 +158,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, tokens: tuple[int, ...], plain: b
     """
     added, before = [], ""
     for count in range(1, len(tokens) + 1):
-        text = str(tokenizer.decode(list(tokens[:count]), skip_special_tokens=plain))
+        text = str(tokenizer.decode(tokens[:count], skip_special_tokens=plain))
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             text = before
         added.append(text[len(before) :])

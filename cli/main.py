@@ -41,7 +41,7 @@ keeps the newest --cache-size tokens and forgets older ones; the command says so
 ASK = """Answer questions from a memory file.
 
 The text is not read again. The model that read it is loaded by the name it had then. Without a question it holds a
-conversation: questions are typed, and each follows on the ones before (with --prompt, each is asked by itself).
+conversation: questions are typed, and each follows on the ones before (where text is shown, each is asked by itself).
 Questions that are given all start from the memory as it was saved. If the method retrieves (Neurocache, Memorizing
 Transformer, CacheFormer, retrieval heads), the passages that the question and the answer retrieved most are printed
 below the answer. Attention does not see a memory of retrieval heads: it answers by the passages that it recalls.
@@ -63,7 +63,8 @@ SERVE = """Answer OpenAI's clients with a model whose every conversation starts 
 
 This is transformers' own server (`transformers serve`) with a model of this package: an adapter, or a model with a
 memory of its own, such as an exported one. A client sends all turns of its conversation each time, and nothing of one
-conversation reaches another. `transformers chat` and the Python package `openai` are such clients.
+conversation reaches another. `transformers chat` and the Python package `openai` are such clients. Passages that a
+memory of retrieval heads recalls are put before the last question.
 
   cacheformers serve ADAPTER --memory book.memory
   transformers chat ADAPTER http://127.0.0.1:8000
@@ -87,7 +88,7 @@ HERE = {
 }
 # Commands whose options and help are in a module of their own: what they do, and the module whose `main` does it.
 ELSEWHERE = {
-    "fetch": ("Fetch a small pretrained model and a memory trained for it, to try.", "cacheformers.cli.fetch"),
+    "fetch": ("Fetch a small pretrained model and two memories for it, to try.", "cacheformers.cli.fetch"),
     "app": ("Read, ask and see what is retrieved, on a page in the browser.", "cacheformers.app.main"),
     "train": ("Adapt a pretrained model, or train one from scratch.", "cacheformers.train_adapt"),
     "longbench": ("Evaluate on LongBench, as the official code does.", "cacheformers.eval_longbench"),

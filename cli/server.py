@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fastapi import HTTPException
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -37,6 +38,7 @@ def make_app(
     manager, state = OneModel(name, model, tokenizer), GenerationState()
     chats, responses = Chats(manager, state), Responses(manager, state)
     chats.passages = responses.passages = passages
+    chats.apart = responses.apart = str(tokenizer.chat_template).endswith(QUESTIONS)
     return build_server(
         manager,
         chats,
@@ -52,13 +54,23 @@ class ShowsPassages:
     """A handler of requests that puts passages before the last question of a conversation."""
 
     passages: Callable[[str], str] | None = None
+    apart = False  # the chat template is `QUESTIONS`, in which text before a question is a message of its own
 
     def get_processor_inputs_from_messages(self, *given: Any) -> list[dict[str, Any]]:
-        """Return the messages of a request; their contents are text."""
+        """Return the messages of a request, whose contents are text; HTTP 400 for a question that is too long."""
         messages: list[dict[str, Any]] = super().get_processor_inputs_from_messages(*given)  # type: ignore[misc]
         asked = [message for message in messages if message["role"] == "user" and message["content"].strip()]
-        if self.passages is not None and asked:
-            asked[-1]["content"] = f"{self.passages(asked[-1]['content'])}\n\n{asked[-1]['content']}"
+        if self.passages is None or not asked:
+            return messages
+        question = asked[-1]
+        try:
+            shown = self.passages(question["content"])
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from error
+        if self.apart:
+            messages.insert(messages.index(question), {"role": "system", "content": f"{shown}\n"})
+        else:
+            question["content"] = f"{shown}\n\n{question['content']}"
         return messages
 
 
@@ -102,7 +114,19 @@ class FromMemory:
         self._memory.forget_ids()  # a memory that has answered before would wait for the ids of that conversation
 
     def generate(self, **options: Any) -> Any:
-        """Generate after the memory. A request holds all turns of its conversation: the copy has read none of them."""
+        """Generate after the memory. A request holds all turns of its conversation: the copy has read none of them.
+
+        Where attention does not see the memory, an answer ends with the base's positions at the latest.
+
+        Raises:
+            ValueError: there, the conversation with its passages leaves no position for an answer.
+        """
+        config = options.get("generation_config")
+        if config is not None and not self._memory.state.attends:
+            room = self._memory.window.segment_tokens - options["input_ids"].shape[1]
+            if room < 1:
+                raise ValueError("The conversation is too long: with its passages it leaves no room for an answer.")
+            config.max_new_tokens = min(room, config.max_new_tokens or room)  # of this request alone
         return self._model.generate(past_key_values=self._memory.clone(), **options)
 
     def __getattr__(self, name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 from torch import nn
@@ -35,6 +36,12 @@ class PassageConversation(Conversation):
     Raises:
         ValueError: an unknown prompt, the memory has read nothing or was saved without its text; from `ask`, prompt and
             answer do not fit the base's positions, or the method has no window for a prompt of its own.
+        ImportError: BM25 takes bm25s, of the extra `eval`.
+
+    Attributes:
+        turns: the answers so far.
+        ids: what was read and answered in all turns, one after the other.
+        cache: the memory; no question changes it.
     """
 
     follows = False
@@ -50,27 +57,49 @@ class PassageConversation(Conversation):
         if prompt not in PROMPTS:
             raise ValueError(f"prompt must be one of {', '.join(PROMPTS)}, got {prompt!r}.")
         known_text(memory)
+        if prompt in ("retrieved", "hybrid"):
+            # It imports datasets, which takes a second.
+            from cacheformers.evaluation.longbench.retrieval import check_retriever
+
+            check_retriever("bm25")
         super().__init__(model, tokenizer, memory)
         self.read, self.show, self.show_tokens = memory, prompt, prompt_tokens
+        self.positions = required_options(find_decoder(unwrap(model))).base.max_positions
 
     def passages(self, question: str) -> str:
-        """Return the part of the text that a question is asked with."""
+        """Return the part of the text that a question is asked with; ValueError for one longer than the positions."""
+        self.check(len(opening(self.tokenizer, question)))
         return shown_text(self.model, self.tokenizer, self.read, question, self.show, self.show_tokens)
+
+    def prompt(self, question: str) -> list[int]:
+        """Return the ids of a question with its part of the text."""
+        return opening(self.tokenizer, question, shown=self.passages(question))
+
+    def check(self, needed: int) -> None:
+        """Raise ValueError if prompt and answer need more positions than there are."""
+        if needed > self.positions:
+            raise ValueError(
+                f"Question, text and answer take {needed:,} positions, and the base has {self.positions:,}: ask for a "
+                "shorter answer, or show less of the text (prompt_tokens)."
+            )
 
     def _generate(self, question: str, explain: bool, options: dict[str, Any]) -> Answer:
         shown = self.passages(question)
-        needed = len(opening(self.tokenizer, question, shown=shown)) + options["max_new_tokens"]
-        positions = required_options(find_decoder(unwrap(self.model))).base.max_positions
-        if needed > positions:
-            raise ValueError(
-                f"Prompt and answer take {needed:,} positions, and the base has {positions:,}: give a smaller "
-                "--prompt-tokens."
-            )
+        ids = opening(self.tokenizer, question, shown=shown)
+        needed = len(ids) + options["max_new_tokens"]
+        self.check(needed)
         alone = Conversation(self.model, self.tokenizer, self.read.with_window(needed), shown=shown)
+        alone.asking = same_end(ids, opening(self.tokenizer, question)) + 1  # its first token may join what is before
         answer = alone._generate(question, explain, options)
         self.ids += alone.ids
         self.turns.append(answer)
         return answer
+
+
+def same_end(one: list[int], other: list[int]) -> int:
+    """Return how many of their last items two lists share."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def shown_text(
@@ -108,7 +137,7 @@ def known_text(memory: MemoryCache) -> tuple[str, list[tuple[int, int]]]:
     ends = [*(first for first, _ in parts[1:]), memory.tokens_read[0]]  # reading may have been interrupted
     for (first, source), last in zip(parts, ends, strict=True):
         if source is None:
-            raise ValueError("The memory was saved without its text: nothing can be shown. Ask with --prompt question.")
+            raise ValueError("The memory was saved without its text, so nothing can be shown: read the text again.")
         text += GAP if text else ""
         own = source.offsets[: last - first].tolist()
         places += [(start + len(text), end + len(text)) for start, end in own]

@@ -82,12 +82,14 @@ class Conversation:
         ids: every id since the memory was read, the answers' too (not the ones that end them).
         cache: what the conversation has read so far; None if nothing.
         follows: each question follows on the ones before; otherwise it is asked by itself.
+        asking: how many of a prompt's last tokens are the question, if it has `shown` before it; None for all.
 
     Raises:
         ValueError: a memory of several documents or read with another tokenizer, or messages without a chat template.
     """
 
     follows = True
+    asking: int | None = None
 
     def __init__(
         self,
@@ -218,7 +220,7 @@ class Conversation:
         cache = cache_copy(self.cache)
         if isinstance(cache, MemoryCache) and not self.turns:
             cache.forget_ids()
-        trace = Trace(cache) if explain else None
+        trace = Trace(cache, self.asking) if explain else None
         processors = [*(options.pop("logits_processor", None) or []), *([trace] if trace else [])]
         output = self.model.generate(
             input_ids=ids,

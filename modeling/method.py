@@ -33,7 +33,7 @@ class MemoryMethod:
         options: class of the settings resolved against one base model.
         new_state: takes options, number of rows, the device of each augmented layer, dtype of the activations, whether
             training will encode stored states again, and `cache_size` (None: as configured; 0: remember nothing);
-            returns an empty memory.
+            returns an empty memory. It is the state's class itself where attention does not see the memory.
         parts: `NamedTuple` of what one layer trains, by name; a part that a layer lacks is None or absent. Its property
             `fingerprint`, if any, replaces the first numbers of each parameter in telling memories apart.
         make_parts: takes options, layer and the layer's W_q, W_k, W_v, W_o (or None); returns new parts by name.

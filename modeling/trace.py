@@ -41,19 +41,20 @@ class Trace(LogitsProcessor):
 
     Args:
         memory: the memory that is passed to `generate`.
+        asking: how many of the prompt's last tokens are the question; None for all.
 
     Attributes:
-        asked: for each new token of the prompt except the last, the numbers of the tokens that it retrieved.
+        asked: for each new token of the question except the last, the numbers of the tokens that it retrieved.
         chosen: for each generated token, the numbers of the tokens that were retrieved when it was chosen.
 
     Raises:
         ValueError: the memory has several rows, or its method does not retrieve.
     """
 
-    def __init__(self, memory: MemoryCache) -> None:
+    def __init__(self, memory: MemoryCache, asking: int | None = None) -> None:
         if memory.batch_size != 1 or not memory.state.retrieves:
             raise ValueError(f"A trace needs a memory of one row, of a method that retrieves: {retrieving_methods()}.")
-        self.memory, self.before = memory, memory.visible
+        self.memory, self.before, self.asking = memory, memory.visible, asking
         self.asked: list[Tensor] = []
         self.chosen: list[Tensor] = []
 
@@ -64,7 +65,7 @@ class Trace(LogitsProcessor):
             # The rest of the prompt is in closed segments.
             new = self.memory.visible - self.before
             held = int(self.memory.timeline.open.sum()) if self.memory.columns else new
-            columns = min(held, new, retrieved[0].shape[1])
+            columns = min(held, new, retrieved[0].shape[1], self.asking or new)
             self.asked = [numbers(retrieved, column, together) for column in range(-columns, -1)]
         self.chosen.append(numbers(retrieved, -1, together))
         return scores

@@ -229,7 +229,7 @@ def test_refusals(folder, model, monkeypatch):
         "ask book.memory why --heat-map why.png": "--heat-map is the picture that --explain draws",
         "ask book.memory why --prompt cut --prompt-tokens 1": "--prompt-tokens must be at least 2, got 1",
         "ask book.memory why --prompt-tokens 20": "--prompt-tokens says how much of the text --prompt shows",
-        "ask book.memory why --prompt cut --max-new-tokens 9999": "the base has 64: give a smaller --prompt-tokens",
+        "ask book.memory why --prompt cut --max-new-tokens 9999": "the base has 64: ask for a shorter answer",
         "ask windowed.memory why --explain": "this memory's method retrieves nothing",
         "serve other_adapter --memory book.memory": "another adapter",
         "serve adapter --memory base": "not a memory",

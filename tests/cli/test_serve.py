@@ -160,24 +160,23 @@ def test_heads_are_served_with_what_they_recall(make_model, folder, tokenizer, m
     model = make_model("llama_gqa", torch.float32, method="retrieval_heads", cache_size=400)
     model.peft_config["default"].base_model_name_or_path = "base"
     model.save_pretrained("adapter")
-    (folder / "book.txt").write_text(text := make_text(30))
+    (folder / "book.txt").write_text(make_text(30))
     main(["read", "book.txt", "-o", "book.memory", "--adapter", "adapter"])
-    give_chat_template(tokenizer)
-    wanted = {}
-    for shown in (text, ""):
-        message = {"role": "user", "content": f"{shown}\n\n{FIRST[0]['content']}" if shown else FIRST[0]["content"]}
-        chat = tokenizer.apply_chat_template(
-            [message], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        memory = cacheformers.new_memory(model, 1).with_window(64)
-        answer = model.generate(**chat, past_key_values=memory, max_new_tokens=NEW, do_sample=False)
-        wanted[shown] = tokenizer.decode(answer[0, chat["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert wanted[text] != wanted[""]
+    memory = cacheformers.load_memory("book.memory", model, tokenizer=tokenizer)
+    wanted = cacheformers.PassageConversation(model, tokenizer, memory).ask("w5 w6 w7", max_new_tokens=NEW).text
+    assert wanted != cacheformers.Conversation(model, tokenizer, memory).ask("w5 w6 w7", max_new_tokens=NEW).text
     with server(folder, "adapter", "--memory", "book.memory") as url:
-        assert asked(url, FIRST, "adapter") == asked(url, FIRST, "adapter", stream=True) == wanted[text]
+        assert asked(url, FIRST, "adapter") == asked(url, FIRST, "adapter", stream=True) == wanted
+        with ThreadPoolExecutor(3) as pool:
+            assert set(pool.map(lambda _: asked(url, FIRST, "adapter"), range(6))) == {wanted}
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         limit = {"max_output_tokens": NEW, "temperature": 0, "stream": False}
-        assert client.responses.create(model="adapter", input=FIRST, **limit).output_text == wanted[text]
+        assert client.responses.create(model="adapter", input=FIRST, **limit).output_text == wanted
+        with pytest.raises(openai.BadRequestError) as refusal:
+            asked(url, [{"role": "user", "content": make_text(80)}], "adapter")
+        assert "the base has 64" in refusal.value.response.text
+        long = client.chat.completions.create(model="adapter", messages=FIRST, temperature=0)  # at least 1,024 tokens
+        assert long.choices[0].finish_reason == "length" and long.usage.total_tokens == 64
 
 
 def test_a_memory_is_cloned_for_each_answer(served):

@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -72,6 +73,9 @@ def test_heads_answer_with_what_they_recall(make_model, folder, tokenizer, monke
     assert [turn.question for turn in talk.turns] == [QUESTION, "w9"] and not talk.follows
     assert len(talk.ids) == sum(turn.prompt_tokens + len(turn.tokens) - turn.finished for turn in talk.turns)
     assert other.retrieved_most and not memory.timeline.open.any()
+    own = tokenizer("\nQuestion: w9\nAnswer:").input_ids
+    assert len(own) - 1 <= len(other.asked) <= len(own), "what passages retrieve is not what the question does"
+    assert talk.prompt("w9") == tokenizer(f"{talk.passages('w9')}\n\n\nQuestion: w9\nAnswer:").input_ids
     talk.reset()
     assert "".join(talk.ask(QUESTION, max_new_tokens=4, stream=True)) == talk.turns[0].text
     assert talk.turns[0].tokens == wanted, "each question is asked by itself"
@@ -147,6 +151,7 @@ def test_the_page_shows_passages(make_model, folder, tokenizer, monkeypatch):
     *_, later = desk.ask(talk, "w9")
     alone = cacheformers.PassageConversation(model, tokenizer, reading.memory)
     assert [said, later] == [alone.ask(question, max_new_tokens=4).text for question in (QUESTION, "w9")]
+    assert "with the passages" in show.greeting(talk) and "None of it" in show.greeting(desk.talk(None))
     page = show.conversation(talk, tokenizer)
     assert page.count('<p class="question">') == 2 and "Question:" not in page and alone.passages("w9") not in page
     assert "data-retrieved" in page.split('<p class="answer">')[0], "words of the question show what they retrieved"
@@ -159,6 +164,7 @@ def test_the_page_shows_passages(make_model, folder, tokenizer, monkeypatch):
 
 def test_the_server_puts_passages_before_the_last_question(folder):
     pytest.importorskip("openai")
+    from fastapi import HTTPException
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.utils import GenerationState, Modality
 
@@ -173,12 +179,18 @@ def test_the_server_puts_passages_before_the_last_question(folder):
         shown = handler.get_processor_inputs_from_messages(messages, Modality.LLM)
         assert shown[3] == {"role": "user", "content": "about When?\n\nWhen?"}
         assert [*shown[:3], shown[4]] == [*messages[:3], messages[4]]
+        handler.apart = True
+        apart = handler.get_processor_inputs_from_messages(messages, Modality.LLM)
+        assert apart == [*messages[:3], {"role": "system", "content": "about When?\n"}, *messages[3:]]
+        handler.passages = partial(int, base=10)  # a ValueError of passages
+        with pytest.raises(HTTPException, match="invalid literal"):
+            handler.get_processor_inputs_from_messages(messages, Modality.LLM)
 
 
 def test_a_text_that_was_not_saved_cannot_be_shown(make_model, folder, tokenizer):
     model = saved(make_model, folder)
     memory = cacheformers.read(model, tokenizer(make_text(40)).input_ids, progress=False)
-    with pytest.raises(ValueError, match="saved without its text.*--prompt question"):
+    with pytest.raises(ValueError, match="saved without its text.*read the text again"):
         cacheformers.PassageConversation(model, tokenizer, memory)
     with pytest.raises(ValueError, match="prompt must be one of recalled, .* got 'question'"):
         cacheformers.PassageConversation(model, tokenizer, memory, "question")
@@ -188,8 +200,10 @@ def test_a_text_that_was_not_saved_cannot_be_shown(make_model, folder, tokenizer
     with pytest.raises(ValueError, match="has read nothing yet"):
         cacheformers.PassageConversation(model, tokenizer, unread)
     talk = cacheformers.PassageConversation(model, tokenizer, memory)
-    with pytest.raises(ValueError, match="the base has 64: give a smaller"):
+    with pytest.raises(ValueError, match="the base has 64: ask for a shorter answer, or show less"):
         talk.ask(QUESTION, max_new_tokens=9999)
+    with pytest.raises(ValueError, match="Question, text and answer take .* the base has 64"):
+        talk.passages(make_text(80))
     assert not talk.turns and talk.ask("w5", max_new_tokens=2).text == talk.turns[0].text
 
 
