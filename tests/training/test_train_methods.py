@@ -95,7 +95,8 @@ def test_a_run(folder, method):
     assert f"- {method}" in card and "library_name: peft" in card
     assert all(f"| {name} | {run['perplexity']:.3f} |" in card for name, run in result["scores"].items())
     assert ("other_document" in card) == ("cache 40" in READERS[method])
-    assert f", rates {RATES[method]}. Every" in card and "cacheformers.read(" in card
+    shown = "PassageConversation" if method == "retrieval_heads" else "read"
+    assert f", rates {RATES[method]}. Every" in card and f"cacheformers.{shown}(" in card
     assert {f"rate_{name}" for name in result["rates"]} == {name for name in result["log"][0] if "rate_" in name}
 
     model = AutoModelForCausalLM.from_pretrained(folder / "adapter").eval()
