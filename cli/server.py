@@ -59,16 +59,18 @@ class ShowsPassages:
     def get_processor_inputs_from_messages(self, *given: Any) -> list[dict[str, Any]]:
         """Return the messages of a request, whose contents are text; HTTP 400 for a question that is too long."""
         messages: list[dict[str, Any]] = super().get_processor_inputs_from_messages(*given)  # type: ignore[misc]
-        asked = [message for message in messages if message["role"] == "user" and message["content"].strip()]
+        asked = [
+            place for place, message in enumerate(messages) if message["role"] == "user" and message["content"].strip()
+        ]
         if self.passages is None or not asked:
             return messages
-        question = asked[-1]
+        question = messages[asked[-1]]
         try:
             shown = self.passages(question["content"])
         except ValueError as error:
             raise HTTPException(400, str(error)) from error
         if self.apart:
-            messages.insert(messages.index(question), {"role": "system", "content": f"{shown}\n"})
+            messages.insert(asked[-1], {"role": "system", "content": f"{shown}\n"})
         else:
             question["content"] = f"{shown}\n\n{question['content']}"
         return messages

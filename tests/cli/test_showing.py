@@ -170,7 +170,7 @@ def test_the_server_puts_passages_before_the_last_question(folder):
 
     from cacheformers.cli.server import Chats, Responses
 
-    said = [("system", "Be brief."), ("user", "Who?"), ("assistant", "Anna."), ("user", "When?"), ("user", " ")]
+    said = [("system", "Be brief."), ("user", "When?"), ("assistant", "Who?"), ("user", "When?"), ("user", " ")]
     messages = [{"role": role, "content": content} for role, content in said]
     for kind in (Chats, Responses):
         handler = kind(ModelManager(), GenerationState())

@@ -1,5 +1,6 @@
 """The base model: from a folder or a GGUF file, quantized or not, and what is refused."""
 
+import filecmp
 import json
 import os
 import shutil
@@ -7,9 +8,11 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import yaml
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from peft import get_peft_model
+from recipe import ROOT
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
@@ -197,6 +200,18 @@ def test_the_4_bit_weights_are_fetched_where_the_hub_cannot_be_reached(tmp_path,
         adapter = json.loads((tmp_path / name / "adapter_config.json").read_text())
         assert adapter["base_model_name_or_path"] == str(out)
         assert (tmp_path / name / "adapter_model.safetensors").is_file()
+
+
+def test_the_shipped_heads_are_the_recipe_with_the_shipped_lora():
+    heads, lora = (fetch.CARDS / name for name in ("answers_heads", "answers_mixed_lora"))
+    assert filecmp.cmp(heads / "adapter_model.safetensors", lora / "adapter_model.safetensors", shallow=False)
+    own, before = (json.loads((folder / "adapter_config.json").read_text()) for folder in (heads, lora))
+    alike = ("r", "lora_alpha", "layers_to_transform", "base_model_name_or_path")
+    assert [own[name] for name in alike] == [before[name] for name in alike]
+    recipe = yaml.safe_load((ROOT / "recipes" / "attach" / "retrieval_heads.yaml").read_text())
+    assert own["heads"] == {layer: [int(head)] for layer, head in (pair.split(":") for pair in recipe["heads"])}
+    for name in ("segment_tokens", "local_window", "window_tokens", "sink_tokens"):
+        assert own[name] == recipe[name]
 
 
 def test_a_tokenizer_has_the_special_tokens_that_the_file_names(tmp_path, model, tokens, monkeypatch):
