@@ -7,6 +7,7 @@ Importing this module takes the packages of the extra `serve`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from fastapi import HTTPException
@@ -18,11 +19,13 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.systemone import SystemOneHandler
 from transformers.cli.serving.transcription import TranscriptionHandler
-from transformers.cli.serving.utils import GenerationState
+from transformers.cli.serving.utils import BaseHandler, GenerationState, Modality
 
 from cacheformers.modeling.architectures import find_decoder, unwrap
 from cacheformers.modeling.cache import MemoryCache
 from cacheformers.modeling.method import required_options
+
+SHOWN: ContextVar[str] = ContextVar("passages of a request", default="")
 
 
 def make_app(
@@ -51,37 +54,68 @@ def make_app(
 
 
 class ShowsPassages:
-    """A handler of requests that puts passages before the last question of a conversation."""
+    """A handler of requests that puts passages before the last question of a conversation.
+
+    They are searched for in the thread that generates, so that the server takes other requests meanwhile.
+    """
 
     passages: Callable[[str], str] | None = None
     apart = False  # the chat template is `QUESTIONS`, in which text before a question is a message of its own
 
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        """Answer a request; HTTP 400 for a question that is too long."""
+        handler: Any = self
+        if self.passages is not None:
+            handler._validate_request(body)
+            name, _, _ = handler._resolve_model(body)
+            messages = BaseHandler.get_processor_inputs_from_messages(self.messages(body), Modality.LLM)
+            place = last_question(messages)
+            if place is not None:
+                manager = handler.generation_state.get_manager(name)
+                try:
+                    SHOWN.set(await manager.async_submit(self.passages, messages[place]["content"]))
+                except ValueError as error:
+                    raise HTTPException(400, str(error)) from error
+        return await super().handle_request(body, request_id)  # type: ignore[misc]  # a mixin
+
+    def messages(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the messages of a request."""
+        raise NotImplementedError
+
     def get_processor_inputs_from_messages(self, *given: Any) -> list[dict[str, Any]]:
-        """Return the messages of a request, whose contents are text; HTTP 400 for a question that is too long."""
-        messages: list[dict[str, Any]] = super().get_processor_inputs_from_messages(*given)  # type: ignore[misc]
-        asked = [
-            place for place, message in enumerate(messages) if message["role"] == "user" and message["content"].strip()
-        ]
-        if self.passages is None or not asked:
+        """Return the messages of a request, whose contents are text, with the passages."""
+        messages = BaseHandler.get_processor_inputs_from_messages(*given)
+        shown, place = SHOWN.get(), last_question(messages)
+        if not shown or place is None:
             return messages
-        question = messages[asked[-1]]
-        try:
-            shown = self.passages(question["content"])
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from error
         if self.apart:
-            messages.insert(asked[-1], {"role": "system", "content": f"{shown}\n"})
+            messages.insert(place, {"role": "system", "content": f"{shown}\n"})
         else:
-            question["content"] = f"{shown}\n\n{question['content']}"
+            messages[place]["content"] = f"{shown}\n\n{messages[place]['content']}"
         return messages
+
+
+def last_question(messages: list[dict[str, Any]]) -> int | None:
+    """Return the place of the last message of a user that says something; None if there is none."""
+    asked = [
+        place for place, message in enumerate(messages) if message["role"] == "user" and message["content"].strip()
+    ]
+    return asked[-1] if asked else None
 
 
 class Chats(ShowsPassages, ChatCompletionHandler):
     """Answers /v1/chat/completions."""
 
+    def messages(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = body["messages"]
+        return found
+
 
 class Responses(ShowsPassages, ResponseHandler):
     """Answers /v1/responses."""
+
+    def messages(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        return self._normalize_input(body)
 
 
 class OneModel(ModelManager):

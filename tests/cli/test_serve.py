@@ -1,15 +1,18 @@
 """`cacheformers serve` in a process of its own, asked by OpenAI's client and by transformers' chat."""
 
+import asyncio
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import httpx
 import openai
 import pytest
 import torch
@@ -20,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import cacheformers
 from cacheformers.adapters.export import export
 from cacheformers.cli.main import main
-from cacheformers.cli.server import FromMemory, give_chat_template
+from cacheformers.cli.server import FromMemory, give_chat_template, make_app
 from cacheformers.modeling.conversation import follow_up, opening
 
 NEW = 12  # tokens of an answer
@@ -177,6 +180,41 @@ def test_heads_are_served_with_what_they_recall(make_model, folder, tokenizer, m
         assert "the base has 64" in refusal.value.response.text
         long = client.chat.completions.create(model="adapter", messages=FIRST, temperature=0)  # at least 1,024 tokens
         assert long.choices[0].finish_reason == "length" and long.usage.total_tokens == 64
+
+
+def test_a_search_for_passages_lets_other_requests_pass(served):
+    """It runs in the thread that generates, question after question, and each answer has its own passages."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained("adapter").eval(), AutoTokenizer.from_pretrained("base")
+    give_chat_template(tokenizer)
+    passed, searches = threading.Event(), []
+
+    def passages(question):
+        searches.append(threading.current_thread())
+        if not passed.wait(20):
+            raise ValueError("Nothing else was answered.")
+        return {"w5 w6": "w1 w2 w3 w4", "w7": ""}[question]
+
+    def request(question):
+        return {"messages": [{"role": "user", "content": question}], "max_tokens": NEW, "temperature": 0}
+
+    async def talk():
+        here = httpx.ASGITransport(make_app("adapter", model, tokenizer, passages))
+        async with httpx.AsyncClient(transport=here, base_url="http://here", timeout=60) as client:
+            chats = [
+                asyncio.create_task(client.post("/v1/chat/completions", json=request(question)))
+                for question in ("w5 w6", "w7")
+            ]
+            while not searches:
+                await asyncio.sleep(0.01)
+            models = await client.get("/v1/models")
+            passed.set()
+            return models.json(), [(await chat).json() for chat in chats]
+
+    models, answers = asyncio.run(talk())
+    assert [one["id"] for one in models["data"]] == ["adapter"]
+    assert len(searches) == 2 and len(set(searches)) == 1 and searches[0] is not threading.current_thread()
+    lengths = [answer["usage"]["prompt_tokens"] for answer in answers]
+    assert lengths == [len(opening(tokenizer, "w5 w6", shown="w1 w2 w3 w4")), len(opening(tokenizer, "w7"))]
 
 
 def test_a_memory_is_cloned_for_each_answer(served):
