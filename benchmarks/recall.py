@@ -7,13 +7,13 @@
 A text (recall_task.py) has pairs of a key and a value, and asks for some later. The same tiny Llama (2 layers of 64,
 2 heads) learns with every method's memory in it, from random weights, with the same texts in the same order. A token
 sees its own window of 32 tokens up to itself and the 32 before; `full` sees everything. Texts grow from 32 to 256
-tokens in training, values have one token or three.
+tokens (`--tokens`) in training, values have one token or three.
 
 recall      pairs first, then all keys are asked (MQAR); a value is one token
 retrieval   pairs among filler, one key is asked at the end; a value is three tokens, all of which must be right
-far         128 tokens or more after the pair, where no window of two layers reaches
+far         half a text or more after the pair, where no window of two layers reaches
 
-Beside every score: bytes held after a text of 256 tokens, and the time of reading it over the window's, in turns.
+Beside every score: bytes held after a text of full length, and the time of reading it over the window's, in turns.
 The published rule of CacheFormer (`cache_paper_block`, `alone_paper_block`) looks ahead, so its retrieval is also asked
 as a decoder sees it, which has only the tokens so far.
 Each method's result is in recall.json as soon as it is there; the same command again does what is missing. Results:
@@ -26,6 +26,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,10 @@ from cacheformers.modeling.architectures import attention_modules, find_decoder
 from cacheformers.modeling.segments import new_memory
 from cacheformers.training.optim import Rates, make_optimizer, make_schedule
 
-LONGEST, WINDOW, FAR = 256, 32, 128
+SHORTEST, WINDOW = 32, 32
 RATE, GATE_FACTOR, CLIP, WARMUP = 5e-3, 4.0, 1.0, 0.05
 JOINS = 0.75  # share of the steps after which a branch joins that is off at first
-GROWTH = {32: 0.35, 64: 0.45, 128: 0.55, LONGEST: 1.0}  # until which share of the steps texts have so many tokens
+GROWS = 0.35, 0.55  # shares of the steps between which texts grow, by doubling, to their full length
 TOKENS_OF_A_STEP = 2048
 BASE: dict[str, Any] = {
     "model_type": "llama",
@@ -60,10 +61,10 @@ BASE: dict[str, Any] = {
 EMBEDDING_STD, FIRST_LOOK = 0.5, 8.0
 
 PAIRS, SOME = (4, 8, 16, 24, 32, 40), 16
-BINS = (0, 32, 64, 96, 128, 192, 256)  # distances of recall
+BINS = (0, 32, 64, 96, 128, 192, 256)  # distances of recall in texts of 256 tokens; in longer ones, in proportion
 TOPKS = (1, 2, 4, 7, 16)
 COLORS = 64  # of the plot
-DISTANCES = (16, 32, 64, 96, 128, 192, 240)  # of retrieval
+DISTANCES = (16, 32, 64, 96, 128, 192, 240)  # of retrieval, likewise
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,10 @@ CONTESTANTS = {
     "full": Contestant(None),
     "window": Contestant("windowed", SLIDING),
     "transformer_ls": cacheformer(overlap=False, cache=False),
+    "transformer_ls_2": cacheformer(overlap=False, cache=False, pool_vectors=2),
+    "cache_2": cacheformer(LATER, overlap=False, pool_vectors=2),
+    "transformer_ls_1": cacheformer(overlap=False, cache=False, pool_vectors=1),
+    "cache_1": cacheformer(LATER, overlap=False, pool_vectors=1),
     "overlap": cacheformer(cache=False),
     "cache": cacheformer(LATER, overlap=False),
     "overlap_cache": cacheformer(LATER),
@@ -114,6 +119,9 @@ def main() -> None:
     given.set_defaults(output=RESULTS)
     given.add_argument("--methods", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS), help="default: all")
     given.add_argument("--steps", type=int, default=500, help="of training, for every method (default: %(default)s)")
+    given.add_argument(
+        "--tokens", type=int, default=256, choices=[256, 512, 1024], help="of the longest texts (default: %(default)s)"
+    )
     given.add_argument("--seed", type=int, default=0, help="of weights and texts (default: %(default)s)")
     given.add_argument("--texts", type=int, default=64, help="texts behind each score (default: %(default)s)")
     options = given.parse_args()
@@ -128,21 +136,21 @@ def main() -> None:
             print(f"{name}: {options.output / 'recall.json'} has it.")
             continue
         contestant, start = CONTESTANTS[name], time.perf_counter()
-        model = train(contestant, options.steps, options.seed)
+        model = train(contestant, options.steps, options.seed, options.tokens)
         seconds = time.perf_counter() - start
         row = {
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "training_seconds": round(seconds),
-            **scores(model, options.texts),
-            "retrieval_by_topk": by_topk(model, contestant, options.texts, 3),
-            "token_by_topk": by_topk(model, contestant, options.texts, 1),
-            **as_decoder(model, contestant, options.texts),
-            **costs(model, options.seed),
+            **scores(model, options.texts, options.tokens),
+            "retrieval_by_topk": by_topk(model, contestant, options.texts, options.tokens, 3),
+            "token_by_topk": by_topk(model, contestant, options.texts, options.tokens, 1),
+            **as_decoder(model, contestant, options.texts, options.tokens),
+            **costs(model, options.seed, options.tokens),
         }
         print(f"{name}: {seconds:.0f} s of training, {short(row)}", flush=True)
         write(options, {**earlier(options), name: row})  # another process may have added rows
     write(options, earlier(options))
-    print("\n".join(tables(earlier(options))))
+    print("\n".join(tables(earlier(options), options.tokens)))
 
 
 def earlier(options: argparse.Namespace) -> dict[str, Any]:
@@ -151,11 +159,11 @@ def earlier(options: argparse.Namespace) -> dict[str, Any]:
     if not path.exists():
         return {}
     found = json.loads(path.read_text(encoding="utf-8"))
-    for name in ("steps", "seed", "texts"):
-        if found["settings"][name] != str(getattr(options, name)):
+    for name in ("steps", "seed", "texts", "tokens"):
+        there = found["settings"].get(name, "256")  # older files had texts of one length
+        if there != str(getattr(options, name)):
             raise ValueError(
-                f"{path} was made with --{name} {found['settings'][name]}: give the same, another --output, or delete "
-                "the file."
+                f"{path} was made with --{name} {there}: give the same, another --output, or delete the file."
             )
     now = {name: [contestant.settings, contestant.first] for name, contestant in CONTESTANTS.items()}
     changed = [name for name, row in found["rows"].items() if [row["settings"], row["first"]] != now[name]]
@@ -172,7 +180,7 @@ def write(options: argparse.Namespace, rows: dict[str, Any]) -> None:
         for name, contestant in CONTESTANTS.items()
         if name in rows
     }
-    draw_rows(save("recall", options, {"rows": ordered}, indent=None), ordered)
+    draw_rows(save("recall", options, {"rows": ordered}, indent=None), ordered, options.tokens)
 
 
 def make_model(contestant: Contestant, seed: int) -> PreTrainedModel:
@@ -209,18 +217,33 @@ def start_base(base: Any) -> None:
     attention.q_proj.bias[pairs : pairs + pairs // 2] = -FIRST_LOOK * angles.sin()
 
 
-def layout_of(step: int, steps: int, random: torch.Generator) -> Layout:
+def scaled(distances: Sequence[int], longest: int) -> list[int]:
+    """Return distances in texts of `longest` tokens, from those in texts of 256."""
+    return [distance * longest // 256 for distance in distances]
+
+
+def text_tokens(step: int, steps: int, longest: int) -> int:
+    """Return how many tokens the texts of a training step have."""
+    doublings = int(math.log2(longest // SHORTEST))
+    begin, end = (share * steps for share in GROWS)
+    for done in range(doublings):
+        if step < begin + done * (end - begin) / max(doublings - 1, 1):
+            return SHORTEST * 2**done
+    return longest
+
+
+def layout_of(step: int, steps: int, longest: int, random: torch.Generator) -> Layout:
     """Return the layout of a training step: even steps have values of one token, odd ones of three."""
-    tokens = next(tokens for tokens, until in GROWTH.items() if step < until * steps)
+    tokens = text_tokens(step, steps, longest)
     value_tokens = 1 + 2 * (step % 2)
     most = min(Layout(tokens, 1, value_tokens).cells // 2, 32)
-    fewest = max(most // (2 if tokens == min(GROWTH) else 8), 1)
+    fewest = max(most // (2 if tokens == SHORTEST else 8), 1)
     pairs = int(torch.randint(fewest, most + 1, (1,), generator=random))
     return Layout(tokens, pairs, value_tokens, "mixed" if step % 2 else "first")
 
 
-def train(contestant: Contestant, steps: int, seed: int) -> PreTrainedModel:
-    """Train all weights of a new model, and return it."""
+def train(contestant: Contestant, steps: int, seed: int, longest: int) -> PreTrainedModel:
+    """Train all weights of a new model on texts of up to `longest` tokens, and return it."""
     random = torch.Generator().manual_seed(seed)
     model = make_model(replace(contestant, settings={**contestant.settings, **contestant.first}), seed).train()
     rates = Rates(RATE, RATE, GATE_FACTOR * RATE, beta=GATE_FACTOR * RATE)
@@ -232,7 +255,7 @@ def train(contestant: Contestant, steps: int, seed: int) -> PreTrainedModel:
             held, optimizer = optimizer.state_dict(), make_optimizer(model, rates)
             optimizer.load_state_dict(held)
             schedule = make_schedule(optimizer, steps, int(WARMUP * steps), done=step)
-        layout = layout_of(step, steps, random)
+        layout = layout_of(step, steps, longest, random)
         texts = draw(layout, TOKENS_OF_A_STEP // layout.tokens, random)
         losses = token_losses(model(input_ids=texts.ids, use_cache=False).logits, texts.labels)
         loss = losses.sum() / (texts.labels != IGNORED).sum()
@@ -254,7 +277,7 @@ def changed_to(contestant: Contestant, model: PreTrainedModel) -> PreTrainedMode
 
 
 def by_topk(
-    model: PreTrainedModel, contestant: Contestant, texts: int, value_tokens: int, decoded: bool = False
+    model: PreTrainedModel, contestant: Contestant, texts: int, longest: int, value_tokens: int, decoded: bool = False
 ) -> dict[str, float]:
     """Return shares of right answers in retrieval with other numbers of segments than in training.
 
@@ -266,34 +289,35 @@ def by_topk(
     found = {}
     for topk in TOPKS:
         other = replace(contestant, settings={**contestant.settings, "topk": topk})
-        layout = Layout(LONGEST, SOME, value_tokens, "one", DISTANCES[-2])
+        layout = Layout(longest, SOME, value_tokens, "one", scaled(DISTANCES, longest)[-2])
         found[str(topk)] = share(answers(changed_to(other, model), layout, 4 * texts, decoded)[0])
     return found
 
 
-def as_decoder(model: PreTrainedModel, contestant: Contestant, texts: int) -> dict[str, dict[str, float]]:
+def as_decoder(model: PreTrainedModel, contestant: Contestant, texts: int, longest: int) -> dict[str, dict[str, float]]:
     """Return the shares of `by_topk` where each token is predicted from those before it; empty if they are the same."""
     if contestant.settings.get("selection") != "paper_block":
         return {}
-    shares = [by_topk(model, contestant, texts, value_tokens, decoded=True) for value_tokens in (3, 1)]
+    shares = [by_topk(model, contestant, texts, longest, value_tokens, decoded=True) for value_tokens in (3, 1)]
     return dict(zip(("retrieval_by_topk_decoded", "token_by_topk_decoded"), shares, strict=True))
 
 
-def scores(model: PreTrainedModel, texts: int) -> dict[str, dict[str, float]]:
+def scores(model: PreTrainedModel, texts: int, longest: int) -> dict[str, dict[str, float]]:
     """Return shares of right answers, by number of pairs and by distance."""
     found: dict[str, dict[str, float]] = {
         name: {} for name in ("recall_far", "recall_by_distance", "retrieval_far", "retrieval_by_distance")
     }
+    bins, distances = scaled(BINS, longest), scaled(DISTANCES, longest)
     for pairs in PAIRS:
-        right, distance = answers(model, Layout(LONGEST, pairs), texts)
-        found["recall_far"][str(pairs)] = share(right[distance >= FAR])
+        right, distance = answers(model, Layout(longest, pairs), texts)
+        found["recall_far"][str(pairs)] = share(right[distance >= longest // 2])
         if pairs == SOME:
-            for low, high in zip(BINS, BINS[1:], strict=False):
+            for low, high in zip(bins, bins[1:], strict=False):
                 found["recall_by_distance"][f"{low}-{high}"] = share(right[(distance >= low) & (distance < high)])
-        retrieved, _ = answers(model, Layout(LONGEST, pairs, 3, "one", DISTANCES[-2]), texts)
+        retrieved, _ = answers(model, Layout(longest, pairs, 3, "one", distances[-2]), texts)
         found["retrieval_far"][str(pairs)] = share(retrieved)
-    for distance_ in DISTANCES:
-        retrieved, _ = answers(model, Layout(LONGEST, SOME, 3, "one", distance_), texts)
+    for distance_ in distances:
+        retrieved, _ = answers(model, Layout(longest, SOME, 3, "one", distance_), texts)
         found["retrieval_by_distance"][str(distance_)] = share(retrieved)
     return found
 
@@ -326,16 +350,16 @@ def share(right: Tensor) -> float:
 
 
 @torch.no_grad()
-def costs(model: PreTrainedModel, seed: int) -> dict[str, float]:
-    """Return bytes held after a text of `LONGEST` tokens, and the time of reading it, beside the window's."""
+def costs(model: PreTrainedModel, seed: int, longest: int) -> dict[str, float]:
+    """Return bytes held after a text of `longest` tokens, and the time of reading it, beside the window's."""
     window = make_model(CONTESTANTS["window"], seed).eval()
-    ids = draw(Layout(LONGEST, SOME), 1, torch.Generator().manual_seed(seed)).ids
+    ids = draw(Layout(longest, SOME), 1, torch.Generator().manual_seed(seed)).ids
     runs = {"window": lambda: read(window, ids), "own": lambda: read(model.eval(), ids)}
     times = interleaved(runs, 9)
     found = ratio(times, "own", "window")
     return {
         "state_bytes": state_bytes(read(model, ids)),
-        "seconds_per_token": float(f"{found['seconds'] / LONGEST:.3g}"),
+        "seconds_per_token": float(f"{found['seconds'] / longest:.3g}"),
         "time_over_window": round(found["ratio"], 2),
     }
 
@@ -361,7 +385,7 @@ def short(row: dict[str, Any]) -> str:
     return f"far recall {far:.0%}, retrieval {far_retrieval:.0%}, {row['state_bytes']:,} bytes"
 
 
-def tables(rows: dict[str, Any]) -> list[str]:
+def tables(rows: dict[str, Any], longest: int) -> list[str]:
     """Return the tables of the page."""
     beside = {
         name: [
@@ -373,9 +397,9 @@ def tables(rows: dict[str, Any]) -> list[str]:
     }
     lines = []
     for key, title in (
-        ("recall_far", f"recall, {FAR} tokens or more after the pair, by pairs"),
+        ("recall_far", f"recall, {longest // 2} tokens or more after the pair, by pairs"),
         ("recall_by_distance", f"recall, {SOME} pairs, by distance"),
-        ("retrieval_far", f"retrieval, {DISTANCES[-2]} tokens after the pair, by pairs"),
+        ("retrieval_far", f"retrieval, {scaled(DISTANCES, longest)[-2]} tokens after the pair, by pairs"),
         ("retrieval_by_distance", f"retrieval, {SOME} pairs, by distance"),
     ):
         columns = list(next(iter(rows.values()))[key])
@@ -388,7 +412,7 @@ def cell(share: float) -> str:
     return "-" if math.isnan(share) else f"{100 * share:.0f}"
 
 
-def draw_rows(path: Path, rows: dict[str, Any]) -> None:
+def draw_rows(path: Path, rows: dict[str, Any], longest: int) -> None:
     """Draw accuracy by pairs, distance and bytes, of all but the published rule, which looks ahead."""
     from PIL import Image
 
@@ -400,7 +424,7 @@ def draw_rows(path: Path, rows: dict[str, Any]) -> None:
     held: dict[str, Points] = {
         name: [(row["state_bytes"] / 1024, 100 * row["recall_far"][str(SOME)])] for name, row in rows.items()
     }
-    far = f"{FAR} tokens or more back"
+    far = f"{longest // 2} tokens or more back"
     panels = [
         [
             Panel(f"recall, {far}", "pairs", "right, %", lines("recall_far")),
