@@ -227,7 +227,7 @@ def text_tokens(step: int, steps: int, longest: int) -> int:
     doublings = int(math.log2(longest // SHORTEST))
     begin, end = (share * steps for share in GROWS)
     for done in range(doublings):
-        if step < begin + done * (end - begin) / max(doublings - 1, 1):
+        if step < begin + done * (end - begin) / (doublings - 1):
             return SHORTEST * 2**done
     return longest
 

@@ -147,3 +147,17 @@ def test_the_command_writes_goes_on_and_refuses(benchmarks, tmp_path, monkeypatc
     with pytest.raises(SystemExit):
         run("--steps", "3", "--methods", "cache")
     assert "was made with --steps 2" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run("--steps", "2", "--methods", "cache", "--tokens", "512")
+    assert "was made with --tokens 256" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("longest", [256, 512, 1024])
+def test_texts_grow_by_doubling_and_distances_with_them(benchmarks, longest):
+    recall = benchmarks[0]
+    grown = [recall.text_tokens(step, 1000, longest) for step in range(1000)]
+    assert sorted(set(grown)) == [2**power for power in range(5, longest.bit_length())] and grown == sorted(grown)
+    assert grown.count(32) == 350 and grown.count(longest) == 450
+    assert recall.scaled([16, 256], longest) == [longest // 16, longest]
+    random = torch.Generator().manual_seed(0)
+    assert recall.layout_of(999, 1000, longest, random).tokens == longest
