@@ -67,16 +67,22 @@ class ShowsPassages:
         handler: Any = self
         if self.passages is not None:
             handler._validate_request(body)
-            name, _, _ = handler._resolve_model(body)
-            messages = BaseHandler.get_processor_inputs_from_messages(self.messages(body), Modality.LLM)
-            place = last_question(messages)
-            if place is not None:
-                manager = handler.generation_state.get_manager(name)
-                try:
-                    SHOWN.set(await manager.async_submit(self.passages, messages[place]["content"]))
-                except ValueError as error:
-                    raise HTTPException(400, str(error)) from error
+            SHOWN.set(await self.search(handler._resolve_model(body)[0], self.messages(body)))
         return await super().handle_request(body, request_id)  # type: ignore[misc]  # a mixin
+
+    async def search(self, model: str, given: list[dict[str, Any]]) -> str:
+        """Find passages for the last question of a conversation, with a model of this name; empty without one."""
+        handler: Any = self
+        messages = BaseHandler.get_processor_inputs_from_messages(given, Modality.LLM)
+        place = last_question(messages)
+        if place is None:
+            return ""
+        try:
+            manager = handler.generation_state.get_manager(model)
+            found: str = await manager.async_submit(self.passages, messages[place]["content"])
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from error
+        return found
 
     def messages(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the messages of a request."""

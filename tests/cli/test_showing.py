@@ -1,5 +1,6 @@
 """Questions with a part of the text before them: what is shown, of one memory and of a library."""
 
+import asyncio
 import io
 import json
 import sys
@@ -168,23 +169,30 @@ def test_the_server_puts_passages_before_the_last_question(folder):
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.utils import GenerationState, Modality
 
-    from cacheformers.cli.server import Chats, Responses
+    from cacheformers.cli.server import SHOWN, Chats, Responses
 
     said = [("system", "Be brief."), ("user", "When?"), ("assistant", "Who?"), ("user", "When?"), ("user", " ")]
     messages = [{"role": role, "content": content} for role, content in said]
+
+    async def prompted(handler):
+        SHOWN.set(await handler.search("model", messages))
+        return handler.get_processor_inputs_from_messages(messages, Modality.LLM)
+
     for kind in (Chats, Responses):
         handler = kind(ModelManager(), GenerationState())
         assert handler.get_processor_inputs_from_messages(messages, Modality.LLM) == messages
         handler.passages = lambda question: f"about {question}"
-        shown = handler.get_processor_inputs_from_messages(messages, Modality.LLM)
+        shown = asyncio.run(prompted(handler))
         assert shown[3] == {"role": "user", "content": "about When?\n\nWhen?"}
         assert [*shown[:3], shown[4]] == [*messages[:3], messages[4]]
         handler.apart = True
-        apart = handler.get_processor_inputs_from_messages(messages, Modality.LLM)
+        apart = asyncio.run(prompted(handler))
         assert apart == [*messages[:3], {"role": "system", "content": "about When?\n"}, *messages[3:]]
+        assert handler.get_processor_inputs_from_messages(messages, Modality.LLM) == messages  # of another request
+        assert asyncio.run(handler.search("model", messages[:1])) == ""
         handler.passages = partial(int, base=10)  # a ValueError of passages
         with pytest.raises(HTTPException, match="invalid literal"):
-            handler.get_processor_inputs_from_messages(messages, Modality.LLM)
+            asyncio.run(prompted(handler))
 
 
 def test_a_text_that_was_not_saved_cannot_be_shown(make_model, folder, tokenizer):
