@@ -24,29 +24,39 @@ TRIES = 100
 
 @dataclass(frozen=True)
 class Question:
-    """A question of bAbI, and the facts that are known when it is asked."""
+    """A question of bAbI, and the facts that are known when it is asked.
+
+    Attributes:
+        text: the first question that is asked of the same facts; both are asked of one text.
+    """
 
     id: str
+    text: str
     input: str
     answer: str
     facts: list[str]
 
 
 def load_questions(paths: Sequence[str], tasks: Sequence[str], seed: int) -> dict[str, list[Question]]:
-    """Load each task's questions from pools, in an order that the seed decides.
+    """Load each task's questions from pools, in an order that the seed decides; those of the same facts stay together.
 
     Raises:
         FileNotFoundError, ValueError: there are no pools, or none of a task; an answer is none of the task's.
     """
-    found: dict[str, list[Question]] = {task: [] for task in tasks}
+    found: dict[str, list[list[Question]]] = {task: [] for task in tasks}
     pool = load_pools(paths, len).get("babi")
     for place, document in enumerate(pool.asked if pool else []):
         task = document["source"].rpartition("_")[2]
-        for number, asked in enumerate(document["questions"] if task in found else []):
+        if task not in found:
+            continue
+        by_facts: dict[int, list[Question]] = {}
+        for number, asked in enumerate(document["questions"]):
             id = f"{place}-{number}"
             answer = check_answer(task, asked["answers"][0], f"{', '.join(paths)}, question {asked.get('id', id)}")
             facts = document["context"].split("\n")[: asked.get("lines")]
-            found[task].append(Question(id, asked["input"], answer, facts))
+            same = by_facts.setdefault(len(facts), [])
+            same.append(Question(id, same[0].id if same else id, asked["input"], answer, facts))
+        found[task] += by_facts.values()
     for task, own in found.items():
         if not own:
             raise ValueError(
@@ -54,7 +64,7 @@ def load_questions(paths: Sequence[str], tasks: Sequence[str], seed: int) -> dic
                 f"'babi_{task}'; leave the task out with --tasks, or give other --questions."
             )
         random.Random(f"{seed}/{task}").shuffle(own)
-    return found
+    return {task: [each for same in own for each in same] for task, own in found.items()}
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,7 @@ class StoryMaker:
         own = books.part(tokens) if books is not None and tokens else Books([], np.zeros(0, np.int64))
         stories: list[Record] = []
         for each in fitting[: self.records]:
-            draw = random.Random(f"{self.seed}/{task}/{tokens}/{each.id}")
+            draw = random.Random(f"{self.seed}/{task}/{tokens}/{each.text}")
             context = self.hide(each.facts, own, tokens, draw) if tokens else " ".join(each.facts)
             stories.append(make_story(task, tokens, each.id, each.input, context, each.answer))
         everything = [[each.input, each.answer, each.facts] for each in fitting]
