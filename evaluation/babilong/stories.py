@@ -90,10 +90,12 @@ class StoryMaker:
             )
         own = books.part(tokens) if books is not None and tokens else Books([], np.zeros(0, np.int64))
         stories: list[Record] = []
+        texts: dict[str, str] = {}
         for each in fitting[: self.records]:
-            draw = random.Random(f"{self.seed}/{task}/{tokens}/{each.text}")
-            context = self.hide(each.facts, own, tokens, draw) if tokens else " ".join(each.facts)
-            stories.append(make_story(task, tokens, each.id, each.input, context, each.answer))
+            if each.text not in texts:
+                draw = random.Random(f"{self.seed}/{task}/{tokens}/{each.text}")
+                texts[each.text] = self.hide(each.facts, own, tokens, draw) if tokens else " ".join(each.facts)
+            stories.append(make_story(task, tokens, each.id, each.input, texts[each.text], each.answer))
         everything = [[each.input, each.answer, each.facts] for each in fitting]
         return stories, fingerprint([self.seed, tokens, own.sentences, everything])
 

@@ -4,6 +4,7 @@ import gzip
 import json
 import shutil
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import datasets
@@ -124,6 +125,23 @@ def test_a_story_depends_on_itself_the_books_and_the_seed(make, monkeypatch):
     others, _, other = make(seed=1)
     assert other != identity and not {each.context for each in others} & {each.context for each in stories}
     assert [each.id for each in others] != [each.id for each in stories]
+
+
+def test_questions_about_the_same_facts_are_asked_of_one_text(make, data):
+    """Others are as they were: their order, and where their facts are hidden."""
+    alone, _, _ = make()
+    rows = [json.loads(line) for line in (data / "babi.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["questions"] += [{"input": "Where is Mary now?", "answers": ["kitchen"], "lines": 4}]
+    write_rows(data / "more.jsonl", rows)
+    stories, _, identity = make(records=16, questions=data / "more.jsonl")
+    assert [each for each in stories if not each.id.endswith("-3")] == alone
+    for before, each in pairwise(stories):
+        if each.id.endswith("-3"):
+            assert before.id == each.id[:-1] + "1" and before.context == each.context and before.input != each.input
+    assert len({each.context for each in stories}) == 12
+    some, _, same = make(records=5, questions=data / "more.jsonl")
+    assert some == stories[:5] and same == identity
 
 
 def test_books_that_are_too_short_are_joined(make, data, byte_tokenizer):
