@@ -64,13 +64,17 @@ class Adaptation:
         self.model, self.train, self.memory_options = model, train, memory_options
         self.config = base_config(model.base)
         self.adapter, self.memory = adapter_config(self.config, train, memory_options)
+        if train.lora_from_layer >= (layers := base_shape(self.config).layers):
+            raise ValueError(f"--lora_from_layer {train.lora_from_layer}: the base's layers are 0 to {layers - 1}.")
         self.title, self.base = f"{train.method} on {model.base}", model.base
         if train.start_from is not None:
             check_start(train.start_from, self.adapter, self.memory)
             self.title += f", from {train.start_from}"
         self.remembers = train.method != "lora"
         gate_rate = train.memory_rate * train.gate_factor
-        self.rates = Rates(train.lora_rate, train.memory_rate, gate_rate, train.weight_decay)
+        self.rates = Rates(
+            train.lora_rate, train.memory_rate, gate_rate, train.weight_decay, lowest=train.lora_from_layer
+        )
 
     def tokenizer(self, accelerator: Accelerator) -> PreTrainedTokenizerBase:
         """Load the base's tokenizer. Every process must call this."""

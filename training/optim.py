@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from torch import nn
@@ -28,6 +30,7 @@ class Rates:
             parameters of `hit_scores`.
         beta: Infini-attention's shares, one number per head (the paper's rate for them is 0.01).
         weight_decay: matrices; gates, shares, norms and biases have none.
+        lowest: layers below it keep their LoRA: it has the rate `kept`, zero.
     """
 
     weights: float
@@ -35,6 +38,8 @@ class Rates:
     gate: float
     weight_decay: float = 0.0
     beta: float = 0.01
+    lowest: int = 0
+    kept: float = field(default=0.0, init=False)
 
 
 def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, object]]:
@@ -45,6 +50,8 @@ def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, object]]:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             kind = kind_of(name, rates_of_parts)
+            if kind == "weights" and layer_of(name) < rates.lowest:
+                kind = "kept"
             decay = rates.weight_decay if parameter.dim() > 1 and kind in ("memory", "weights") else 0.0
             groups.setdefault((kind, decay), []).append(parameter)
     if not groups:
@@ -63,6 +70,12 @@ def kind_of(name: str, rates: Mapping[str, str]) -> str:
     """
     _, inside, part = name.rpartition(".memory.")
     return rates.get(part.removeprefix("lora_mem_").partition(".")[0], "memory") if inside else "weights"
+
+
+def layer_of(name: str) -> float:
+    """Return the number of the decoder's layer that a parameter is in; infinity for one outside the layers."""
+    number = re.search(r"\.layers\.(\d+)\.", name)
+    return inf if number is None else int(number[1])
 
 
 def make_optimizer(model: nn.Module, rates: Rates, name: str = "adamw") -> Optimizer:

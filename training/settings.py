@@ -20,7 +20,15 @@ POSITIVE = (
     *("steps", "lanes", "accumulation", "backprop_segments", "clip"),
     *("keep_checkpoints", "log_every", "stop_after", "estimate_processes", "start_segments"),
 )
-NOT_NEGATIVE = ("seed", "lora_rate", "memory_rate", "gate_factor", "weight_decay", "checkpoint_every")
+NOT_NEGATIVE = (
+    "seed",
+    "lora_rate",
+    "lora_from_layer",
+    "memory_rate",
+    "gate_factor",
+    "weight_decay",
+    "checkpoint_every",
+)
 
 
 @dataclass
@@ -75,6 +83,11 @@ class TrainOptions:
         "adamw", help="'adafactor' keeps far less per trained parameter than AdamW's two moments."
     )
     lora_rate: float = option(3e-4, help="Peak learning rate of LoRA.")
+    lora_from_layer: int = option(
+        0,
+        help="The lowest layer whose LoRA learns; LoRA below it stays as --start_from has it. From the layer above the "
+        "highest of --heads on, what retrieval heads find stays the same.",
+    )
     memory_rate: float = option(3e-4, help="Peak learning rate of the memory's projections.")
     gate_factor: float = option(
         30.0, help="The gates' peak rate is memory_rate times this: from zero they have far to go."

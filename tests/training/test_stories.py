@@ -1,6 +1,7 @@
 """Pools that recipes make: stories of bAbI with a question for everybody, parts of books to be quoted."""
 
 import json
+import re
 
 import pytest
 from recipe import script
@@ -51,6 +52,25 @@ def test_rows_of_another_form_are_named(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         script("recipes/make_quotes.py").main()
     assert "pool.jsonl, line 1 has no text" in capsys.readouterr().err and not (tmp_path / "made.jsonl").exists()
+
+
+def test_the_people_who_speak_most_are_called_by_other_names(tmp_path, monkeypatch, capsys):
+    lively = (
+        'He asked Anna. Anna said no. "Go," said Anna. "Stay," said Bob, as Bob said before, and Bob replied. '
+        "She said so, she said it, and She replied. Mr Hale went to Annaville with Anna's dog and Carl; Carl cried. "
+        "Mr said Mr said Mr."
+    )
+    books = [{"title": "lively", "text": lively}, {"title": "quiet", "text": "Anna said no. Bob slept."}]
+    (tmp_path / "books.jsonl").write_text("".join(f"{json.dumps(book)}\n" for book in books))
+    out = tmp_path / "made" / "books.jsonl"
+    monkeypatch.setattr("sys.argv", ["x.py", str(tmp_path / "books.jsonl"), str(out), "--names", "John", "Mary"])
+    script("recipes/rename_people.py").main()
+    assert "1 of 2 books" in capsys.readouterr().out
+    (book,) = [json.loads(line) for line in out.read_text().splitlines()]
+    called = [
+        re.sub(r"\bBob\b", bob, re.sub(r"\bAnna\b", anna, lively)) for anna, bob in (("John", "Mary"), ("Mary", "John"))
+    ]
+    assert book["title"] == "lively" and book["text"] in called
 
 
 def test_parts_of_books_are_a_pool_of_quotes(tmp_path, monkeypatch):

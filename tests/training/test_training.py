@@ -147,6 +147,20 @@ def test_gates_memory_and_lora_have_their_own_rates(make_base, config_factory):
     assert rates_from(make_optimizer(model, Rates(1.0, 2.0, 60.0), "adafactor"), done=4) == rates[4:]
 
 
+def test_lora_of_lower_layers_is_kept(make_base, config_factory):
+    torch.manual_seed(0)
+    model = get_peft_model(make_base("opt"), config_factory(hit_scores=True))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    make_optimizer(model, Rates(1e-3, 1e-3, 1e-2, weight_decay=0.1, lowest=2)).step()
+    same = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
+    lora = {name for name in before if "lora_A" in name or "lora_B" in name}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    below = {name for name in lora if ".layers.0." in name or ".layers.1." in name}
+    assert below and lora - below and trained & same == below
+
+
 # The recipe
 
 
@@ -307,6 +321,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(folder, monkeypatch):
         (["--stepz", "3"], "unknown option '--stepz': did you mean 'steps'?"),
         (["--method", "nerocache"], "method 'nerocache' is not registered"),
         (["--steps", "0"], "steps must be greater than 0"),
+        (["--lora_from_layer", "9"], "--lora_from_layer 9: the base's layers are 0 to 2"),
         (["--retrieval_map", "top"], "'top' is neither a layer"),
         (["--lora_targets", "fc9"], "fc9"),
         (["--train", "{folder}/empty"], "holds no documents"),
