@@ -57,10 +57,10 @@ def test_rows_of_another_form_are_named(tmp_path, monkeypatch, capsys):
 def test_the_people_who_speak_most_are_called_by_other_names(tmp_path, monkeypatch, capsys):
     lively = (
         'He asked Anna. Anna said no. "Go," said Anna. "Stay," said Bob, as Bob said before, and Bob replied. '
-        "She said so, she said it, and She replied. Mr Hale went to Annaville with Anna's dog and Carl; Carl cried. "
-        "Mr said Mr said Mr."
+        "She said so, she said it, She replied, She cried, She asked. Mr Hale went to "
+        "Annaville with Anna's dog and Carl; Carl cried. Mr said Mr said Mr."
     )
-    books = [{"title": "lively", "text": lively}, {"title": "quiet", "text": "Anna said no. Bob slept."}]
+    books = [{"title": "lively", "text": lively}, {"title": "quiet", "text": "Anna said no. Bob said yes."}]
     (tmp_path / "books.jsonl").write_text("".join(f"{json.dumps(book)}\n" for book in books))
     out = tmp_path / "made" / "books.jsonl"
     monkeypatch.setattr("sys.argv", ["x.py", str(tmp_path / "books.jsonl"), str(out), "--names", "John", "Mary"])

@@ -276,6 +276,10 @@ def test_starting_from_an_earlier_adapter(folder, refused, method):
     assert largest_difference(folder / "adapter", folder / "first") == 0
     train_adapt.main(given("--steps=1", start, output="other"))
     assert largest_difference(folder / "other", folder / "first") > 0
+    train_adapt.main(given("--steps=1", "--lora_from_layer=2", "--memory_rate=0", start, output="upper"))
+    first, upper = (adapter_weights(folder / name) for name in ("first", "upper"))
+    learned = [name for name in first if not torch.equal(first[name], upper[name])]
+    assert learned and all(".layers.2." in name for name in learned)
     other = {"neurocache": "lora", "lora": "neurocache"}[method]
     for more, message in (
         (["--r=2", start], "was trained with other options: r 4 there, 2 here"),
@@ -321,7 +325,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(folder, monkeypatch):
         (["--stepz", "3"], "unknown option '--stepz': did you mean 'steps'?"),
         (["--method", "nerocache"], "method 'nerocache' is not registered"),
         (["--steps", "0"], "steps must be greater than 0"),
-        (["--lora_from_layer", "9"], "--lora_from_layer 9: the base's layers are 0 to 2"),
+        (["--lora_from_layer", "3"], "--lora_from_layer 3: the base's layers are 0 to 2"),
         (["--retrieval_map", "top"], "'top' is neither a layer"),
         (["--lora_targets", "fc9"], "fc9"),
         (["--train", "{folder}/empty"], "holds no documents"),
