@@ -36,12 +36,16 @@ def main() -> None:
     options = parser.parse_args()
     rng = random.Random(options.seed)
     written, total = [], 0
-    for _, book in file_rows(options.books):
+    for where, book in file_rows(options.books):
+        if not isinstance(book, dict) or not isinstance(book.get("text"), str):
+            parser.error(f"{where} has no text.")
         total += 1
         people = speakers(book["text"], len(options.names))
         if len(people) == len(options.names):
             names = dict(zip(people, rng.sample(options.names, len(people)), strict=True))
             written.append({**book, "text": renamed(book["text"], names)})
+    if not written:
+        parser.error(f"In none of {options.books}'s {total} books do as many people speak as --names has.")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_text(options.out, "".join(f"{json.dumps(book)}\n" for book in written))
     print(f"{len(written)} of {total} books: {options.out}")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 from recipe import script
@@ -51,7 +52,14 @@ def test_rows_of_another_form_are_named(tmp_path, monkeypatch, capsys):
         script("recipes/make_babi.py").main()
     with pytest.raises(SystemExit):
         script("recipes/make_quotes.py").main()
-    assert "pool.jsonl, line 1 has no text" in capsys.readouterr().err and not (tmp_path / "made.jsonl").exists()
+    assert "pool.jsonl, line 1 has no text" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--names", "John"])
+    for text, message in (("[1]", "pool.jsonl, line 1 has no text"), ('{"text": "Anna said no."}', "In none of")):
+        (tmp_path / "pool.jsonl").write_text(f"{text}\n")
+        with pytest.raises(SystemExit):
+            script("recipes/rename_people.py").main()
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "made.jsonl").exists()
 
 
 def test_the_people_who_speak_most_are_called_by_other_names(tmp_path, monkeypatch, capsys):
