@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.optim import Adafactor, AdamW, Optimizer
@@ -30,7 +30,7 @@ class Rates:
             parameters of `hit_scores`.
         beta: Infini-attention's shares, one number per head (the paper's rate for them is 0.01).
         weight_decay: matrices; gates, shares, norms and biases have none.
-        lowest: layers below it keep their LoRA: it has the rate `kept`, zero.
+        lowest: layers below it keep their LoRA. Its rate is zero (`kept`); what requires no gradient is not saved.
     """
 
     weights: float
@@ -39,7 +39,7 @@ class Rates:
     weight_decay: float = 0.0
     beta: float = 0.01
     lowest: int = 0
-    kept: float = field(default=0.0, init=False)
+    kept: ClassVar[float] = 0.0
 
 
 def parameter_groups(model: nn.Module, rates: Rates) -> list[dict[str, object]]:

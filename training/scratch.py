@@ -68,17 +68,8 @@ NOT_THE_MODEL = ("architectures", "auto_map", "dtype", "transformers_version")  
 # Options that mean something for an adapter only, besides those of its memory.
 OF_ADAPTERS = (
     *("base", "dtype", "quantize", "method", "memory_start", "start_segments", "lora_targets", "lora_dropout"),
-    *(
-        "lora_rate",
-        "lora_from_layer",
-        "memory_rate",
-        "sharding",
-        "estimate",
-        "estimate_processes",
-        "skip_base",
-        "hub_base_model",
-    ),
-    *("distill", "distill_all"),
+    *("lora_rate", "lora_from_layer", "memory_rate", "sharding", "estimate", "estimate_processes", "skip_base"),
+    *("hub_base_model", "distill", "distill_all"),
 )
 
 

@@ -21,13 +21,7 @@ POSITIVE = (
     *("keep_checkpoints", "log_every", "stop_after", "estimate_processes", "start_segments"),
 )
 NOT_NEGATIVE = (
-    "seed",
-    "lora_rate",
-    "lora_from_layer",
-    "memory_rate",
-    "gate_factor",
-    "weight_decay",
-    "checkpoint_every",
+    *("seed", "lora_rate", "lora_from_layer", "memory_rate", "gate_factor", "weight_decay", "checkpoint_every"),
 )
 
 
