@@ -29,6 +29,7 @@ from cacheformers.common.loss import IGNORED, token_losses
 from cacheformers.evaluation.model import evaluate_model
 from cacheformers.hub.card import earlier_card
 from cacheformers.modeling.architectures import find_decoder, unwrap
+from cacheformers.modeling.reading import text_of
 from cacheformers.modeling.segments import close_segments, reader
 from cacheformers.training.checkpoints import CheckpointError
 from cacheformers.training.distillation import distilled
@@ -123,6 +124,7 @@ def make_run(plan: Plan, model: Trained) -> TrainingRun:
         processes=accelerator.num_processes,
         teacher_tokens=subject.memory.base.max_positions if plan.options.lessons.distill_all else 0,
         questions=plan.options.lessons.questions_per_step,
+        backprop_context=subject.memory.segment_tokens * plan.options.lessons.backprop_context,
     )
     if plan.options.lessons.questions is not None:
         check_questions(groups)
@@ -225,6 +227,7 @@ def step(run: TrainingRun, clip: float, distill: float, stopping: Stopping) -> t
             # Gradients are averaged over processes; the loss is a mean over the tokens of all.
             objective = losses.sum() * (processes / targets)
             accelerator.backward(objective + group.own_loss() * (tokens * processes / max(all_own, 1)))
+        group.end()
         rows = losses.detach().sum(1).tolist()
         nats += sum(rows)
         suspects += [document for document, row in zip(batch.documents, rows, strict=True) if not math.isfinite(row)]
@@ -259,9 +262,15 @@ def next_batches(run: TrainingRun) -> tuple[list[Step], float]:
             read_context(run, group, batch)
 
 
-@torch.no_grad()
 def read_context(run: TrainingRun, group: Group, batch: Step) -> None:
     """Read segments without labels into a group's memory, which closes them; layers above the last that stores rest."""
+    is_text = group.memory is not None and all(piece.context for piece in batch.pieces)
+    with torch.set_grad_enabled(batch.keeps_graph), text_of(group.memory) if is_text else contextlib.nullcontext():
+        read_unlabeled(run, group, batch)
+
+
+def read_unlabeled(run: TrainingRun, group: Group, batch: Step) -> None:
+    """Do what `read_context` does, with gradients or without."""
     if group.memory is None or any(isinstance(weight, DTensor) for weight in run.trained.parameters()):
         read_segment(run.model, group, batch, run.accelerator.device)  # FSDP2 gathers weights for whole forwards
         return

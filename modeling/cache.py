@@ -177,6 +177,7 @@ class MemoryCache(DocumentsCache):
         self.local: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys, values [rows, heads, columns, dim]
         self.seen = SeenIds(batch_size)  # ids of the visible columns, since the last read()
         self.fingerprint: tuple[float, ...] = ()  # of the adapter that reads; empty while it is trained
+        self.keeps_graph = False  # what the next forward stores stays in the autograd graph
         self.options: Any = None  # of the state, without which it cannot be saved to a file
         self.origin = Origin(sources=[None] * batch_size)
 
@@ -528,7 +529,7 @@ class MemoryCache(DocumentsCache):
         self.visible += call.real.shape[1]
 
     def detach(self) -> None:
-        """Cut the autograd graph of all tensors (at the end of every top-level forward)."""
+        """Cut the autograd graph of all tensors (at the end of every top-level forward, unless it `keeps_graph`)."""
         self.state.detach()
         if torch.is_grad_enabled():  # otherwise there is none
             self.local = {layer: (keys.detach(), values.detach()) for layer, (keys, values) in self.local.items()}

@@ -379,7 +379,8 @@ def after_decoder(decoder: nn.Module, args: Any, kwargs: dict[str, Any], output:
     output.past_key_values = memory
     if call.earlier is None:
         return output
-    memory.detach()
+    if not memory.keeps_graph:
+        memory.detach()
     if call.forgets:
         memory.forget_columns()
     if not call.returned:

@@ -139,9 +139,12 @@ def adapter_config(
         target_modules=[] if without_lora else targets,
         lora_dropout=options.lora_dropout,
     )
-    memory = config.resolve(base_shape(base))
+    shape = base_shape(base)
+    memory = config.resolve(shape)
     if not without_lora:
-        config.layers_to_transform = list(memory.attention_layers)
+        config.layers_to_transform = list(
+            memory.attention_layers if options.lora_layers == "memory" else range(shape.layers)
+        )
     if without_lora and (options.method == "lora" or not method.parts._fields):
         raise ValueError(f"--method {options.method} with --lora_targets none leaves nothing to train.")
     if options.method != "lora":

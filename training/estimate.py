@@ -108,6 +108,7 @@ class Work:
         accumulation: micro-batches a step; each reads `lanes / accumulation` rows.
         questions: rows of the step for each lane, which share what it has read (several questions side by side).
         question_tokens: of each, with its answer, where that can be more than a segment.
+        backprop_context: segments of a context whose activations are kept for the gradients of its questions.
         backprop_segments: segments that a forward reads before the backward.
         max_tokens: how much is read of each document; None for all.
         dtype: of the base's weights and of activations.
@@ -124,6 +125,7 @@ class Work:
     accumulation: int = 1
     questions: int = 1
     question_tokens: int = 0
+    backprop_context: int = 0
     backprop_segments: int = 1
     max_tokens: int | None = None
     dtype: torch.dtype = torch.bfloat16
@@ -238,10 +240,11 @@ def rehearse(
     rows = work.lanes // work.accumulation
     batch = Group(None, None if options is None else new_memory(model, rows))  # type: ignore[arg-type]  # no lanes are read
     segments = segments_before(options, work)
-    for left in reversed(range(segments)):
-        with torch.set_grad_enabled(left == 0):
+    through = min(work.backprop_context, segments)
+    for left in reversed(range(through, segments)):
+        with torch.set_grad_enabled(left == through):
             losses = read(work.segment_tokens)
-    if segments:  # the last is read as a step does, which keeps less of a segment than mere reading
+    if segments > through:  # the last is read as a step does, which keeps less of a segment than mere reading
         losses.sum().backward()
         del losses
         optimizer.zero_grad()
@@ -249,7 +252,11 @@ def rehearse(
     tokens = max(work.backprop_segments * work.segment_tokens, work.question_tokens)
     if work.question_tokens:
         if batch.memory is not None:
+            tracker.label, batch.memory.keeps_graph = "activations", True
+            for _ in range(through):
+                read(work.segment_tokens)
             close_segments(find_decoder(base), batch.memory, range(rows))
+            tracker.label, batch.memory.keeps_graph = "memory", False
         rows *= work.questions
         batch.ask(rows, work.question_tokens)
     if work.accumulation > 1:
@@ -285,7 +292,7 @@ def segments_before(options: Any, work: Work) -> int:
     """
     if options is None:
         return 0
-    before, most = options.full_tokens // work.segment_tokens + 1, work.max_tokens
+    before, most = max(options.full_tokens // work.segment_tokens + 1, work.backprop_context), work.max_tokens
     if options.positions > options.base.max_positions:
         most = min(most or options.base.max_positions, options.base.max_positions)
     elif options.full_tokens >= EVERYTHING:

@@ -50,6 +50,7 @@ class Step:
         drop: lanes whose open segment must be forgotten before this one is read.
         pieces: what each row reads from.
         teachers: of each row; None without, and where there is no label that one can predict.
+        keeps_graph: gradients of the questions that come next go back through this segment of their context.
     """
 
     input_ids: Tensor
@@ -61,6 +62,7 @@ class Step:
     drop: list[int] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     teachers: list[Teacher | None] = field(default_factory=list)
+    keeps_graph: bool = False
 
     @property
     def gold(self) -> Gold | None:
@@ -132,6 +134,8 @@ class Lanes:
         contexts: read the contexts of questions; without a memory that is of no use.
         teacher_tokens: let a teacher read this many tokens of a document up to each segment's end, too.
         questions: of a context in a step, each in a row of its own. More than 1 takes a single lane.
+        backprop_context: tokens at a context's end through which gradients of its first questions go back. More than 0
+            takes a single lane.
     """
 
     def __init__(
@@ -144,8 +148,10 @@ class Lanes:
         contexts: bool = True,
         teacher_tokens: int = 0,
         questions: int = 1,
+        backprop_context: int = 0,
     ) -> None:
         self.contexts, self.teacher_tokens, self.questions = contexts, teacher_tokens, questions
+        self.backprop_context = backprop_context
         self.documents, self.count, self.segment_tokens = documents, count, segment_tokens
         self.seed = seed
         self.position = list(range(count) if own is None else own)  # each lane's place in the endless row
@@ -166,6 +172,7 @@ class Lanes:
                 step.reset[part.lane] = True
             if part.before is not None:
                 (step.drop if part.before.asked else step.close).append(part.lane)
+            step.keeps_graph |= part.piece.context and len(part.piece.inputs) - part.start <= self.backprop_context
             step.documents.append(part.document)
             step.pieces.append(part.piece)
             step.teachers.append(piece_teacher(self._teacher_ids(part, len(own_labels)), own_labels))
@@ -260,6 +267,7 @@ class Group:
         memory = self.memory
         if memory is None:
             return batch
+        memory.keeps_graph = batch.keeps_graph
         memory.reset(batch.reset.nonzero()[:, 0].tolist())
         close_segments(find_decoder(unwrap(model)), memory, batch.close)
         memory.drop(batch.drop)
@@ -290,6 +298,11 @@ class Group:
             assert self.asked is not None
             self.asked.select([0] * questions)
 
+    def end(self) -> None:
+        """Cut the graph of a context whose questions were learned from: it is gone with their backward."""
+        if self.memory is not None:
+            self.memory.detach()
+
     def own_loss(self) -> Tensor | float:
         """Return the term that a method adds to the loss (gated attention does), a mean over `own_targets` tokens."""
         loss = None if self.asked is None else self.asked.state.loss
@@ -314,6 +327,7 @@ def make_groups(
     processes: int = 1,
     teacher_tokens: int = 0,
     questions: int = 1,
+    backprop_context: int = 0,
 ) -> list[Group]:
     """Divide the lanes of a run among processes, and each process's lanes among `groups` batches.
 
@@ -322,13 +336,13 @@ def make_groups(
         lanes: of the whole run; a multiple of `processes * groups`.
         tokens: that each lane reads in a step.
         remembers: give each group a memory.
-        teacher_tokens, questions: see `Lanes`.
+        teacher_tokens, questions, backprop_context: see `Lanes`.
     """
     rows = lanes // (processes * groups)
     first = process * groups * rows
     made = []
     for start in range(first, first + groups * rows, rows):
         own = range(start, start + rows)
-        read = Lanes(documents, lanes, tokens, seed, own, remembers, teacher_tokens, questions)
+        read = Lanes(documents, lanes, tokens, seed, own, remembers, teacher_tokens, questions, backprop_context)
         made.append(Group(read, new_memory(model, rows) if remembers else None))
     return made

@@ -57,6 +57,12 @@ class LessonOptions:
         help="Questions of a context that are asked side by side in a step, each in a row that has read that context. "
         "More than 1 takes one lane in each batch (lanes = processes x accumulation).",
     )
+    backprop_context: int = option(
+        0,
+        help="Segments at a context's end through which gradients of the first questions about it go back, so that the "
+        "memory learns what to store (backpropagation through time). Takes one lane, and the memory of a step of as "
+        "many segments. 0: only what asks and answers is learned from.",
+    )
     books_share: float = option(
         0.2,
         help="Share of documents that are --train's instead, so as not to forget: learned as without --questions, "
@@ -98,12 +104,13 @@ class LessonOptions:
     )
 
 
-def check_lessons(options: LessonOptions, memory: Any, rows: int = 1, remembers: bool = True) -> None:
+def check_lessons(options: LessonOptions, memory: Any, rows: int = 1, remembers: bool = True, lanes: int = 1) -> None:
     """Raise ValueError for numbers out of range, and contexts or prompts too long for the options of a memory.
 
     Args:
         rows: lanes that go through the model together.
         remembers: the memory is trained. Without it, LoRA is trained that is compared with it.
+        lanes: of the whole run.
     """
     if not 0 <= options.distill <= 1:
         raise ValueError(f"distill must be between 0 and 1, got {options.distill}.")
@@ -126,6 +133,15 @@ def check_lessons(options: LessonOptions, memory: Any, rows: int = 1, remembers:
         raise ValueError(
             f"questions_per_step {options.questions_per_step} asks about one context, but {rows} lanes go through the "
             "model together: choose lanes = processes x accumulation."
+        )
+    if options.backprop_context < 0:
+        raise ValueError(f"backprop_context must be at least 0, got {options.backprop_context}.")
+    if options.backprop_context and not remembers:
+        raise ValueError("backprop_context: LoRA alone stores nothing, so no gradient goes back through a context.")
+    if options.backprop_context and lanes > 1:
+        raise ValueError(
+            f"backprop_context {options.backprop_context} goes back from questions to all of a context, but of {lanes} "
+            "lanes some ask while others are in the middle of theirs: choose lanes 1 (and one process)."
         )
     if options.prompt in RECALLING:
         if not (remembers and memory.retrieves):

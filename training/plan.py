@@ -160,7 +160,7 @@ def train_documents(
 ) -> DocumentRow:
     """Return what is trained on with these options of a memory: documents, and questions if there are some."""
     rows = options.train.lanes // (processes * options.train.accumulation)
-    check_lessons(options.lessons, memory, rows, remembers=options.train.method != "lora")
+    check_lessons(options.lessons, memory, rows, remembers=options.train.method != "lora", lanes=options.train.lanes)
     documents = open_documents(options.data.train, tokenizer, options.data)
     if options.lessons.questions is None:
         return documents
@@ -218,6 +218,7 @@ def estimated(options: Options) -> Estimate:
         segment_tokens=memory.segment_tokens,
         questions=lessons.questions_per_step if lessons.questions else 1,
         question_tokens=question_room(lessons, memory) if lessons.questions else 0,
+        backprop_context=lessons.backprop_context if lessons.questions else 0,
         max_tokens=most,
         dtype=dtype,
         quantize=None if options.model.quantize == "none" else options.model.quantize,

@@ -69,8 +69,13 @@ class TrainOptions:
     start_segments: int = option(8, help="With memory_start 'states': segments that the base reads for it.")
     lora_targets: list[str] | None = option(
         None,
-        help="Linear layers that LoRA adapts, by name, in the layers that the method changes. Default: those of the "
+        help="Linear layers that LoRA adapts, by name, in the layers that lora_layers says. Default: those of the "
         "feed-forward block. 'none': no LoRA.",
+    )
+    lora_layers: Literal["memory", "all"] = option(
+        "memory",
+        help="Layers with LoRA: those that the method changes, or all of the base, as LoRA that 'cacheformers attach' "
+        "has put under a memory may have.",
     )
     lora_dropout: float = option(0.0, help="Dropout of LoRA's inputs.")
     optimizer: Literal["adamw", "adafactor"] = option(

@@ -257,6 +257,26 @@ def test_without_lora(folder, refused):
     )
 
 
+@pytest.mark.parametrize("method", ["neurocache", "lora"])
+def test_lora_in_all_layers(folder, refused, method):
+    """Also where the memory has fewer; it may start from LoRA that is put under an untrained memory."""
+    given = functools.partial(arguments, folder, f"--method={method}")
+    losses_of(folder, "--lora_layers=all", f"--method={method}")
+    layers = {
+        int(name.split(".layers.")[1].split(".")[0]) for name in adapter_weights(folder / "adapter") if "lora_A" in name
+    }
+    assert layers == {0, 1, 2}
+    if method == "lora":
+        options = ["--method=neurocache", "--retrieval_map=1", "--segment_tokens=16", "--cache_size=40", "--topk=4"]
+        lora = f"--lora={folder / 'adapter'}"
+        attach.main([f"--base={folder / 'base'}", *options, lora, f"--output={folder / 'both'}"])
+        go_on = ["--method=neurocache", f"--start_from={folder / 'both'}"]
+        train_adapt.main(given(*go_on, "--lora_layers=all", "--lora_rate=0", "--memory_rate=0", output="more"))
+        assert largest_difference(folder / "more", folder / "both") == 0
+        message = refused(train_adapt.main, given(*go_on, output="never"))
+        assert "layers_to_transform [0, 1, 2] there, [1, 2] here" in message
+
+
 def test_a_start_must_train_the_same_parts(folder, refused):
     """A setting may decide what there is to train, and yet differ between a memory and its model."""
     given = ["--base", str(folder / "base"), "--method=retrieval_heads", "--segment_tokens=16"]
