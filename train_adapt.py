@@ -264,8 +264,8 @@ def next_batches(run: TrainingRun) -> tuple[list[Step], float]:
 
 def read_context(run: TrainingRun, group: Group, batch: Step) -> None:
     """Read segments without labels into a group's memory, which closes them; layers above the last that stores rest."""
-    is_text = group.memory is not None and all(piece.context for piece in batch.pieces)
-    with torch.set_grad_enabled(batch.keeps_graph), text_of(group.memory) if is_text else contextlib.nullcontext():
+    memory = group.memory if all(piece.context for piece in batch.pieces) else None
+    with torch.set_grad_enabled(batch.keeps_graph), contextlib.nullcontext() if memory is None else text_of(memory):
         read_unlabeled(run, group, batch)
 
 

@@ -255,8 +255,8 @@ def rehearse(
             tracker.label, batch.memory.keeps_graph = "activations", True
             for _ in range(through):
                 read(work.segment_tokens)
-            close_segments(find_decoder(base), batch.memory, range(rows))
             tracker.label, batch.memory.keeps_graph = "memory", False
+            close_segments(find_decoder(base), batch.memory, range(rows))
         rows *= work.questions
         batch.ask(rows, work.question_tokens)
     if work.accumulation > 1:

@@ -216,6 +216,20 @@ def test_a_prompt_longer_than_a_segment_takes_more():
     assert longer.moments["backward"]["activations"] > 2.5 * segment.moments["backward"]["activations"]
 
 
+def test_each_segment_that_gradients_go_back_through_takes_the_same():
+    """Of a context of four segments, whose others are read without a graph."""
+    config = small("llama", layers=3)
+
+    def activations(segments):
+        options = {"questions": 2, "question_tokens": SEGMENT, "max_tokens": 4 * SEGMENT}
+        work = Work(1, SEGMENT, backprop_context=segments, **options)
+        return estimate(config, adapter_of("gated_deltanet", config), work).moments["forward"]["activations"]
+
+    none, one, two, four, more = (activations(segments) for segments in (0, 1, 2, 4, 8))
+    assert none < one < two < four == more
+    assert four - two == pytest.approx(2 * (two - one), rel=0.05)
+
+
 def test_accumulation_keeps_every_memory_but_one_micro_batch():
     whole, parts = of_small(layers=3, lanes=8), of_small(layers=3, lanes=8, accumulation=8)
     assert whole.moments["update"]["memory"] == pytest.approx(parts.moments["update"]["memory"], rel=0.05)
