@@ -43,7 +43,9 @@ ESTIMATED = {
     "smollm2_facts": ("smollm2-135m", 1, 3),
 }
 OTHER_METHODS = {
-    **dict.fromkeys(("smollm2_cacheformer", "smollm2_retrieval"), "cacheformer_on_base"),  # slow estimates
+    **dict.fromkeys(
+        ("smollm2_babi_memories", "smollm2_cacheformer", "smollm2_retrieval"), "cacheformer_on_base"
+    ),  # slow estimates
     "smollm2_babi_heads": "retrieval_heads",
 }
 
