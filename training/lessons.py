@@ -61,7 +61,8 @@ class LessonOptions:
         0,
         help="Segments at a context's end through which gradients of the first questions about it go back, so that the "
         "memory learns what to store (backpropagation through time). Takes one lane, and the memory of a step of as "
-        "many segments. 0: only what asks and answers is learned from.",
+        "many segments. Stored pairs of memorizing and retrieval_heads take no gradient. 0: only what asks and answers "
+        "is learned from.",
     )
     books_share: float = option(
         0.2,
