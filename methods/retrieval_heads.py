@@ -24,7 +24,6 @@ Keys stay as they are, so that W learns from questions alone, and no gradient go
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -51,7 +50,7 @@ from cacheformers.modeling.method import (
     setting,
 )
 from cacheformers.modeling.search.store import Ring
-from cacheformers.modeling.supervision import SupervisedReading, SupervisedState
+from cacheformers.modeling.supervision import SupervisedReading, SupervisedState, passage_loss
 
 TOGETHER = 4  # tokens whose scores of all entries are held at once
 
@@ -321,9 +320,7 @@ def retrieval_loss(queries: Tensor, ring: Ring, gold: Gold | None, start: int = 
         if not asking.any() or not passages:
             continue
         logs = torch.log_softmax(scores_of(queries[row, asking], keys), -1).unflatten(0, (queries.shape[2], -1))
-        found = torch.stack([logs[..., passage].logsumexp(-1) for passage in passages])  # [passages, kv, group, tokens]
-        by_head = found.logsumexp(2) - math.log(found.shape[2])  # p is a mean over the group
-        loss = loss - by_head.mean((0, 1)).sum()
+        loss = loss + passage_loss(logs, passages)
     return loss / gold.asking.sum().clamp(min=1).to(queries.device)
 
 

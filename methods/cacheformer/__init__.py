@@ -2,14 +2,15 @@
 
 `naive.py` is the specification. `selection.py` chooses segments, `tiles.py` computes attention and its gradient,
 `attention.py` uses it on whole documents and `state.py` while decoding. Two kinds of models share them: the paper's
-own transformer (`configuration.py`, `modeling.py`), and a base model's layers (`memory.py`).
+own transformer (`configuration.py`, `modeling.py`), and a base model's layers (`memory.py`), where questions can learn
+to choose (`supervision.py`).
 """
 
 from dataclasses import dataclass
 
 from cacheformers.adapters.config import MemoryAdapterConfig
 from cacheformers.adapters.registration import register, register_model
-from cacheformers.methods.cacheformer.cacheformer import CacheFormerParts, make_parts
+from cacheformers.methods.cacheformer.cacheformer import CacheFormerParts
 from cacheformers.methods.cacheformer.configuration import CacheFormerConfig
 from cacheformers.methods.cacheformer.memory import (
     CacheFormerMemory,
@@ -17,6 +18,7 @@ from cacheformers.methods.cacheformer.memory import (
     CacheFormerOnBaseOptions,
     CacheFormerOnBaseSettings,
     attend_inputs,
+    make_layer_parts,
 )
 from cacheformers.methods.cacheformer.modeling import CacheFormerForCausalLM, CacheFormerModel
 from cacheformers.modeling.composite import CompositeConfig, CompositeForCausalLM, CompositeModel
@@ -55,7 +57,7 @@ register(
         options=CacheFormerOnBaseOptions,
         new_state=CacheFormerMemory,
         parts=CacheFormerParts,
-        make_parts=make_parts,
+        make_parts=make_layer_parts,
         attend=attend_inputs,
         title="CacheFormer",
         paper="[Singh & Mahmood 2025](https://arxiv.org/abs/2504.13981)",

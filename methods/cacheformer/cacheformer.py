@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -88,8 +88,8 @@ class CacheFormerOptions(CacheFormerSettings):
         heads, kv_heads, head_dim: shape of the layer's attention.
         tied: keys are also values.
         local_norm, global_norm: LayerNorm on the keys and values of tokens, and on compressed ones.
-        representatives, far_distance, packed, reading_retrieves: see `CacheFormerOnBaseSettings`; only with
-            `pretrained`.
+        representatives, far_distance, packed, reading_retrieves, retrieval_weight: see `CacheFormerOnBaseSettings`;
+            only with `pretrained`.
         pretrained: for attention that was trained without this method. Keys are compressed before their rotation and
             then rotated to their segment's center. Only text wholly before the window is compressed or retrieved, so
             attention to a text of up to two windows stays as it was.
@@ -107,6 +107,7 @@ class CacheFormerOptions(CacheFormerSettings):
     far_distance = 0
     packed = False
     reading_retrieves = True
+    retrieval_weight = 0.0
 
     def __post_init__(self) -> None:
         kinds = {"int": (int,), "int | None": (int, type(None)), "bool": (bool,)}
@@ -307,9 +308,10 @@ class BranchGate(nn.Module):
 
 
 class CacheFormerParts(NamedTuple):
-    """The trained parts of one layer; None where its options need none. All but the gate are shared by the heads.
+    """The trained parts of one layer; None where its options need none. All but `gate` and `query` are shared by heads.
 
-    Shapes: `pool`, `overlap_pool` `[r_s, head_dim]`; `local_norm`, `global_norm` LayerNorm(head_dim).
+    Shapes: `pool`, `overlap_pool` `[r_s, head_dim]`; `local_norm`, `global_norm` LayerNorm(head_dim); `query`
+    `[heads * head_dim, h]`, see `supervision.py`.
     """
 
     pool: nn.Linear | None = None
@@ -317,9 +319,10 @@ class CacheFormerParts(NamedTuple):
     local_norm: nn.LayerNorm | None = None
     global_norm: nn.LayerNorm | None = None
     gate: BranchGate | None = None
+    query: nn.Linear | None = None
 
 
-def make_parts(options: CacheFormerOptions, *_: Any) -> dict[str, nn.Module]:
+def make_parts(options: CacheFormerOptions) -> dict[str, nn.Module]:
     """Make the parts of one layer."""
     parts: dict[str, nn.Module] = {}
     if options.compresses:
@@ -345,6 +348,7 @@ class Projected(NamedTuple):
             `pretrained` pools `plain_k`.
         scaling: of `q`; None for `head_dim ** -0.5`.
         plain_scaling: of `plain_q`, where it is another one: OPT's `q` are scaled already.
+        looking: queries that choose segments, scaled as `plain_q`; None where that chooses.
     """
 
     q: Tensor
@@ -354,6 +358,7 @@ class Projected(NamedTuple):
     plain_k: Tensor | None = None
     scaling: float | None = None
     plain_scaling: float | None = None
+    looking: Tensor | None = None
 
     @property
     def scale(self) -> float:
@@ -374,7 +379,8 @@ class Projected(NamedTuple):
         """Return the queries that score segments once they are multiplied by `scale`, where they are not `q`."""
         if options.representatives == "compressed" or self.plain_q is None:
             return None
-        queries = asking(options.representatives, self.plain_q.detach())
+        looking = self.plain_q if self.looking is None else self.looking
+        queries = asking(options.representatives, looking.detach())
         return queries if self.plain_scaling is None else queries * (self.plain_scaling / self.scale)
 
     def strengths(self, options: CacheFormerOptions) -> Tensor | None:

@@ -16,9 +16,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cacheformers.methods.cacheformer.attention import attend as attend_documents
 from cacheformers.methods.cacheformer.cacheformer import (
@@ -26,9 +28,11 @@ from cacheformers.methods.cacheformer.cacheformer import (
     CacheFormerParts,
     CacheFormerSettings,
     Projected,
+    make_parts,
 )
-from cacheformers.methods.cacheformer.representatives import REPRESENTATIVES
+from cacheformers.methods.cacheformer.representatives import REPRESENTATIVES, asking
 from cacheformers.methods.cacheformer.state import CacheFormerState
+from cacheformers.methods.cacheformer.supervision import looking_queries, retrieval_loss
 from cacheformers.modeling.architectures import check_scores
 from cacheformers.modeling.attention import AttentionInputs
 from cacheformers.modeling.inputs import refuse_looking_ahead
@@ -36,7 +40,6 @@ from cacheformers.modeling.memory import (
     EVERYTHING,
     BaseShape,
     LocalWindow,
-    MemoryState,
     SegmentCall,
     joined,
     part,
@@ -51,6 +54,7 @@ from cacheformers.modeling.method import (
     setting,
 )
 from cacheformers.modeling.rotary import turned_back
+from cacheformers.modeling.supervision import Supervised, Supervision
 
 
 @dataclass(repr=False)  # transformers prints a configuration
@@ -86,6 +90,18 @@ class CacheFormerOnBaseSettings(CacheFormerSettings, MethodSettings):
         "of the text a token sees its windows, and the first segment with `sink`. Reading is then faster.",
         free=True,
     )
+    cache_layers: list[int] | None = setting(
+        None,
+        "Layers whose cache retrieves; the others see their windows, and compressed segments where those are on, and "
+        "keep no tokens. Default: all of `layers`.",
+    )
+    retrieval_weight: float = setting(
+        0.0,
+        "Beyond the paper, with representatives: above 0 the queries that choose segments get a trained part, and this "
+        "is the weight, in `memory.state.loss`, of a contrastive loss by which questions learn to find the segments "
+        "that hold their answers, where training data say which.",
+        free=True,
+    )
     segment_tokens: int = setting(2048, "Tokens of one forward; bounds activations and changes no result.", free=True)
 
     def resolve(self, base: BaseShape) -> CacheFormerOnBaseOptions:
@@ -100,6 +116,7 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
     """`CacheFormerOnBaseSettings` resolved against a base model; ValueError if an option does not fit it."""
 
     layers: tuple[int, ...]  # type: ignore[assignment]  # resolved
+    cache_layers: tuple[int, ...]  # type: ignore[assignment]  # resolved
     tied: bool = False
     local_norm: bool = False
     global_norm: bool = False
@@ -108,9 +125,20 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
     def __post_init__(self) -> None:
         super().__post_init__()
         self.layers = chosen_layers(self.layers, self.base)
+        self.cache_layers = self.layers if self.cache_layers is None else chosen_layers(self.cache_layers, self.base)
+        if not set(self.cache_layers) <= set(self.layers):
+            raise ValueError(
+                f"cache_layers {list(self.cache_layers)} names layers that have other attention: layers is "
+                f"{list(self.layers)}."
+            )
         check_at_least(1, self, "segment_tokens")
-        check_at_least(0, self, "far_distance")
+        check_at_least(0, self, "far_distance", "retrieval_weight")
         check_choices(self, representatives=("compressed", *REPRESENTATIVES))
+        if self.retrieval_weight and self.representatives == "compressed":
+            raise ValueError(
+                "retrieval_weight trains queries that choose segments, which with representatives='compressed' are "
+                f"those of attention itself: choose one of {', '.join(REPRESENTATIVES)}, or leave it out."
+            )
         if self.representatives != "compressed" and (self.long or self.overlap):
             raise ValueError(
                 f"representatives={self.representatives!r} shows no compressed segments, only retrieved tokens: set "
@@ -130,6 +158,14 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
                 f"window_tokens {self.window_tokens} is more than the {own} tokens that this base's layers see: choose "
                 f"window_tokens <= {own}."
             )
+
+    def of_layer(self, layer: int) -> CacheFormerOnBaseOptions:
+        """The options of one layer: without a cache unless it is one of `cache_layers`."""
+        return self if layer in self.cache_layers else self.without_cache
+
+    @cached_property
+    def without_cache(self) -> CacheFormerOnBaseOptions:
+        return replace(self, cache=False, representatives="compressed", retrieval_weight=0.0)
 
     @property
     def moves(self) -> str:
@@ -202,6 +238,10 @@ class CacheFormerModelOptions(CacheFormerOptions, MethodOptions):
     segment_tokens: int = setting(1024, "Tokens of a row in training, and of one forward.", free=True)
     rope_theta: float = 10000.0
 
+    def of_layer(self, layer: int) -> CacheFormerModelOptions:
+        """The options of one layer: the same for all."""
+        return self
+
     @property
     def layers(self) -> tuple[int, ...]:
         return tuple(range(self.base.layers))
@@ -210,6 +250,16 @@ class CacheFormerModelOptions(CacheFormerOptions, MethodOptions):
     def window(self) -> LocalWindow:
         """Everything stays visible; the attention itself tells near from far."""
         return LocalWindow(self.segment_tokens, EVERYTHING)
+
+
+def make_layer_parts(options: CacheFormerOnBaseOptions, layer: int, *_: Any) -> dict[str, nn.Module]:
+    """Make the parts of one layer."""
+    own, base = options.of_layer(layer), options.base
+    parts = make_parts(own)
+    if own.retrieval_weight:
+        parts["query"] = nn.Linear(base.hidden_size, base.heads * base.head_dim, bias=False)
+        nn.init.zeros_(parts["query"].weight)
+    return parts
 
 
 def attend(
@@ -227,7 +277,7 @@ def attend(
             refuse_looking_ahead(options)
         if call.padded:
             raise ValueError("selection='paper_block' is for study and takes no padding: pass documents one by one.")
-        return attend_documents(options, parts, projected, rotate).transpose(1, 2)
+        return attend_documents(options.of_layer(layer), parts, projected, rotate).transpose(1, 2)
     reading: CacheFormerReading = call.reading
     state = reading.before[layer].successor()
     read = state.attend(parts, projected, rotate, call.real, reading.by_windows)
@@ -242,20 +292,30 @@ def attend_inputs(
     if layer == options.layers[-1] and not torch.is_grad_enabled():  # in training the loss shows NaN
         states = torch.cat([inputs.new_key, inputs.new_value], -1).transpose(1, 2).flatten(2)
         refuse_not_finite(states, inputs.call.real)
+    own = options.of_layer(layer)
+    looking = None if parts.query is None else looking_queries(parts.query, inputs)
     projected = Projected(
         inputs.query,
         inputs.new_key,
         inputs.new_value,
-        inputs.plain_query if parts.gate is not None or options.representatives != "compressed" else None,
+        inputs.plain_query if parts.gate is not None or own.representatives != "compressed" else None,
         turned_back(inputs.new_key, inputs.inverse),
         inputs.scaling,
         inputs.module.scaling,  # type: ignore[arg-type]  # a number
+        looking,
     )
-    return attend(options, layer, parts, projected, inputs.call)
+    read = attend(options, layer, parts, projected, inputs.call)
+    if looking is not None and inputs.module.training and torch.is_grad_enabled():
+        reading: CacheFormerReading = inputs.call.reading
+        queries = asking(options.representatives, looking) * projected.plain_scaling
+        reading.losses[layer] = retrieval_loss(
+            queries, reading.before[layer].tokens_read, reading.after[layer], reading.gold, inputs.call.start
+        )
+    return read
 
 
 @dataclass
-class CacheFormerReading:
+class CacheFormerReading(Supervision):
     """The states before and after one forward, by layer, and whether it is of a text that is read without retrieval."""
 
     before: dict[int, CacheFormerState]
@@ -263,7 +323,7 @@ class CacheFormerReading:
     after: dict[int, CacheFormerState] = field(default_factory=dict)
 
 
-class CacheFormerMemory(MemoryState):
+class CacheFormerMemory(Supervised):
     """A state for every layer with the method, which counts each row's tokens, not columns.
 
     `MemoryMethod.new_state` has the arguments. With cache_size 0 it only sees windows.
@@ -282,17 +342,21 @@ class CacheFormerMemory(MemoryState):
     ) -> None:
         if cache_size == 0:
             options = replace(options, long=False, overlap=False, cache=False)
-        self.options = options
+        self.options, self.retrieval_weight = options, options.retrieval_weight
         self.own_layers, self.retrieved_tokens = frozenset(options.layers), options.pool_tokens
         self.retrieves = options.cache and options.causal
         layers = options.layers if options.causal else ()  # `paper_block` takes whole documents and keeps nothing
-        self.layers = {layer: CacheFormerState(options, rows, dtype, devices[layer]) for layer in layers}
+        self.layers = {
+            layer: CacheFormerState(options.of_layer(layer), rows, dtype, devices[layer]) for layer in layers
+        }
 
     def begin(self) -> CacheFormerReading:
-        return CacheFormerReading(self.layers, self.reading and not self.options.reading_retrieves)
+        by_windows = self.reading and not self.options.reading_retrieves
+        return CacheFormerReading(self.layers, by_windows, gold=self.gold)
 
     def end(self, reading: CacheFormerReading) -> None:
         self.layers = {**self.layers, **reading.after}
+        self.take_losses(reading)
 
     def kept(self, row: int, closed: int) -> int:
         options = self.options
@@ -311,6 +375,7 @@ class CacheFormerMemory(MemoryState):
 
     def detach(self) -> None:
         """Cut the autograd graph, so that no gradient of the next step reaches what this one read."""
+        super().detach()
         for state in self.layers.values():
             state.detach()
 

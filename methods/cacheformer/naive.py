@@ -43,7 +43,8 @@ def naive(
         else:
             assert projected.plain_q is not None
             own = projected.plain_scaling
-            asking = projected.plain_q[0] * (projected.scale if own is None else own)
+            looking = projected.plain_q if projected.looking is None else projected.looking
+            asking = looking[0] * (projected.scale if own is None else own)
             long = [represent(options, source, projected.plain_q[0, heads], c) for c in range(segments)]
         shifted = [compress(options, parts, source, values, c, half, rotate) for c in range(segments + 1)]
         probabilities = [[segment_probabilities(options, asking[h, t], long, t) for t in range(time)] for h in heads]
