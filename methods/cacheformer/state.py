@@ -24,6 +24,7 @@ from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.modeling.memory import joined, keep_columns, part
 from cacheformers.modeling.search.store import SCALE_BYTES, packed, stacked
 
+AHEAD = 4  # a fourth more room is made where there is none left: texts of a million tokens take gigabytes
 SIDES = ("keys", "values", "queries")  # of the last tokens, from which segments are compressed
 SEGMENTS = {"long_keys", "long_values", "overlap_keys", "overlap_values"}  # the stores whose vectors are of segments
 
@@ -54,7 +55,8 @@ class Shelf:
             return Shelf(torch.cat([self.vectors[:, :, : starts[0]], new], 2))
         if needed > allocated:
             rows, kv_heads, _, width = self.vectors.shape
-            ahead = 2 * allocated if most is None else min(2 * allocated, most)
+            ahead = allocated + allocated // AHEAD
+            ahead = ahead if most is None else min(ahead, most)
             room = needed if graph else max(needed, ahead)
             vectors = torch.cat([self.vectors, self.vectors.new_zeros(rows, kv_heads, room - allocated, width)], 2)
         else:

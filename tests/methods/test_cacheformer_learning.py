@@ -18,7 +18,7 @@ from cacheformers.modeling.architectures import attention_modules, find_decoder,
 from cacheformers.modeling.memory import Gold
 
 FOUND = {"representatives": "mean", "long": False, "overlap": False, "selection": "prefix", "select_rows": 8}
-SIZES = {"window_tokens": 8, "pool_tokens": 4, "pool_vectors": 2, "topk": 2}
+SIZES = {"window_tokens": 8, "pool_tokens": 4, "pool_vectors": 2, "topk": 2, "neighbors": 1}
 LEARNS = {"method": "cacheformer_on_base", **FOUND, **SIZES, "reading_retrieves": False, "retrieval_weight": 1.0}
 TIME = 41
 
@@ -87,7 +87,7 @@ def test_other_queries_choose_than_those_that_attend(kind):
 @pytest.mark.parametrize("budget", [None, 16])
 @pytest.mark.parametrize("kind", REPRESENTATIVES)
 def test_the_loss_is_its_definition(kind, budget):
-    """Against loops over tokens, heads and passages, in float64, with gradients; what cannot be retrieved is left out."""
+    """Against loops over tokens, heads and passages, in float64, with gradients; what is near or gone is left out."""
     options = options_for(representatives=kind, cache_tokens=budget, sink=budget is not None)
     rows, vectors = 3, options.pool_vectors
     state = CacheFormerState(options, rows, torch.float64)
@@ -116,7 +116,7 @@ def test_the_loss_is_its_definition(kind, budget):
         kept = list(range(allowed))
         if budget and row == 0:
             kept = [0, *range(allowed - 3, allowed)]  # four segments
-        by_segment = state.shelves["long_keys"].vectors[row].unflatten(1, (-1, vectors))[:, : len(kept)]
+        by_segment = state.shelves["long_keys"].vectors[row, :, : vectors * len(kept)].unflatten(1, (-1, vectors))
         wanted = [{place // 4 for place in passage} & set(kept) for passage in passages[row]]
         for t in tokens:
             logs = []
