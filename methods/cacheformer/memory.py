@@ -257,8 +257,9 @@ def make_layer_parts(options: CacheFormerOnBaseOptions, layer: int, *_: Any) -> 
     own, base = options.of_layer(layer), options.base
     parts = make_parts(own)
     if own.retrieval_weight:
-        parts["query"] = nn.Linear(base.hidden_size, base.heads * base.head_dim, bias=False)
-        nn.init.zeros_(parts["query"].weight)
+        query = nn.Linear(base.hidden_size, base.heads * base.head_dim, bias=False)
+        nn.init.zeros_(query.weight)
+        parts["query"] = query
     return parts
 
 
@@ -293,6 +294,7 @@ def attend_inputs(
         states = torch.cat([inputs.new_key, inputs.new_value], -1).transpose(1, 2).flatten(2)
         refuse_not_finite(states, inputs.call.real)
     own = options.of_layer(layer)
+    scaling: float = inputs.module.scaling  # type: ignore[assignment]  # a number
     looking = None if parts.query is None else looking_queries(parts.query, inputs)
     projected = Projected(
         inputs.query,
@@ -301,13 +303,13 @@ def attend_inputs(
         inputs.plain_query if parts.gate is not None or own.representatives != "compressed" else None,
         turned_back(inputs.new_key, inputs.inverse),
         inputs.scaling,
-        inputs.module.scaling,  # type: ignore[arg-type]  # a number
+        scaling,
         looking,
     )
     read = attend(options, layer, parts, projected, inputs.call)
     if looking is not None and inputs.module.training and torch.is_grad_enabled():
         reading: CacheFormerReading = inputs.call.reading
-        queries = asking(options.representatives, looking) * projected.plain_scaling
+        queries = asking(options.representatives, looking) * scaling
         reading.losses[layer] = retrieval_loss(
             queries, reading.before[layer].tokens_read, reading.after[layer], reading.gold, inputs.call.start
         )
