@@ -108,7 +108,8 @@ def test_the_loss_is_its_definition(kind, budget):
     asks[0, 1:4] = asks[1, :2] = asks[2, 4] = True
     # The first row's second passage is in a window in part, the third row's whole.
     passages = [[range(10, 13), range(17, 30), range(0, 2)], [range(5, 6)], [range(25, 28)]]
-    found = retrieval_loss(queries, read, state, Gold(asks, passages))
+    gold = Gold(asks, passages)
+    found = retrieval_loss(queries, read, state, gold)
 
     losses = []
     for row, tokens in ((0, (1, 2, 3)), (1, (0, 1))):
@@ -131,6 +132,9 @@ def test_the_loss_is_its_definition(kind, budget):
             losses.append(-sum(logs) / len(logs))
     expected = sum(losses) / 6
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    parts = (slice(2), slice(2, 5))
+    pieces = [retrieval_loss(queries[:, :, part], read, state, gold, part.start or 0) for part in parts]
+    torch.testing.assert_close(sum(pieces), expected, rtol=1e-12, atol=1e-12)
     (one,), (other,) = (torch.autograd.grad(loss, looking, retain_graph=True) for loss in (found, expected))
     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
     assert retrieval_loss(queries, read, state, None) == 0
