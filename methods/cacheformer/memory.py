@@ -139,6 +139,10 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
                 "retrieval_weight trains queries that choose segments, which with representatives='compressed' are "
                 f"those of attention itself: choose one of {', '.join(REPRESENTATIVES)}, or leave it out."
             )
+        if self.retrieval_weight and self.selection == "paper_block":
+            raise ValueError(
+                "selection='paper_block' keeps no memory that a question could ask: leave retrieval_weight out."
+            )
         if self.representatives != "compressed" and (self.long or self.overlap):
             raise ValueError(
                 f"representatives={self.representatives!r} shows no compressed segments, only retrieved tokens: set "

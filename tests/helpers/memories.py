@@ -16,6 +16,16 @@ def chunked(model, ids, size, mask=None, memory=None):
     return torch.cat(logits, 1), memory
 
 
+def loss_and_gradients(model, loss, checkpointing):
+    """A loss, and its gradients by the names of parameters, with or without activation checkpointing."""
+    if checkpointing:
+        unwrap(model).gradient_checkpointing_enable({"use_reentrant": False})
+    found = loss()
+    found.backward()
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    return float(found.detach()), gradients
+
+
 def projections(model, layer, ids):
     """What W_q, W_k and W_v of a layer give (after norms of heads), and what W_o is given, `[rows, heads, time, d]`."""
     attention = attention_modules(find_decoder(unwrap(model)))[layer]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attention_core import SHAPE, random_inputs, rotate
-from memories import projections
+from memories import loss_and_gradients, projections
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import cacheformers
@@ -194,12 +194,7 @@ def test_learning_with_activation_checkpointing(make_model, ids):
 
     def gradients(checkpointing):
         model = make_model("llama_gqa", **{**LEARNS, "cache_layers": [0, 2]})
-        if checkpointing:
-            unwrap(model).gradient_checkpointing_enable({"use_reentrant": False})
-        loss = asked_loss(model, ids)
-        loss.backward()
-        found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-        return float(loss.detach()), found
+        return loss_and_gradients(model, lambda: asked_loss(model, ids), checkpointing)
 
     (plain, wanted), (checkpointed, found) = gradients(False), gradients(True)
     assert plain == checkpointed and wanted.keys() == found.keys()
@@ -215,6 +210,7 @@ def test_learning_with_activation_checkpointing(make_model, ids):
         ({"cache_layers": []}, "at least one layer"),
         ({"layers": [0, 1], "cache_layers": [2]}, r"cache_layers \[2\] names layers that have other attention"),
         ({"retrieval_weight": -1.0}, "retrieval_weight must be at least 0"),
+        ({"retrieval_weight": 1.0, "selection": "paper_block"}, "leave retrieval_weight out"),
         ({"retrieval_weight": 1.0, "representatives": "compressed"}, "choose one of mean, tokens, bounds"),
     ],
 )

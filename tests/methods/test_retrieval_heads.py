@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import method_options
-from memories import projections
+from memories import loss_and_gradients, projections
 
 import cacheformers
 from cacheformers.methods.retrieval_heads import naive, retrieval_loss
@@ -212,12 +212,7 @@ def test_learning_with_activation_checkpointing(make_model, ids):
 
     def gradients(checkpointing):
         model = make_model("llama_gqa", method="retrieval_heads", heads={0: [0], 2: [1]}, retrieval_weight=1.0)
-        if checkpointing:
-            unwrap(model).gradient_checkpointing_enable({"use_reentrant": False})
-        loss = asked_loss(model, ids)
-        loss.backward()
-        found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-        return float(loss.detach()), found
+        return loss_and_gradients(model, lambda: asked_loss(model, ids), checkpointing)
 
     (plain, wanted), (checkpointed, found) = gradients(False), gradients(True)
     assert plain == checkpointed and wanted.keys() == found.keys()
