@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import cacheformers
 from cacheformers.evaluation.passkey.prompts import NEEDLES, REPEAT, Case, PromptMaker, load_filler, make_cases
 from cacheformers.methods.cacheformer.representatives import represent
-from cacheformers.methods.cacheformer.state import Shelf
+from cacheformers.methods.cacheformer.shelf import Shelf
 from cacheformers.modeling.architectures import attention_modules, find_decoder, unwrap
 from cacheformers.modeling.method import active_options
 from cacheformers.modeling.rotary import rotation
@@ -130,11 +130,11 @@ def asking_by(model: Any, memory: Any, settings: Settings) -> Any:
     use(model, options)
     for layer in options.layers:
         state, size, keys = twin.state.layers[layer], options.pool_tokens, memory.state.layers[layer].shelves["keys"]
-        state.options, state.chooser = options, state.new_chooser(options, keys.vectors)
+        state.options, state.chooser = options, state.new_chooser(options, keys.whole)
         state.chooser.choose_oldest(torch.tensor([state.tokens_read]), state.tokens_read[0] // size)
         if options.representatives != "tokens":
             segments = state.tokens_read[0] // size
-            plain = rotate(keys.vectors[:, :, : segments * size], -torch.arange(segments * size)[None], layer)
+            plain = rotate(keys.whole[:, :, : segments * size], -torch.arange(segments * size)[None], layer)
             parts = represent(options.representatives, 1, plain.unflatten(2, (segments, size)), None)
             state.shelves["long_keys"], state.tail = Shelf(parts), state.tail[:2]
     return twin

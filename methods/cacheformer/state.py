@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,61 +19,14 @@ from cacheformers.methods.cacheformer.cacheformer import (
 )
 from cacheformers.methods.cacheformer.representatives import width
 from cacheformers.methods.cacheformer.selection import Chooser
-from cacheformers.methods.cacheformer.tiles import Run, Stores, TiledAttention, after_sinks, take
+from cacheformers.methods.cacheformer.shelf import Shelf
+from cacheformers.methods.cacheformer.tiles import Run, Stores, TiledAttention
 from cacheformers.modeling.inputs import refuse_looking_ahead
 from cacheformers.modeling.memory import joined, keep_columns, part
 from cacheformers.modeling.search.store import SCALE_BYTES, packed, stacked
 
-AHEAD = 4  # a fourth more room is made where there is none left: texts of a million tokens take gigabytes
 SIDES = ("keys", "values", "queries")  # of the last tokens, from which segments are compressed
 SEGMENTS = {"long_keys", "long_values", "overlap_keys", "overlap_values"}  # the stores whose vectors are of segments
-
-
-@dataclass(frozen=True)
-class Shelf:
-    """Vectors of every row, `[rows, kv_heads, allocated, head_dim]`. Each row is written at its own place.
-
-    Attributes:
-        private: no other state uses the room after a row's last vector, so new vectors may be written there in place.
-    """
-
-    vectors: Tensor
-    private: bool = False
-
-    def written(self, starts: Sequence[int], new: Tensor, most: int | None = None) -> Shelf:
-        """Write `[rows, kv_heads, count, head_dim]` from each row's start on (one start holds for all rows).
-
-        In place where possible, but never with gradients on, because a graph may need the old content.
-
-        Args:
-            most: vectors of a row for which room is made ahead; None without a bound.
-        """
-        new, count = new.to(self.vectors.dtype), new.shape[2]
-        needed, allocated = max(starts) + count, self.vectors.shape[2]
-        graph, alike = torch.is_grad_enabled(), len(starts) == 1
-        if graph and alike:
-            return Shelf(torch.cat([self.vectors[:, :, : starts[0]], new], 2))
-        if needed > allocated:
-            rows, kv_heads, _, width = self.vectors.shape
-            ahead = allocated + allocated // AHEAD
-            ahead = ahead if most is None else min(ahead, most)
-            room = needed if graph else max(needed, ahead)
-            vectors = torch.cat([self.vectors, self.vectors.new_zeros(rows, kv_heads, room - allocated, width)], 2)
-        else:
-            alone = self.private and not graph and self.vectors.is_inference() == torch.is_inference_mode_enabled()
-            vectors = self.vectors if alone else self.vectors.clone()
-        if alike:
-            vectors[:, :, starts[0] : starts[0] + count] = new
-        else:
-            places = (torch.tensor(starts)[:, None] + torch.arange(count)).to(new.device)
-            row = torch.arange(len(starts), device=new.device)[:, None]
-            vectors[row, :, places] = new.transpose(1, 2)
-        return Shelf(vectors, private=not graph)
-
-    def forgotten(self, sinks: int, fewer: Tensor, left: Tensor) -> Shelf:
-        """Leave out the next `fewer` vectors after the sinks; `left` remain. Both by row, `[rows, 1]`."""
-        where = after_sinks(left, fewer, sinks, self.vectors.shape[1])
-        return Shelf(take(self.vectors, slice(None), where)[:, :, 0], private=not torch.is_grad_enabled())
 
 
 class CacheFormerState:
@@ -180,10 +133,10 @@ class CacheFormerState:
         self.compress(parts, sides, rotate, starts, counts)
 
         # Raw tokens are taken one by one; of segments, a row's last one would show nothing before the next token.
-        stores = {name: shelf.vectors for name, shelf in self.shelves.items()}
-        for name in SEGMENTS & stores.keys():
+        shelves = dict(self.shelves)
+        for name in SEGMENTS & shelves.keys():
             complete = self.held(name, first + time - 1, self.missing(name, first))
-            stores[name] = stores[name][:, :, : int(complete.max())]
+            shelves[name] = shelves[name].cut(int(complete.max()))
         ragged = len(set(counts)) > 1
         real = torch.arange(time) < torch.tensor(counts)[:, None] if ragged else None
         asking = projected.asking(options)
@@ -194,13 +147,17 @@ class CacheFormerState:
             chooser = self.new_chooser(options, projected.q)
         run = Run(options, starts, time, projected.scale, chooser, real, asking, rotate, dropped, window_dropped)
         gates = projected.gates(parts)
-        read: Tensor = TiledAttention.apply(run, projected.q, gates, *Stores(**stores))  # type: ignore[no-untyped-call]  # torch's
+        if torch.is_grad_enabled():
+            stores = Stores(**{name: shelf.whole for name, shelf in shelves.items()})
+            read: Tensor = TiledAttention.apply(run, projected.q, gates, *stores)  # type: ignore[no-untyped-call]  # torch's
+        else:
+            read, _ = run.forward(projected.q, Stores(**shelves), gates)
         if run.lists:  # none without a cache or without tokens
             self.taken = run.chosen().transpose(1, 2).flatten(2)
         earlier = self.tokens_read
         self.tokens_read = [before + count for before, count in zip(self.tokens_read, counts, strict=True)]
         if by_windows and self.chooser is not None:
-            segments = stores["long_keys"].shape[2] // options.pool_vectors
+            segments = shelves["long_keys"].shape[2] // options.pool_vectors
             self.chooser.choose_oldest(torch.tensor(self.tokens_read)[:, None], segments)
         self.forget(earlier)
         return read
@@ -240,7 +197,7 @@ class CacheFormerState:
         for name, shelf in self.shelves.items():
             missing = self.missing(name, tokens)
             fewer = (missing - self.missing(name, torch.tensor(earlier)))[:, None]
-            if bool(fewer.any()) and shelf.vectors.shape[2]:  # some kinds of representatives have no values
+            if bool(fewer.any()) and shelf.shape[2]:  # some kinds of representatives have no values
                 unit = options.pool_vectors if name in SEGMENTS else options.pool_tokens
                 sinks = 0 if options.rounds and name in ("keys", "values") else options.sinks
                 left = self.held(name, tokens, missing)[:, None]
@@ -281,32 +238,47 @@ class CacheFormerState:
         self.tail = [keep_columns(side, last, 2) for side in tokens]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor by name."""
-        shelves = {name: shelf.vectors for name, shelf in self.shelves.items()}
+        """Return every tensor by name; of shelves whole ones, which may be copies."""
+        return {**joined(shelves={name: shelf.whole for name, shelf in self.shelves.items()}), **self.beside()}
+
+    def beside(self) -> dict[str, Tensor]:
+        """Return the tensors that are on no shelf."""
         tail = dict(zip(SIDES, self.tail, strict=False))
         choices = {} if self.chooser is None else {"lists": self.chooser.lists, "evidence": self.chooser.evidence}
-        return joined(shelves=shelves, tail=tail, chooser=choices)
+        return joined(tail=tail, chooser=choices)
 
     def replace(self, tensors: dict[str, Tensor], private: bool = False) -> None:
         """Replace the tensors of `tensors()`; `private` ones are not used elsewhere."""
         self.shelves = {name: Shelf(vectors, private) for name, vectors in part(tensors, "shelves").items()}
+        self.replace_beside(tensors)
+
+    def replace_beside(self, tensors: dict[str, Tensor]) -> None:
+        """Replace the tensors of `beside()`."""
         tail = part(tensors, "tail")
         self.tail = [tail[name] for name in SIDES if name in tail]  # files sort their tensors by name
         if self.chooser is not None:
             self.chooser.lists, self.chooser.evidence = tensors["chooser.lists"], tensors["chooser.evidence"]
 
-    def change(self, function: Callable[[Tensor], Tensor], private: bool = False) -> None:
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Apply a function to every tensor."""
-        self.replace({name: function(tensor) for name, tensor in self.tensors().items()}, private)
+        self.shelves = {name: shelf.change(function) for name, shelf in self.shelves.items()}
+        self.replace_beside({name: function(tensor) for name, tensor in self.beside().items()})
 
     def select(self, rows: Sequence[int]) -> None:
-        """Make row i what row `rows[i]` was; a row may be taken several times."""
+        """Make row i what row `rows[i]` was; a row may be taken several times, and then its vectors are shared."""
         if list(rows) == list(range(self.rows)):
             return
+        for name, shelf in self.shelves.items():
+            self.shelves[name] = shelf.select(rows, self.columns(name).tolist())
         index = torch.tensor(rows, dtype=torch.long)
-        self.change(lambda tensor: tensor[index.to(tensor.device)], private=True)
+        self.replace_beside({name: tensor[index.to(tensor.device)] for name, tensor in self.beside().items()})
         self.taken = None if self.taken is None else self.taken[index.to(self.taken.device)]
         self.tokens_read = [self.tokens_read[row] for row in rows]
+
+    def columns(self, name: str) -> Tensor:
+        """Count the vectors of every row on a shelf, `[rows]`."""
+        tokens = torch.tensor(self.tokens_read)
+        return self.held(name, tokens, self.missing(name, tokens))
 
     def join(self, others: Sequence[CacheFormerState]) -> None:
         """Append the rows of other states with the same options."""
@@ -321,6 +293,7 @@ class CacheFormerState:
     def reset(self, rows: Sequence[int]) -> None:
         """Forget what the given rows have read."""
         index = torch.tensor(rows, dtype=torch.long)
+        self.shelves = {name: Shelf(shelf.whole, shelf.private) for name, shelf in self.shelves.items()}
         self.tail = [side.index_fill(0, index.to(side.device), 0.0) for side in self.tail]
         if self.chooser is not None:
             index = index.to(self.chooser.lists.device)
@@ -336,13 +309,14 @@ class CacheFormerState:
         return twin
 
     def clone(self) -> CacheFormerState:
-        """Return an independent copy. Shared tensors are copied when either of the two goes on."""
-        self.shelves = {name: Shelf(shelf.vectors) for name, shelf in self.shelves.items()}
+        """Return an independent copy. What both have read stays shared when they go on."""
+        self.shelves = {name: replace(shelf, private=False) for name, shelf in self.shelves.items()}
         return self.successor()
 
     def detach(self) -> None:
         """Cut the autograd graph."""
-        if any(tensor.requires_grad for tensor in self.tensors().values()):
+        tensors = [*(shelf.own for shelf in self.shelves.values()), *self.beside().values()]
+        if any(tensor.requires_grad for tensor in tensors):
             self.change(Tensor.detach)
 
     def to(self, device: torch.device | str) -> None:
@@ -352,24 +326,23 @@ class CacheFormerState:
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
+        return sum(held.nbytes for held in (*self.shelves.values(), *self.beside().values()))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return everything held, by name, without unused room."""
-        tokens, held = torch.tensor(self.tokens_read), {}
-        for name, tensor in self.tensors().items():
-            shelf = name.removeprefix("shelves.")
-            if shelf in self.shelves:
-                tensor = tensor[:, :, : int(self.held(shelf, tokens, self.missing(shelf, tokens)).max())]
-            held[name] = tensor.clone()
-        return {**held, "tokens_read": tokens}
+        shelves = {name: shelf.cut(int(self.columns(name).max())).whole for name, shelf in self.shelves.items()}
+        held = {**joined(shelves=shelves), **self.beside()}
+        return {
+            **{name: tensor.clone() for name, tensor in held.items()},
+            "tokens_read": torch.tensor(self.tokens_read),
+        }
 
     def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
         """Load the `state_dict` of a state with the same options and number of rows."""
         device = self.tail[0].device
         self.replace({name: tensor.to(device) for name, tensor in tensors.items() if name != "tokens_read"})
         self.tokens_read = tensors["tokens_read"].tolist()
-        tokens = tensors["tokens_read"]
-        most = int(self.held("keys", tokens, self.missing("keys", tokens)).max())
-        if self.shelves["keys"].vectors.shape[2] > most:  # earlier releases kept all keys without a cache, too
+        if self.shelves["keys"].shape[2] > int(
+            self.columns("keys").max()
+        ):  # earlier releases kept all keys without a cache, too
             self.forget([0] * self.rows)

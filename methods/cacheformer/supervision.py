@@ -47,7 +47,7 @@ def retrieval_loss(
         The sum of the module's loss(t) over these asking tokens, of rows whose passages can be retrieved, over the
         number of all that `gold` names.
     """
-    options, vectors = state.options, state.shelves["long_keys"].vectors.detach()
+    options, vectors = state.options, state.shelves["long_keys"].whole.detach()
     loss = queries[:1, :1, :1].sum() * 0  # every process has the same graph
     if gold is None:
         return loss

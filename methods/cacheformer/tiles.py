@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions, Rotate
 from cacheformers.methods.cacheformer.selection import Chooser
+from cacheformers.methods.cacheformer.shelf import Shelf, add, after_sinks, take
 from cacheformers.modeling.attention import fused_on_cpu
 from cacheformers.modeling.search.store import unpacked
 
@@ -35,7 +36,9 @@ ALL_AT_ONCE = 32
 
 
 class Stores(NamedTuple):
-    """The vectors that tokens attend to; values are None where keys are values too.
+    """The vectors that tokens attend to: tensors, or shelves where no gradients are wanted.
+
+    Values are None where keys are values, too.
 
     Attributes:
         keys, values: of a row's tokens, normed, `[rows, kv_heads, tokens, head_dim]`.
@@ -44,14 +47,14 @@ class Stores(NamedTuple):
         cache_keys, cache_values: what the cache retrieves instead of keys and values, with `cache_int8` (`packed`).
     """
 
-    keys: Tensor
-    long_keys: Tensor
-    overlap_keys: Tensor
-    values: Tensor | None = None
-    long_values: Tensor | None = None
-    overlap_values: Tensor | None = None
-    cache_keys: Tensor | None = None
-    cache_values: Tensor | None = None
+    keys: Tensor | Shelf
+    long_keys: Tensor | Shelf
+    overlap_keys: Tensor | Shelf
+    values: Tensor | Shelf | None = None
+    long_values: Tensor | Shelf | None = None
+    overlap_values: Tensor | Shelf | None = None
+    cache_keys: Tensor | Shelf | None = None
+    cache_values: Tensor | Shelf | None = None
 
 
 @dataclass(frozen=True)
@@ -140,40 +143,6 @@ class View(NamedTuple):
         elif full < most:
             hidden = torch.arange(full, most) >= self.limit.unflatten(1, (self.parts, -1))[..., None]
             by_token[..., full:].masked_fill_(hidden.to(scores.device)[:, None, :, None], value)
-
-
-def after_sinks(count: Tensor, hidden: Tensor, sinks: int, kv_heads: int) -> Tensor:
-    """Return where `count` columns are, if `hidden` after the sinks are left out, `[rows or 1, kv_heads, 1, columns]`.
-
-    Both are `[rows or 1, 1]`; rows with fewer columns than others repeat their last.
-    """
-    columns = torch.arange(int(count.max())).minimum((count - 1).clamp(min=0))
-    columns = torch.where(columns < sinks, columns, columns + hidden)
-    return columns[:, None, None].expand(-1, kv_heads, -1, -1)
-
-
-def take(store: Tensor, heads: slice, where: tuple[int, int] | Tensor) -> Tensor:
-    """Take columns of some heads of a store `[rows, kv_heads, tokens, head_dim]`, for each part of a tile."""
-    if isinstance(where, tuple):
-        return store[:, heads, None, where[0] : where[1]]
-    places = flat_places(store, heads, where)
-    return store.flatten(0, 2).index_select(0, places.flatten()).unflatten(0, places.shape)
-
-
-def add(gradient: Tensor, heads: slice, where: tuple[int, int] | Tensor, added: Tensor) -> None:
-    """Add to columns of a contiguous gradient: the inverse of `take`."""
-    if isinstance(where, tuple):
-        gradient[:, heads, where[0] : where[1]] += added[:, :, 0]
-    else:
-        index = flat_places(gradient, heads, where).flatten()[:, None].expand(-1, added.shape[-1])
-        gradient.view(-1, gradient.shape[-1]).scatter_add_(0, index, added.flatten(0, -2))
-
-
-def flat_places(store: Tensor, heads: slice, where: Tensor) -> Tensor:
-    """Number columns `[rows or 1, some kv_heads, parts, columns]` of a store whose first three dimensions are one."""
-    rows, kv_heads, tokens = store.shape[:3]
-    begins = torch.arange(0, rows * kv_heads * tokens, tokens, device=store.device).view(rows, kv_heads)[:, heads]
-    return where.to(store.device) + begins[..., None, None]
 
 
 def fold(tensor: Tensor, kv_heads: int, parts: int) -> Tensor:

@@ -220,7 +220,7 @@ def test_what_a_step_reads_is_bounded():
     twin.change(Tensor.clone)  # which a copy does only where it goes on
     held = {p for c in twin.chooser.lists.unique().tolist() for p in range(4 * c, 4 * c + 4)} | set(range(288, 300))
     hidden = torch.tensor([position not in held for position in range(300)])
-    twin.shelves["keys"].vectors[:, :, :300][:, :, hidden] = 1e3
+    twin.shelves["keys"].whole[:, :, :300][:, :, hidden] = 1e3
     step = random_inputs(options, 4, seed=6)
     assert int(hidden.sum()) >= 300 - 12 - 2 * 2 * 4
     assert torch.equal(decode(twin, parts, step, [1] * 4), decode(state, parts, step, [1] * 4))

@@ -117,7 +117,7 @@ def test_the_loss_is_its_definition(kind, budget):
         kept = list(range(allowed))
         if budget and row == 0:
             kept = [0, *range(allowed - 3, allowed)]  # four segments
-        by_segment = state.shelves["long_keys"].vectors[row, :, : vectors * len(kept)].unflatten(1, (-1, vectors))
+        by_segment = state.shelves["long_keys"].whole[row, :, : vectors * len(kept)].unflatten(1, (-1, vectors))
         wanted = [{place // 4 for place in passage} & set(kept) for passage in passages[row]]
         for t in tokens:
             logs = []
