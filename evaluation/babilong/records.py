@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ class Story(Record):
         return Task(self.template, SYNTHETIC, "babilong", NEW_TOKENS)
 
 
-def make_story(task: str, tokens: int, id: str, question: str, context: str, answer: str) -> Story:
+def make_story(
+    task: str, tokens: int, id: str, question: str, context: str, answer: str, gold: Sequence[tuple[int, int]] = ()
+) -> Story:
     asked = cell_name(task, tokens), id, question, context, [answer]
-    return Story(*asked, length=len(context.split()), all_classes=list(ANSWERS[task]), template=task)
+    return Story(*asked, len(context.split()), list(ANSWERS[task]), task, tuple(gold))
 
 
 def load_official(folder: Path, task: str, tokens: int, records: int) -> Cell:

@@ -17,7 +17,7 @@ from cacheformers.evaluation.babilong.tasks import check_answer
 from cacheformers.evaluation.lengths.books import SPARE, Books
 from cacheformers.evaluation.lengths.options import Cell, label
 from cacheformers.evaluation.longbench.records import Record
-from cacheformers.training.exercises import load_pools
+from cacheformers.training.exercises import Span, joined, load_pools
 
 TRIES = 100
 
@@ -28,6 +28,7 @@ class Question:
 
     Attributes:
         text: the first question that is asked of the same facts; both are asked of one text.
+        supports: numbers of the facts that answer; empty if nobody knows.
     """
 
     id: str
@@ -35,6 +36,7 @@ class Question:
     input: str
     answer: str
     facts: list[str]
+    supports: tuple[int, ...] = ()
 
 
 def load_questions(paths: Sequence[str], tasks: Sequence[str], seed: int) -> dict[str, list[Question]]:
@@ -55,7 +57,8 @@ def load_questions(paths: Sequence[str], tasks: Sequence[str], seed: int) -> dic
             answer = check_answer(task, asked["answers"][0], f"{', '.join(paths)}, question {asked.get('id', id)}")
             facts = document["context"].split("\n")[: asked.get("lines")]
             same = by_facts.setdefault(len(facts), [])
-            same.append(Question(id, same[0].id if same else id, asked["input"], answer, facts))
+            first = same[0].id if same else id
+            same.append(Question(id, first, asked["input"], answer, facts, decisive(task, asked.get("supports", ()))))
         found[task] += by_facts.values()
     for task, own in found.items():
         if not own:
@@ -65,6 +68,11 @@ def load_questions(paths: Sequence[str], tasks: Sequence[str], seed: int) -> dic
             )
         random.Random(f"{seed}/{task}").shuffle(own)
     return {task: [each for same in own for each in same] for task, own in found.items()}
+
+
+def decisive(task: str, supports: Sequence[int]) -> tuple[int, ...]:
+    """Return which of the facts that a question's `supports` names answer it: in qa1 the newest alone."""
+    return tuple(supports[-1:] if task == "qa1" else supports)
 
 
 @dataclass(frozen=True)
@@ -90,17 +98,19 @@ class StoryMaker:
             )
         own = books.part(tokens) if books is not None and tokens else Books([], np.zeros(0, np.int64))
         stories: list[Record] = []
-        texts: dict[str, str] = {}
+        texts: dict[str, tuple[str, list[Span]]] = {}
         for each in fitting[: self.records]:
             if each.text not in texts:
                 draw = random.Random(f"{self.seed}/{task}/{tokens}/{each.text}")
-                texts[each.text] = self.hide(each.facts, own, tokens, draw) if tokens else " ".join(each.facts)
-            stories.append(make_story(task, tokens, each.id, each.input, texts[each.text], each.answer))
+                texts[each.text] = self.hide(each.facts, own, tokens, draw) if tokens else joined(each.facts, " ")
+            text, places = texts[each.text]
+            gold = tuple(places[number] for number in each.supports)
+            stories.append(make_story(task, tokens, each.id, each.input, text, each.answer, gold))
         everything = [[each.input, each.answer, each.facts] for each in fitting]
         return stories, fingerprint([self.seed, tokens, own.sentences, everything])
 
-    def hide(self, facts: Sequence[str], books: Books, tokens: int, draw: random.Random) -> str:
-        """Return text of exactly this length with the facts at its borders of sentences, as they were drawn."""
+    def hide(self, facts: Sequence[str], books: Books, tokens: int, draw: random.Random) -> tuple[str, list[Span]]:
+        """Return text of exactly this length with the facts at its borders of sentences, as drawn, and their places."""
         last = int(np.searchsorted(books.ends, books.ends[-1] - tokens - SPARE))
         room = tokens - self.taken(facts)
         for _ in range(TRIES):
@@ -110,12 +120,14 @@ class StoryMaker:
             enough = int(np.searchsorted(books.ends, before + tokens + SPARE)) + 1
             borders = sorted(draw.randrange(start, whole + 1) for _ in facts)
             parts: list[str] = []
+            numbers = []
             for fact, (first, end) in zip(facts, pairwise([start, *borders]), strict=True):
                 parts += [*books.sentences[first:end], fact]
-            known = len(" ".join(parts))
-            context = self.cut(" ".join([*parts, *books.sentences[borders[-1] : enough]]), tokens)
-            if len(context) >= known and self.count(context) == tokens:
-                return context
+                numbers.append(len(parts) - 1)
+            text, spans = joined([*parts, *books.sentences[borders[-1] : enough]], " ")
+            places, context = [spans[number] for number in numbers], self.cut(text, tokens)
+            if len(context) >= places[-1][1] and self.count(context) == tokens:
+                return context, places
         raise ValueError(f"The books cannot be cut to exactly {tokens:,} tokens: give other --books.")
 
     def taken(self, facts: Sequence[str]) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from cacheformers.common.environment import origin_lines
 from cacheformers.common.plots import heat_map
 from cacheformers.evaluation.lengths.options import cell_name, label
+from cacheformers.evaluation.longbench.gold import gold_summary
 from cacheformers.evaluation.longbench.records import Record
 from cacheformers.evaluation.longbench.report import mean_of
 from cacheformers.evaluation.run import LEVEL
@@ -41,6 +42,7 @@ def make_result(
 
     Returns:
         accuracy: per cent, with a 95 % interval each, by task, then by length; under 'all' over all tasks.
+        gold_hits: by length, what was retrieved of the facts that answer (`gold_summary`).
     """
     scored: list[dict[str, Any]] = [
         {
@@ -66,6 +68,7 @@ def make_result(
         "prompt_tokens_per_record": [mean(line["prompt_tokens"] for line in own) for own in by_length],
         "peak_bytes": max(line["peak_bytes"] for line in times),
         "state_bytes_per_record": [mean_of(own, "state_bytes") for own in by_length],
+        "gold_hits": [gold_summary(own) for own in by_length],
         "records": scored,
     }
 
@@ -95,8 +98,17 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         held = result.get("state_bytes_per_record", [])
         if any(held):
             lines.append(cells("state (MiB)", *("-" if size is None else f"{size / 2**20:.2f}" for size in held)))
+        found = [each.get("layers", {}).values() for each in result.get("gold_hits", [])]
+        if any(found):
+            hits = [[layer["passage"] for layer in own] for own in found]
+            lines.append(cells("facts retrieved, by layer (%)", *(span(own) for own in hits)))
         lines += ["", f"Peak memory of the run: {result['peak_bytes'] / 2**30:.2f} GiB.", ""]
     return "\n".join([*lines, *origin_lines(results)]).rstrip() + "\n"
+
+
+def span(shares: Sequence[float]) -> str:
+    """Format the least and the most of shares as per cent; '-' for none."""
+    return f"{100 * min(shares):.0f} to {100 * max(shares):.0f}" if shares else "-"
 
 
 def draw(results: Sequence[dict[str, Any]]) -> Figure:

@@ -144,6 +144,48 @@ def test_questions_about_the_same_facts_are_asked_of_one_text(make, data):
     assert some == stories[:5] and same == identity
 
 
+def with_supports(folder):
+    """Pools whose questions name the facts about the person, of qa1 and qa2."""
+    rows = [json.loads(line) for line in (folder / "babi.jsonl").read_text().splitlines()]
+    for row in rows:
+        for question in row["questions"]:
+            question["supports"] = [question["lines"] - 2, question["lines"] - 1]
+    write_rows(folder / "supported.jsonl", rows)
+    return folder / "supported.jsonl"
+
+
+@pytest.mark.parametrize("tokens", [0, 700])
+def test_where_the_facts_that_answer_are(make, data, tokens):
+    """In qa1 the newest of those about the person alone. The stories are the same as without."""
+    pool = with_supports(data)
+    for task, count in (("qa1", 1), ("qa2", 2)):
+        asked = {"task": task, "tokens": tokens, "all_tasks": ("qa1", "qa2")}
+        plain, _, before = make(**asked)
+        stories, questions, identity = make(**asked, questions=pool)
+        assert identity == before and [each.context for each in stories] == [each.context for each in plain]
+        for each, other in zip(stories, plain, strict=True):
+            told = [each.context[start:end] for start, end in each.gold]
+            assert told == questions[each.id].facts[-count:] and other.gold == ()
+
+
+def test_what_a_memory_retrieves_of_them(data, capsys):
+    """By layer; pools that name no facts say nothing."""
+    save_adapter(data / "base", data / "remembering", cache_size=4096, segment_tokens=256)
+    more = [f"--adapter={data / 'remembering'}", "--batch=2", f"--questions={with_supports(data)}"]
+    babilong.main(arguments(data, *more, "--tasks", "qa1", methods=("memory",)))
+    (facts, hidden), said = result(data, "remembering-memory")["gold_hits"], capsys.readouterr().out
+    shares = [layer["passage"] for layer in hidden["layers"].values()]
+    assert facts["records"] == hidden["records"] == 3 and 0 < min(shares) <= max(shares) <= 1
+    row = next(line for line in said.splitlines() if "facts retrieved" in line)
+    assert row.endswith(f"| {100 * min(shares):.0f} to {100 * max(shares):.0f} |")
+    line = json.loads(next((data / "out" / "pred" / "remembering-memory").glob("times*")).read_text().splitlines()[-1])
+    assert line["gold_hits"].keys() == hidden["layers"].keys()
+    shutil.rmtree(data / "out")
+    babilong.main(arguments(data, *more[:2], "--tasks", "qa1", methods=("memory",)))
+    assert result(data, "remembering-memory")["gold_hits"] == [{}, {}]
+    assert "facts retrieved" not in capsys.readouterr().out
+
+
 def test_books_that_are_too_short_are_joined(make, data, byte_tokenizer):
     write_rows(data / "short.jsonl", [{"text": "One is short."}] * 80)
     stories, _, _ = make(tokens=400, longest=400, books=data / "short.jsonl")
