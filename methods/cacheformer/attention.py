@@ -94,9 +94,10 @@ def make_stores(
     nothing = (keys[:, :, :0], None if values is None else keys[:, :, :0])
     long = compress(0) if options.long or options.cache else nothing
     overlap = compress(half) if options.overlap else nothing
-    stores = Stores(normed(parts.local_norm, keys).contiguous(), long[0], overlap[0])
+    near_keys = normed(parts.local_norm, keys).contiguous()
+    stores = Stores(near_keys, long[0], overlap[0])
     if options.rounds:
-        stores = stores._replace(cache_keys=packed(stores.keys.detach()))
+        stores = stores._replace(cache_keys=packed(near_keys.detach()))
     if values is None:
         return stores
     near = normed(parts.local_norm, values).contiguous()

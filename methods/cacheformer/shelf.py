@@ -41,6 +41,10 @@ class Shelf:
         return torch.Size((rows, kv_heads, self.begin + columns, width))
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.own.dtype
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all vectors; shared ones count once."""
         return self.own.nbytes + (0 if self.shared is None else self.shared.nbytes)
@@ -78,8 +82,12 @@ class Shelf:
         Args:
             columns: how many vectors each row holds, before.
         """
-        old = self.split(min(columns[row] for row in rows)) if len(set(rows)) < len(rows) else self
-        own = old.own[torch.tensor(rows, dtype=torch.long, device=old.own.device)]
+        old, own = self, self.own
+        if len(set(rows)) < len(rows):
+            held = [columns[row] for row in rows]
+            old = self.split(min(held))
+            own = old.own[:, :, : max(held) - old.begin]  # without room
+        own = own[torch.tensor(rows, dtype=torch.long, device=own.device)]
         if old.shared is None:
             return Shelf(own, private=True)
         texts = [old.text[row] for row in rows]

@@ -326,7 +326,8 @@ class CacheFormerState:
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor."""
-        return sum(held.nbytes for held in (*self.shelves.values(), *self.beside().values()))
+        on_shelves = sum(shelf.nbytes for shelf in self.shelves.values())
+        return on_shelves + sum(tensor.nbytes for tensor in self.beside().values())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return everything held, by name, without unused room."""

@@ -457,7 +457,7 @@ class Run:
         to_queries = torch.zeros_like(queries, dtype=dtype)
         to_gates = None if gates is None else torch.zeros_like(gates)
         to_stores = {
-            name: None if store is None or store.dtype == torch.int8 else store.new_zeros(store.shape, dtype=dtype)
+            name: None if store is None or store.dtype == torch.int8 else output.new_zeros(store.shape, dtype=dtype)
             for name, store in stores._asdict().items()
         }
         for number, (begin, end) in enumerate(self.tiles):

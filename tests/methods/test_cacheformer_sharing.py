@@ -113,9 +113,10 @@ def test_a_text_is_held_once(weights):
     sizes = {"kv_heads": 2, "window_tokens": 8, "pool_tokens": 4, "pool_vectors": 2, "topk": 2}
     options = make_options(sizes | {"weights": weights, "local_norm": weights != "pretrained"})
     parts, state = random_parts(options), CacheFormerState(options, 1, torch.float64)
-    inputs = random_inputs(options, 480)
-    for begin in range(0, 480, 48):  # so that there is room behind it, too
-        state.attend(parts, inputs.each(lambda tensor, begin=begin: tensor[:, :, begin : begin + 48]), rotate_pairs)
+    inputs = random_inputs(options, 500)
+    for begin in range(0, 500, 25):
+        state.attend(parts, inputs.each(lambda tensor, begin=begin: tensor[:, :, begin : begin + 25]), rotate_pairs)
+    assert state.shelves["keys"].shape[2] > 520  # there is room behind it
     text = {name: shelf.own.data_ptr() for name, shelf in state.shelves.items() if shelf.own.numel()}
     bytes_before = on_shelves(state)
     asked = state.clone()
