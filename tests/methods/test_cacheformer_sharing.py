@@ -109,7 +109,7 @@ def test_gradients_are_those_of_a_copy():
 @torch.no_grad()
 @pytest.mark.parametrize("weights", ["tied", "separate", "pretrained"])
 def test_a_text_is_held_once(weights):
-    """The vectors of eight questions take no eighth of its bytes beside it, and copies of copies share it, too."""
+    """The vectors of eight questions take no fourth of its bytes beside it, and copies of copies share it, too."""
     sizes = {"kv_heads": 2, "window_tokens": 8, "pool_tokens": 4, "pool_vectors": 2, "topk": 2}
     options = make_options(sizes | {"weights": weights, "local_norm": weights != "pretrained"})
     parts, state = random_parts(options), CacheFormerState(options, 1, torch.float64)
@@ -127,7 +127,7 @@ def test_a_text_is_held_once(weights):
         rows = question.each(lambda tensor, count=twin.rows: tensor[:count])
         twin.attend(parts, rows, rotate_pairs)
         assert {name: twin.shelves[name].shared.data_ptr() for name in text} == text
-        assert on_shelves(twin) < 1.125 * bytes_before
+        assert on_shelves(twin) < 1.25 * bytes_before
     assert {name: state.shelves[name].own.data_ptr() for name in text} == text
 
 
