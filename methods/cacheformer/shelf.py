@@ -45,6 +45,10 @@ class Shelf:
         return self.own.dtype
 
     @property
+    def requires_grad(self) -> bool:
+        return self.own.requires_grad or (self.shared is not None and self.shared.requires_grad)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all vectors; shared ones count once."""
         return self.own.nbytes + (0 if self.shared is None else self.shared.nbytes)

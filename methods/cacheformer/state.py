@@ -268,8 +268,8 @@ class CacheFormerState:
         """Make row i what row `rows[i]` was; a row may be taken several times, and then its vectors are shared."""
         if list(rows) == list(range(self.rows)):
             return
-        for name, shelf in self.shelves.items():
-            self.shelves[name] = shelf.select(rows, self.columns(name).tolist())
+        held = {name: self.columns(name).tolist() for name in self.shelves}
+        self.shelves = {name: shelf.select(rows, held[name]) for name, shelf in self.shelves.items()}
         index = torch.tensor(rows, dtype=torch.long)
         self.replace_beside({name: tensor[index.to(tensor.device)] for name, tensor in self.beside().items()})
         self.taken = None if self.taken is None else self.taken[index.to(self.taken.device)]
@@ -315,8 +315,7 @@ class CacheFormerState:
 
     def detach(self) -> None:
         """Cut the autograd graph."""
-        tensors = [*(shelf.own for shelf in self.shelves.values()), *self.beside().values()]
-        if any(tensor.requires_grad for tensor in tensors):
+        if any(held.requires_grad for held in [*self.shelves.values(), *self.beside().values()]):
             self.change(Tensor.detach)
 
     def to(self, device: torch.device | str) -> None:
@@ -343,7 +342,6 @@ class CacheFormerState:
         device = self.tail[0].device
         self.replace({name: tensor.to(device) for name, tensor in tensors.items() if name != "tokens_read"})
         self.tokens_read = tensors["tokens_read"].tolist()
-        if self.shelves["keys"].shape[2] > int(
-            self.columns("keys").max()
-        ):  # earlier releases kept all keys without a cache, too
+        # Earlier releases kept all keys without a cache, too.
+        if self.shelves["keys"].shape[2] > int(self.columns("keys").max()):
             self.forget([0] * self.rows)

@@ -106,6 +106,19 @@ def test_gradients_are_those_of_a_copy():
         assert torch.equal(left, right)
 
 
+def test_a_graph_that_is_shared_is_cut():
+    """Of a text that was read with gradients, when questions went on without."""
+    options = make_options({"kv_heads": 2, "window_tokens": 8, "pool_tokens": 4, "pool_vectors": 2, "topk": 2})
+    parts, state = random_parts(options), CacheFormerState(options, 1, torch.float64)
+    inputs = random_inputs(options, 50)
+    state.attend(parts, inputs.each(lambda tensor: tensor[:, :, :44].clone().requires_grad_()), rotate_pairs)
+    with torch.no_grad():
+        state.attend(parts, inputs.each(lambda tensor: tensor[:, :, 44:]), rotate_pairs)
+    assert state.shelves["keys"].shared.requires_grad
+    state.detach()
+    assert not any(shelf.requires_grad for shelf in state.shelves.values())
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("weights", ["tied", "separate", "pretrained"])
 def test_a_text_is_held_once(weights):
