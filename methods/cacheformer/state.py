@@ -315,7 +315,8 @@ class CacheFormerState:
 
     def detach(self) -> None:
         """Cut the autograd graph."""
-        if any(held.requires_grad for held in [*self.shelves.values(), *self.beside().values()]):
+        shelves, beside = self.shelves.values(), self.beside().values()
+        if any(shelf.requires_grad for shelf in shelves) or any(tensor.requires_grad for tensor in beside):
             self.change(Tensor.detach)
 
     def to(self, device: torch.device | str) -> None:

@@ -30,6 +30,9 @@ FUSED_ON = ("cpu",)  # devices whose fused attention gives the log-sum-exp of sc
 TILE_TOKENS = {"cpu": 128, "cuda": 1024}  # at most
 # Scores held at once, unless one key-value head has more: they fit a processor's cache, or keep a GPU busy.
 SCORES_AT_ONCE = {"cpu": 2**19, "cuda": 2**26}
+# Scores of one key-value head, in all rows, to compressed columns: a tile that had more has fewer tokens (after 200,000
+# tokens and more).
+MOST_SCORES = {"cpu": 2**25, "cuda": 2**28}
 # Where each token has its own list: up to this many times a list's columns, multiplying all columns and hiding most of
 # them is faster than gathering a list for each token.
 ALL_AT_ONCE = 32
@@ -269,6 +272,14 @@ class Run:
             begin = end
         return tiles
 
+    def tile_tokens(self, queries: Tensor, stores: Stores) -> int:
+        """Return how many tokens a tile may have."""
+        (rows, heads), device, options = queries.shape[:2], queries.device.type, self.options
+        most = TILE_TOKENS.get(device, TILE_TOKENS["cpu"])
+        columns = stores.long_keys.shape[2] if options.long or options.chooses else 0
+        scores = rows * heads // options.kv_heads * columns
+        return min(most, max(MOST_SCORES.get(device, MOST_SCORES["cpu"]) // scores, 1)) if scores else most
+
     def tile(self, position: int, most: int) -> int:
         """Return how many tokens the tile at a position may have: whole windows, whole blocks, or part of a block."""
         options = self.options
@@ -393,7 +404,7 @@ class Run:
         output = torch.zeros_like(queries)
         kinds = 1 if options.aggregation == "joint" else len(branches)
         shifts = output.new_zeros(kinds, *queries.shape[:3], dtype=dtype)
-        self.tiles = self.cut(TILE_TOKENS.get(queries.device.type, TILE_TOKENS["cpu"]))
+        self.tiles = self.cut(self.tile_tokens(queries, stores))
         with torch.autocast(queries.device.type, enabled=False):
             if self.chooser is not None:
                 self.chooser.grow(stores.long_keys.shape[2] // options.pool_vectors)

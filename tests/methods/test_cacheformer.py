@@ -87,11 +87,24 @@ def test_equals_the_specification(choice):
     assert_equals_the_specification(choice)
 
 
+@pytest.mark.parametrize("bound", [("TILE_TOKENS", 3), ("MOST_SCORES", 150)])
 @pytest.mark.parametrize("choice", CASES[::4])
-def test_small_tiles_of_single_heads_make_no_difference(choice, monkeypatch):
-    monkeypatch.setattr(cacheformer_tiles, "TILE_TOKENS", {"cpu": 3})
+def test_small_tiles_of_single_heads_make_no_difference(choice, bound, monkeypatch):
+    monkeypatch.setattr(cacheformer_tiles, bound[0], {"cpu": bound[1]})
     monkeypatch.setattr(cacheformer_tiles, "SCORES_AT_ONCE", {"cpu": 1})
     assert_equals_the_specification(choice)
+
+
+def test_tiles_after_a_million_tokens_have_few_scores():
+    """Where compressed columns are scored; a text that is read by windows alone has tiles as long as ever."""
+    sizes = {"kv_heads": 2, "window_tokens": 8, "pool_tokens": 4, "pool_vectors": 2, "topk": 2}
+    options = make_options(sizes | {"long": False, "overlap": False})
+    queries = torch.zeros(3, 4, 128, 4)
+    stores = cacheformer_tiles.Stores(queries, *[torch.zeros(1, 1, 1, 4).expand(3, 2, 2**19, 4)] * 2)
+    tokens = cacheformer_tiles.Run(options, (2**20,), 128, 1.0).tile_tokens(queries, stores)
+    assert 1 < tokens < 16 and 3 * 2 * tokens * 2**19 <= 2**25
+    by_windows = cacheformer_tiles.Run(options.by_windows(), (2**20,), 128, 1.0)
+    assert by_windows.tile_tokens(queries, stores) == 128
 
 
 @pytest.mark.parametrize("choice", [case for case in CASES if case.values[0]["selection"] in ("token", "prefix")])
