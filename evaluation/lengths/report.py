@@ -42,7 +42,7 @@ def make_result(
 
     Returns:
         accuracy: per cent, with a 95 % interval each, by task, then by length; under 'all' over all tasks.
-        gold_hits: by length, what was retrieved of the facts that answer (`gold_summary`).
+        gold_hits: by length, what was retrieved of the passages that answer (`gold_summary`).
     """
     scored: list[dict[str, Any]] = [
         {
@@ -101,7 +101,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         found = [each.get("layers", {}).values() for each in result.get("gold_hits", [])]
         if any(found):
             hits = [[layer["passage"] for layer in own] for own in found]
-            lines.append(cells("facts retrieved, by layer (%)", *(span(own) for own in hits)))
+            lines.append(cells("passages retrieved, by layer (%)", *(span(own) for own in hits)))
         lines += ["", f"Peak memory of the run: {result['peak_bytes'] / 2**30:.2f} GiB.", ""]
     return "\n".join([*lines, *origin_lines(results)]).rstrip() + "\n"
 

@@ -176,14 +176,14 @@ def test_what_a_memory_retrieves_of_them(data, capsys):
     (facts, hidden), said = result(data, "remembering-memory")["gold_hits"], capsys.readouterr().out
     shares = [layer["passage"] for layer in hidden["layers"].values()]
     assert facts["records"] == hidden["records"] == 3 and 0 < min(shares) <= max(shares) <= 1
-    row = next(line for line in said.splitlines() if "facts retrieved" in line)
+    row = next(line for line in said.splitlines() if "passages retrieved" in line)
     assert row.endswith(f"| {100 * min(shares):.0f} to {100 * max(shares):.0f} |")
     line = json.loads(next((data / "out" / "pred" / "remembering-memory").glob("times*")).read_text().splitlines()[-1])
     assert line["gold_hits"].keys() == hidden["layers"].keys()
     shutil.rmtree(data / "out")
     babilong.main(arguments(data, *more[:2], "--tasks", "qa1", methods=("memory",)))
     assert result(data, "remembering-memory")["gold_hits"] == [{}, {}]
-    assert "facts retrieved" not in capsys.readouterr().out
+    assert "passages retrieved" not in capsys.readouterr().out
 
 
 def test_books_that_are_too_short_are_joined(make, data, byte_tokenizer):
