@@ -2,7 +2,7 @@
 
     score(t, s) = q_t . k_s / sqrt(d_head) - slope n
 
-n counts the segments that token t retrieves after that of s, so the latest of several facts can be told from the earlier
+n counts the segments that token t retrieves after that of s, so the latest of several facts can be told from earlier
 ones in a text of any length. Slopes are zero at first, and may become negative. Scores of the other branches, and the
 choice of segments, stay as they are.
 """
