@@ -52,9 +52,9 @@ class Slopes:
 
 
 def count_newer(limit: Tensor, columns: int, pool_tokens: int) -> Tensor:
-    """Count the retrieved segments after that of each column, `[rows, parts, tokens, columns]`; 0 for hidden columns.
+    """Count the retrieved segments after that of each column, `[rows, parts, tokens, columns]`.
 
     Args:
         limit: how many of the columns each token sees, `[rows, parts, tokens]`.
     """
-    return (limit[..., None] // pool_tokens - 1 - torch.arange(columns) // pool_tokens).clamp(min=0)
+    return limit[..., None] // pool_tokens - 1 - torch.arange(columns) // pool_tokens
