@@ -49,6 +49,12 @@ class AttachOptions:
         None,
         help="Adapter of the same base, a folder or a Hub id, whose LoRA goes into the new adapter. Default: no LoRA.",
     )
+    memory_from: str | None = option(
+        None,
+        help="Adapter with the same method and base, a folder or a Hub id, whose trained parts of the memory go into "
+        "the new one. Parts that it lacks keep their start, so this switches an option on that trains more. Default: "
+        "nothing is trained.",
+    )
     method: str = option(DEFAULT, help=f"The memory: {', '.join(METHODS)}. This help shows the options of this one.")
 
 
@@ -63,15 +69,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         attach(model, options, chosen)
     except (OSError, ValueError, ImportError) as error:
         parser.error(str(error))
-    print(f"Wrote {options.output}: {METHODS[chosen.method].title} on {model.base}, not trained.")
+    learned = "not trained" if options.memory_from is None else f"as {options.memory_from} has learned it"
+    print(f"Wrote {options.output}: {METHODS[chosen.method].title} on {model.base}, {learned}.")
 
 
 def attach(model: ModelOptions, options: AttachOptions, memory: MethodOptions) -> None:
-    """Save an adapter with a new memory, without LoRA or with that of another adapter.
+    """Save an adapter with a new memory, or with the LoRA and the trained memory of others.
 
     Raises:
         OSError: there is no such base, or the folder cannot be written.
-        ValueError: the options do not fit the base, the folder holds files, or the adapter has more than LoRA.
+        ValueError: the options do not fit the base, the folder holds files, or another adapter does not fit.
     """
     output = Path(options.output)
     if output.exists() and any(output.iterdir()):
@@ -84,11 +91,18 @@ def attach(model: ModelOptions, options: AttachOptions, memory: MethodOptions) -
         raise ValueError(f"--lora {options.lora} is an adapter of type {kind.value}, not LoRA.")
     lora = {"target_modules": []} if learned is None else {name: getattr(learned, name) for name in LORA}
     config: Any = memory.config(**{**memory.values(), **lora}, task_type="CAUSAL_LM")
+    if options.memory_from is not None:
+        kind = load_adapter_config(options.memory_from).peft_type
+        if kind != config.peft_type:
+            there, here = (getattr(each, "value", each) for each in (kind, config.peft_type))
+            raise ValueError(f"--memory_from {options.memory_from} is an adapter of {there}, not of {here}.")
     config.resolve(base_shape(base_config(model.base)))
     base, tokenizer = load_base(model, "cpu")
     made: Any = get_peft_model(base, config)
     if options.lora is not None:
         take_lora(made, options.lora)
+    if options.memory_from is not None:
+        take_memory(made, options.memory_from)
     made.save_pretrained(str(output))
     tokenizer.save_pretrained(str(output))
 
@@ -106,6 +120,19 @@ def take_lora(model: PeftModel, adapter: str) -> None:
         raise ValueError(
             f"--lora {adapter} does not fit: {len(wrong)} tensors are missing here or there or have other shapes, such "
             f"as {wrong[0]}. It must be LoRA on the same base, with nothing else that was trained."
+        )
+    set_peft_model_state_dict(model, {**whole, **tensors})
+
+
+def take_memory(model: PeftModel, adapter: str) -> None:
+    """Copy what another adapter's memory has learned; raise ValueError unless each tensor has its place."""
+    tensors = {name: tensor for name, tensor in load_peft_weights(adapter).items() if ".memory." in name}
+    whole = get_peft_model_state_dict(model)
+    wrong = [name for name, tensor in tensors.items() if name not in whole or whole[name].shape != tensor.shape]
+    if not tensors or wrong:
+        found = f"{len(wrong)} tensors have no place, such as {wrong[0]}" if wrong else "its memory trains nothing"
+        raise ValueError(
+            f"--memory_from {adapter} does not fit: {found}. Choose the options with which it was trained, and more."
         )
     set_peft_model_state_dict(model, {**whole, **tensors})
 

@@ -77,6 +77,36 @@ def test_the_lora_of_another_adapter_goes_along(folder, ids, opener, refused, me
         assert message in refused(main, [*given, str(folder / "more"), "--lora", str(folder / name)])
 
 
+@torch.no_grad()
+def test_a_trained_memory_gets_more_to_train(folder, ids, opener, refused):
+    """It computes what it did, and has another part; other methods and missing places are refused."""
+    sizes = ["--window_tokens=8", "--pool_tokens=4", "--topk=2", "--segment_tokens=16", "--no_long", "--no_overlap"]
+    found = ["--representatives=mean", "--packed"]
+    given = ["--base", str(folder / "base"), "--method=cacheformer_on_base", *sizes, *found]
+    queries = ["--retrieval_weight=1"]
+    main([*given, *queries, "--output", str(folder / "start")])
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    learned = PeftModel.from_pretrained(base, folder / "start")
+    trained = {name: weight for name, weight in learned.named_parameters() if ".memory." in name}
+    for weight in trained.values():
+        weight.normal_()
+    wanted = learned.eval()(ids).logits
+    learned.save_pretrained(folder / "learned")
+    more = [*given, *queries, "--segment_slopes", "--memory_from", str(folder / "learned"), "--output"]
+    main([*more, str(folder / "slopes")])
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    loaded = PeftModel.from_pretrained(base, folder / "slopes").eval()
+    assert torch.equal(loaded(ids).logits, wanted)
+    assert sum(".memory." in name for name, _ in loaded.named_parameters()) == 2 * len(trained)
+    output = ["--memory_from", str(folder / "learned"), "--output", str(folder / "more")]
+    assert "tensors have no place, such as base_model" in refused(main, [*given, *output])
+    other = ["--base", str(folder / "base"), "--method=neurocache", *output]
+    assert "learned is an adapter of CACHEFORMER_ON_BASE, not of NEUROCACHE" in refused(main, other)
+    output[1] = str(folder / "plain")
+    main([*given, "--output", output[1]])
+    assert "its memory trains nothing" in refused(main, [*given, *output])
+
+
 def test_what_is_refused(folder, refused):
     base = ["--base", str(folder / "base")]
     new = ["--output", str(folder / "new")]
