@@ -164,6 +164,8 @@ class MemoryState(ABC):
             `commit` stores; 0 for none. Such a state holds no columns of open segments.
         off: it was made with cache_size 0, and remembers nothing.
         reading: read() is reading a text, so what comes next is no question about it.
+        expected_tokens: how many tokens a row will have read at most when read() is done, so that room can be made at
+            once; 0 where that is not known.
     """
 
     forward_is_segment = False
@@ -175,6 +177,7 @@ class MemoryState(ABC):
     memory_tokens = 0
     off = False
     reading = False
+    expected_tokens = 0
     own_layers: frozenset[int] = frozenset()
     loss: Tensor | None = None
     gold: Gold | None = None

@@ -108,7 +108,7 @@ def text_of(memory: MemoryCache) -> Iterator[None]:
     try:
         yield
     finally:
-        memory.state.reading = False
+        memory.state.reading, memory.state.expected_tokens = False, 0
 
 
 def read_batch(
@@ -126,6 +126,7 @@ def read_batch(
     uncut = memory.state.forward_is_segment
     run = reader(decoder, memory) if flush else decoder
     lengths = torch.tensor([len(document) for document in documents])
+    memory.state.expected_tokens = int((torch.tensor(memory.tokens_read) + lengths).max())
     ended: list[MemoryCache] = []
     start, resting = 0, False
     while len(lengths):

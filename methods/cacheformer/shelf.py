@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 AHEAD = 4  # a fourth more room is made where there is none left: texts of a million tokens take gigabytes
+AFTER = 64  # so much of a text is room for a question and its answer
 Where = tuple[int, int] | Tensor
 
 
@@ -99,13 +100,15 @@ class Shelf:
         shared = old.shared if len(used) == len(old.shared) else old.shared[used]
         return Shelf(own, True, shared, old.begin, tuple(used.index(text) for text in texts))
 
-    def written(self, starts: Sequence[int], new: Tensor, most: int | None = None) -> Shelf:
+    def written(self, starts: Sequence[int], new: Tensor, most: int | None = None, expected: int = 0) -> Shelf:
         """Write `[rows, kv_heads, count, width]` from each row's start on (one start holds for all rows).
 
         In place where possible, but never with gradients on, because a graph may need the old content.
 
         Args:
             most: vectors of a row for which room is made ahead; None without a bound.
+            expected: vectors that a row is going to have. Room is made for them at once, and for what may follow them,
+                because growing takes the old vectors and the new ones at the same time.
         """
         new = new.to(self.own.dtype)
         if torch.is_grad_enabled():
@@ -118,6 +121,8 @@ class Shelf:
             own = own[:, :, : max(begins)]
         if needed > own.shape[2]:
             room = own.shape[2] + own.shape[2] // AHEAD
+            if expected - old.begin >= needed:
+                room = expected - old.begin + expected // AFTER
             room = max(needed, room if most is None else min(room, most - old.begin))
             own = torch.cat([own, own.new_zeros(*own.shape[:2], room - own.shape[2], own.shape[3])], 2)
         write(own, begins, new)

@@ -43,6 +43,7 @@ class CacheFormerState:
         tail: the last s tokens of each row, from which segments are compressed: keys, values, and `strengths`,
             `[rows, kv_heads, s, head_dim]` each.
         chooser: None without a cache.
+        expected_tokens: how many a row is going to have read, so that shelves get room for them at once; 0 if unknown.
         taken: segments that the last tokens retrieved, `[rows, time, kv_heads * k*u]`, -1 for none; None if unknown.
 
     Raises:
@@ -55,6 +56,7 @@ class CacheFormerState:
         refuse_looking_ahead(options)
         self.options = options
         self.tokens_read = [0] * rows
+        self.expected_tokens = 0
         blank = torch.zeros(rows, options.kv_heads, 0, options.head_dim, dtype=dtype, device=device)
         names = [name for name in Stores._fields if not (options.tied and name.endswith("values"))]
         names = [name for name in names if options.rounds or not name.startswith("cache")]
@@ -192,7 +194,9 @@ class CacheFormerState:
         if name in SEGMENTS:
             most = None if options.long or name.startswith("overlap") else options.most_vectors
         begin = self.held(name, starts, self.missing(name, starts))
-        self.shelves[name] = self.shelves[name].written(begin.tolist(), new, most)
+        expected = torch.tensor([self.expected_tokens])
+        expected = self.held(name, expected, self.missing(name, expected))
+        self.shelves[name] = self.shelves[name].written(begin.tolist(), new, most, int(expected))
 
     def forget(self, earlier: Sequence[int]) -> None:
         """Forget segments that no later token reads, after rows had read `earlier` tokens."""
