@@ -5,9 +5,10 @@ import torch
 from cacheformer_cases import label, make_options, pairwise, random_inputs, random_parts
 from cacheformer_golden import rotate_pairs
 
+import cacheformers
 from cacheformers.methods.cacheformer.naive import naive
 from cacheformers.methods.cacheformer.shelf import Shelf
-from cacheformers.methods.cacheformer.state import CacheFormerState
+from cacheformers.methods.cacheformer.state import SEGMENTS, CacheFormerState
 
 CASES = [choice for choice in pairwise(seed=1) if choice["selection"] != "paper_block"]
 LENGTHS = 41, 30
@@ -144,6 +145,33 @@ def test_a_text_is_held_once(weights):
         assert {name: twin.shelves[name].shared.data_ptr() for name in text} == text
         assert on_shelves(twin) < 1.25 * bytes_before
     assert {name: state.shelves[name].own.data_ptr() for name in text} == text
+
+
+@pytest.mark.parametrize("more", [0, 30])
+def test_read_makes_room_once(make_model, monkeypatch, more):
+    """Growing would hold old vectors and new ones at once; there is room for a question, too. Also where it goes on."""
+    options = {"window_tokens": 8, "pool_tokens": 4, "pool_vectors": 1, "segment_tokens": 16, "layers": [1]}
+    model, held, rooms = make_model("llama_gqa", method="cacheformer_on_base", **options), {}, []
+    before = CacheFormerState.write
+
+    def write(self, name, starts, new):
+        before(self, name, starts, new)
+        own = self.shelves[name].own
+        held.setdefault(name, set()).add(own.data_ptr())
+        rooms.append(own)  # so that no address is used twice
+
+    monkeypatch.setattr(CacheFormerState, "write", write)
+    text = torch.arange(200)[None] % 50
+    memory = cacheformers.read(model, text, progress=False)
+    if more:
+        held.clear()
+        cacheformers.read(model, text[:, :more], progress=False, memory=memory)
+    (state,) = memory.state.layers.values()
+    assert all(len(places) == 1 for places in held.values()) and held.keys() == {"keys", "values", *SEGMENTS}
+    tokens, segments = 200 + more, (200 + more) // 4
+    assert state.shelves["keys"].shape[2] == tokens + tokens // 64
+    assert state.shelves["long_keys"].shape[2] == segments + segments // 64
+    assert memory.state.expected_tokens == 0
 
 
 def test_what_is_shared_is_never_written():
