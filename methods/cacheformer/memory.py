@@ -140,9 +140,7 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
         check_at_least(0, self, "far_distance", "retrieval_weight")
         check_choices(self, representatives=("compressed", *REPRESENTATIVES))
         if self.segment_slopes and not self.packed:
-            raise ValueError(
-                "segment_slopes prefers newer ones of segments that are read side by side: set packed=True."
-            )
+            raise ValueError("segment_slopes prefers newer ones of segments that are read side by side: set packed=True.")
         if self.retrieval_weight and self.representatives == "compressed":
             raise ValueError(
                 "retrieval_weight trains queries that choose segments, which with representatives='compressed' are "

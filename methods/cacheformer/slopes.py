@@ -2,7 +2,7 @@
 
     score(t, s) = q_t . k_s / sqrt(d_head) - slope n
 
-n counts the segments that token t retrieves after that of s, so the latest of several facts can be told from earlier
+n counts the segments that token t retrieves after that of s, so the latest of several facts can be told from the earlier
 ones in a text of any length. Slopes are zero at first, and may become negative. Scores of the other branches, and the
 choice of segments, stay as they are.
 """
@@ -52,9 +52,9 @@ class Slopes:
 
 
 def count_newer(limit: Tensor, columns: int, pool_tokens: int) -> Tensor:
-    """Count the retrieved segments after that of each column, `[rows, parts, tokens, columns]`.
+    """Count the retrieved segments after that of each column, `[rows, parts, tokens, columns]`; 0 for hidden columns.
 
     Args:
         limit: how many of the columns each token sees, `[rows, parts, tokens]`.
     """
-    return limit[..., None] // pool_tokens - 1 - torch.arange(columns) // pool_tokens
+    return (limit[..., None] // pool_tokens - 1 - torch.arange(columns) // pool_tokens).clamp(min=0)

@@ -579,7 +579,7 @@ class Run:
 
 
 class TiledAttention(torch.autograd.Function):
-    """`Run` for autograd: saves inputs, output and shifts, and computes the rest again. `slopes` are the run's."""
+    """`Run` for autograd: saves inputs, output and shifts, and computes the rest again. `slopes` are those of the run."""
 
     @staticmethod
     def forward(

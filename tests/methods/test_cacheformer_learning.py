@@ -4,12 +4,11 @@ import pytest
 import torch
 from attention_core import SHAPE, random_inputs, rotate
 from memories import loss_and_gradients, projections
-from peft import PeftModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import cacheformers
 from cacheformers.methods.cacheformer.attention import attend
-from cacheformers.methods.cacheformer.cacheformer import CacheFormerParts, Projected, make_parts
+from cacheformers.methods.cacheformer.cacheformer import CacheFormerParts, Projected
 from cacheformers.methods.cacheformer.memory import CacheFormerOnBaseOptions
 from cacheformers.methods.cacheformer.naive import naive
 from cacheformers.methods.cacheformer.representatives import REPRESENTATIVES, asking
@@ -21,7 +20,6 @@ from cacheformers.modeling.memory import Gold
 FOUND = {"representatives": "mean", "long": False, "overlap": False, "selection": "prefix", "select_rows": 8}
 SIZES = {"window_tokens": 8, "pool_tokens": 4, "pool_vectors": 2, "topk": 2, "neighbors": 1}
 LEARNS = {"method": "cacheformer_on_base", **FOUND, **SIZES, "reading_retrieves": False, "retrieval_weight": 1.0}
-SLOPES = {"packed": True, "segment_slopes": True}
 TIME = 41
 
 
@@ -205,42 +203,6 @@ def test_learning_with_activation_checkpointing(make_model, ids):
         assert gradient.abs().max() > 0 and torch.equal(found[name], gradient)
 
 
-def test_slopes_learn_that_the_newest_of_like_segments_counts():
-    """Nothing else tells them apart: keys are alike, and are not rotated. Heads that want the oldest learn it, too."""
-    options = options_for(**SLOPES, topk=8)
-    parts = CacheFormerParts(**{name: part.double() for name, part in make_parts(options).items()})
-    q, _, v, _ = random_inputs(1, TIME)
-    inputs = Projected(q, torch.ones_like(v), v, q, torch.ones_like(v))
-    wanted = v[:, :, 28:41].mean(2).repeat_interleave(2, 1)  # the last token sees its windows and the newest segment
-    wanted[:, 0] = v[:, 0, :4].mean(1)
-    optimizer, errors = torch.optim.Adam(parts.slopes.parameters(), lr=0.05), []
-    for _ in range(80):
-        error = (attend(options, parts, inputs)[:, :, 40] - wanted).square().sum()
-        optimizer.zero_grad()
-        error.backward()
-        optimizer.step()
-        errors.append(float(error.detach()))
-    slopes = parts.slopes.weight
-    assert errors[-1] < errors[0] / 50 and slopes[0] < -0.2 and slopes[1:].min() > 0.2
-
-
-@torch.no_grad()
-def test_slopes_begin_at_zero_and_are_saved(make_model, make_base, ids, tmp_path):
-    options = {"method": "cacheformer_on_base", **SIZES, **FOUND, "packed": True, "cache_layers": [0, 2]}
-    plain, model = (make_model("llama_gqa", **options, segment_slopes=on) for on in (False, True))
-    before = model(ids).logits
-    assert torch.equal(before, plain(ids).logits)
-    learned = {name: weight for name, weight in model.named_parameters() if "slopes" in name}
-    assert [tuple(weight.shape) for weight in learned.values()] == [(4,)] * 2
-    for weight in learned.values():
-        weight += 0.5
-    after = model(ids).logits
-    assert (after - before).abs().max() > 1e-4
-    model.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(make_base("llama_gqa", torch.float64), tmp_path).eval()
-    assert torch.equal(loaded(ids).logits, after)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -250,7 +212,6 @@ def test_slopes_begin_at_zero_and_are_saved(make_model, make_base, ids, tmp_path
         ({"retrieval_weight": -1.0}, "retrieval_weight must be at least 0"),
         ({"retrieval_weight": 1.0, "selection": "paper_block"}, "leave retrieval_weight out"),
         ({"retrieval_weight": 1.0, "representatives": "compressed"}, "choose one of mean, tokens, bounds"),
-        ({"segment_slopes": True, "far_distance": 8}, "side by side: set packed=True"),
     ],
 )
 def test_errors_say_what_fits(make_model, options, message):
