@@ -62,10 +62,9 @@ def attend_rows(
     """Attend where each row is a document that begins in the first column. Columns after it do no harm."""
     q = projected.q
     chooser = Chooser(options, len(q), q.device, q.dtype) if options.cache else None
-    slopes = None if parts.slopes is None else parts.slopes()
-    run = Run(options, (0,), q.shape[2], projected.scale, chooser, None, projected.asking(options), rotate, slopes)
+    run = Run(options, (0,), q.shape[2], projected.scale, chooser, None, projected.asking(options), rotate)
     stores = make_stores(options, parts, projected, rotate)
-    read: Tensor = TiledAttention.apply(run, q, projected.gates(parts), slopes, *stores)  # type: ignore[no-untyped-call]  # torch's
+    read: Tensor = TiledAttention.apply(run, q, projected.gates(parts), *stores)  # type: ignore[no-untyped-call]  # torch's
     return read, run
 
 

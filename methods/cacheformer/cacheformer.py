@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cacheformers.methods.cacheformer.representatives import ONE_VECTOR, asking, represent
-from cacheformers.methods.cacheformer.slopes import SegmentSlopes
 from cacheformers.modeling.method import check_at_least, check_choices, normalize, setting
 
 NORM_EPS = 1e-5
@@ -89,8 +88,8 @@ class CacheFormerOptions(CacheFormerSettings):
         heads, kv_heads, head_dim: shape of the layer's attention.
         tied: keys are also values.
         local_norm, global_norm: LayerNorm on the keys and values of tokens, and on compressed ones.
-        representatives, far_distance, packed, segment_slopes, reading_retrieves, retrieval_weight: see
-            `CacheFormerOnBaseSettings`; only with `pretrained`.
+        representatives, far_distance, packed, reading_retrieves, retrieval_weight: see `CacheFormerOnBaseSettings`;
+            only with `pretrained`.
         pretrained: for attention that was trained without this method. Keys are compressed before their rotation and
             then rotated to their segment's center. Only text wholly before the window is compressed or retrieved, so
             attention to a text of up to two windows stays as it was.
@@ -107,7 +106,6 @@ class CacheFormerOptions(CacheFormerSettings):
     representatives = "compressed"  # not a field here: from scratch there is no other choice
     far_distance = 0
     packed = False
-    segment_slopes = False
     reading_retrieves = True
     retrieval_weight = 0.0
 
@@ -310,11 +308,10 @@ class BranchGate(nn.Module):
 
 
 class CacheFormerParts(NamedTuple):
-    """The trained parts of one layer; None where its options need none. All but `gate`, `slopes` and `query` are shared
-    by heads.
+    """The trained parts of one layer; None where its options need none. All but `gate` and `query` are shared by heads.
 
-    Shapes: `pool`, `overlap_pool` `[r_s, head_dim]`; `local_norm`, `global_norm` LayerNorm(head_dim); `slopes`
-    `[heads]`, see `slopes.py`; `query` `[heads * head_dim, h]`, see `supervision.py`.
+    Shapes: `pool`, `overlap_pool` `[r_s, head_dim]`; `local_norm`, `global_norm` LayerNorm(head_dim); `query`
+    `[heads * head_dim, h]`, see `supervision.py`.
     """
 
     pool: nn.Linear | None = None
@@ -322,7 +319,6 @@ class CacheFormerParts(NamedTuple):
     local_norm: nn.LayerNorm | None = None
     global_norm: nn.LayerNorm | None = None
     gate: BranchGate | None = None
-    slopes: SegmentSlopes | None = None
     query: nn.Linear | None = None
 
 
@@ -339,8 +335,6 @@ def make_parts(options: CacheFormerOptions) -> dict[str, nn.Module]:
         parts["local_norm"] = nn.LayerNorm(options.head_dim, eps=NORM_EPS)
     if options.aggregation == "gated":
         parts["gate"] = BranchGate(options.heads, len(options.branches), options.head_dim)
-    if options.segment_slopes and options.cache:
-        parts["slopes"] = SegmentSlopes(options.heads)
     return parts
 
 

@@ -84,11 +84,6 @@ class CacheFormerOnBaseSettings(CacheFormerSettings, MethodSettings):
         "beyond the base's positions.",
         free=True,
     )
-    segment_slopes: bool = setting(
-        False,
-        "Beyond the paper, with `packed`: each query head learns a slope, as ALiBi's, by which it prefers newer "
-        "retrieved segments, so that the latest of several facts can be told. 0 at first.",
-    )
     reading_retrieves: bool = setting(
         True,
         "Retrieve while read() reads a text, too. False: only what follows the text, questions and answers, retrieves; "
@@ -139,8 +134,6 @@ class CacheFormerOnBaseOptions(CacheFormerOptions, CacheFormerOnBaseSettings, Me
         check_at_least(1, self, "segment_tokens")
         check_at_least(0, self, "far_distance", "retrieval_weight")
         check_choices(self, representatives=("compressed", *REPRESENTATIVES))
-        if self.segment_slopes and not self.packed:
-            raise ValueError("segment_slopes prefers newer ones of segments that are read side by side: set packed=True.")
         if self.retrieval_weight and self.representatives == "compressed":
             raise ValueError(
                 "retrieval_weight trains queries that choose segments, which with representatives='compressed' are "

@@ -70,12 +70,8 @@ def naive(
                     for key, value in kept[c * s : (c + 1) * s]
                 ]
                 seen = [branches[name] for name in options.branches]
-                bias = [queries.new_zeros(len(branch)) for branch in seen]
-                if parts.slopes is not None:
-                    newer = [len(found) - 1 - rank for rank in range(len(found)) for _ in range(s)]
-                    bias[-1] = -parts.slopes()[head] * torch.tensor(newer)
                 gate = None if gates is None else gates[0, head, t]
-                rows.append(attend(options, queries[head, t], seen, bias, gate))
+                rows.append(attend(options, queries[head, t], seen, gate))
             outputs.append(rows)
     return torch.stack([torch.stack(rows) for rows in outputs])[None], lists
 
@@ -238,21 +234,19 @@ def choose_segments(scores: list[float], allowed: int, topk: int, neighbors: int
     return sorted(taken) + [-1] * (topk * neighbors - len(taken))
 
 
-def attend(
-    options: CacheFormerOptions, query: Tensor, branches: list[Vectors], bias: list[Tensor], gate: Tensor | None
-) -> Tensor:
-    """Attend from one token to its branches; `bias` is added to the scores of each."""
+def attend(options: CacheFormerOptions, query: Tensor, branches: list[Vectors], gate: Tensor | None) -> Tensor:
+    """Attend from one token to its branches."""
     if options.aggregation == "joint":
-        return read(query, [vector for branch in branches for vector in branch], torch.cat(bias))
+        return read(query, [vector for branch in branches for vector in branch])
     total, weight = torch.zeros_like(query), query.new_zeros(())
     for number, branch in enumerate(branches):
         if branch:
             share = query.new_ones(()) if gate is None else gate[number]
-            total, weight = total + share * read(query, branch, bias[number]), weight + share
+            total, weight = total + share * read(query, branch), weight + share
     return total / weight
 
 
-def read(query: Tensor, vectors: Vectors, bias: Tensor) -> Tensor:
+def read(query: Tensor, vectors: Vectors) -> Tensor:
     """Attend to vectors with one softmax."""
     keys, values = (torch.stack(side) for side in zip(*vectors, strict=True))
-    return torch.softmax(keys @ query + bias, 0) @ values
+    return torch.softmax(keys @ query, 0) @ values

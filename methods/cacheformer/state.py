@@ -147,14 +147,11 @@ class CacheFormerState:
         if by_windows:
             self.chooser, options = self.new_chooser(options, projected.q), options.by_windows()
             chooser = self.new_chooser(options, projected.q)
-        slopes = None if parts.slopes is None else parts.slopes()
-        run = Run(
-            options, starts, time, projected.scale, chooser, real, asking, rotate, slopes, dropped, window_dropped
-        )
+        run = Run(options, starts, time, projected.scale, chooser, real, asking, rotate, dropped, window_dropped)
         gates = projected.gates(parts)
         if torch.is_grad_enabled():
             stores = Stores(**{name: shelf.whole for name, shelf in shelves.items()})
-            read: Tensor = TiledAttention.apply(run, projected.q, gates, slopes, *stores)  # type: ignore[no-untyped-call]  # torch's
+            read: Tensor = TiledAttention.apply(run, projected.q, gates, *stores)  # type: ignore[no-untyped-call]  # torch's
         else:
             read, _ = run.forward(projected.q, Stores(**shelves), gates)
         if run.lists:  # none without a cache or without tokens

@@ -23,7 +23,6 @@ from torch.autograd.function import once_differentiable
 from cacheformers.methods.cacheformer.cacheformer import CacheFormerOptions, Rotate
 from cacheformers.methods.cacheformer.selection import Chooser
 from cacheformers.methods.cacheformer.shelf import Shelf, add, after_sinks, take
-from cacheformers.methods.cacheformer.slopes import Slopes, count_newer
 from cacheformers.modeling.attention import fused_on_cpu
 from cacheformers.modeling.search.store import unpacked
 
@@ -90,8 +89,6 @@ class View(NamedTuple):
         limit: how many of the columns each token sees, `[rows or 1, time]`, on the host.
         seen: which segments of the columns a token sees, `[rows, kv_heads, time, segments]`; None for all.
         move: turns the keys of the columns to where they are read; None where they stay.
-        slopes: of all query heads, `[heads]`, by which each column of an earlier segment is seen less; None for none.
-        segment: the number of columns of a segment, where there are slopes.
     """
 
     keys: str
@@ -100,8 +97,6 @@ class View(NamedTuple):
     limit: Tensor
     seen: Tensor | None = None
     move: Move | None = None
-    slopes: Tensor | None = None
-    segment: int = 1
 
     @property
     def parts(self) -> int:
@@ -140,14 +135,6 @@ class View(NamedTuple):
         if values is None or not read:
             return keys, keys
         return keys, unpacked(take(values, heads, self.of(heads))).to(dtype)
-
-    def slopes_of(self, heads: slice, kv_heads: int) -> Slopes | None:
-        """Return the slopes of some of the query heads, `heads`, that share so many key-value heads."""
-        if self.slopes is None:
-            return None
-        limit = self.limit.unflatten(1, (self.parts, -1))
-        newer = count_newer(limit, self.columns, self.segment).to(self.slopes)
-        return Slopes(self.slopes[heads].unflatten(0, (kv_heads, -1)), newer)
 
     def hide(self, scores: Tensor, heads: slice, value: float) -> None:
         """Overwrite some heads' scores of columns that a token does not see."""
@@ -203,9 +190,6 @@ def attend(
     for heads, here in view.pieces(queries, kv_heads):
         keys, values = view.fetch(stores, heads, queries.dtype, read)
         scores = fold(queries[:, here], keys.shape[1], view.parts) @ keys.transpose(-1, -2)
-        slopes = view.slopes_of(here, keys.shape[1])
-        if slopes is not None:
-            scores += slopes.bias(scores.dtype)
         view.hide(scores, heads, lowest)
         top = scores.amax(-1)
         probabilities = torch.softmax(scores, -1)
@@ -238,12 +222,7 @@ def attend_fused(queries: Tensor, scale: float, stores: Stores, view: View) -> A
     for heads, here in view.pieces(queries, kv_heads):
         keys, values = view.fetch(stores, heads, queries.dtype)
         tile = fold(queries[:, here], keys.shape[1], view.parts)
-        slopes = view.slopes_of(here, keys.shape[1])
-        mask = bias
-        if slopes is not None:
-            lower = slopes.bias(queries.dtype)
-            mask = lower if bias is None else bias + lower
-        seen = None if mask is None else mask.expand(-1, keys.shape[1], -1, -1, -1).flatten(1, 2)
+        seen = None if bias is None else bias.expand(-1, keys.shape[1], -1, -1, -1).flatten(1, 2)
         read, total = fused_on_cpu(tile.flatten(1, 2), keys.flatten(1, 2), values.flatten(1, 2), scale, seen)
         reads.append(unfold(read.view(tile.shape), time).flatten(1, 2))
         totals.append(unfold(total.view(tile.shape[:-1]), time).flatten(1, 2))
@@ -263,7 +242,6 @@ class Run:
         real: which tokens count for the choice of segments, `[rows, time]` on the host; None for all.
         asking: queries that score segments, where they are not those that attend.
         rotate: turns keys, for `far_distance` and `packed`.
-        slopes: of query heads, `[heads]` (`slopes.py`); None for none.
         dropped: how many segments after the sinks the stores do not hold any more, like `starts`; of compressed ones
             only without `long`.
         window_dropped: the same for `Stores.keys` and `Stores.values`.
@@ -279,7 +257,6 @@ class Run:
     real: Tensor | None = None
     asking: Tensor | None = None
     rotate: Rotate | None = None
-    slopes: Tensor | None = None
     dropped: tuple[int, ...] = (0,)
     window_dropped: tuple[int, ...] = (0,)
     tiles: list[tuple[int, int]] = field(default_factory=list)
@@ -377,7 +354,7 @@ class Run:
         tokens = places[..., :most, None].clamp(min=0) * size + torch.arange(size, device=lists.device)
         firsts = positions[:, :: positions.shape[1] // lists.shape[2]]
         move = self.move(firsts, lists[..., :most].clamp(min=0) * size)
-        return View(keys, values, tokens.flatten(-2), filled * size, None, move, self.slopes, size)
+        return View(keys, values, tokens.flatten(-2), filled * size, move=move)
 
     def move(self, firsts: Tensor, begins: Tensor) -> Move | None:
         """Return how keys of segments are moved.
@@ -484,13 +461,12 @@ class Run:
     @torch.no_grad()
     def backward(
         self, queries: Tensor, stores: Stores, gates: Tensor | None, output: Tensor, shifts: Tensor, gradient: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor | None]]:
-        """Return gradients of queries, gates, slopes and stores; probabilities are computed again."""
+    ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+        """Return gradients of queries, gates and stores; probabilities are computed again."""
         branches, joint = self.options.branches, self.options.aggregation == "joint"
         dtype = shifts.dtype
         to_queries = torch.zeros_like(queries, dtype=dtype)
         to_gates = None if gates is None else torch.zeros_like(gates)
-        to_slopes = None if self.slopes is None else torch.zeros_like(self.slopes)
         to_stores = {
             name: None if store is None or store.dtype == torch.int8 else output.new_zeros(store.shape, dtype=dtype)
             for name, store in stores._asdict().items()
@@ -507,14 +483,12 @@ class Run:
                 shift = shifts[0 if joint else place, :, :, part]
                 share = None if joint else shares[name].to(kept).expand_as(kept)
                 slope = to_queries[:, :, part]
-                means = self.differentiate(
-                    tile, upstream, kept, shift, share, view, stores, slope, to_slopes, to_stores
-                )
+                means = self.differentiate(tile, upstream, kept, shift, share, view, stores, slope, to_stores)
                 if to_gates is not None:
                     there = (view.limit > 0)[:, None].to(kept.device)
                     to_gates[:, :, part, place] = (means - kept) / divisor * there
         cast = [None if grown is None else grown.to(stores.keys.dtype) for grown in to_stores.values()]
-        return to_queries.mul_(self.scale).to(queries.dtype), to_gates, to_slopes, cast
+        return to_queries.mul_(self.scale).to(queries.dtype), to_gates, cast
 
     def differentiate(
         self,
@@ -526,10 +500,9 @@ class Run:
         view: View,
         stores: Stores,
         to_queries: Tensor,
-        to_slopes: Tensor | None,
         to_stores: dict[str, Tensor | None],
     ) -> Tensor:
-        """Add one branch's gradients of a tile to `to_queries`, `to_slopes` and `to_stores`.
+        """Add one branch's gradients of a tile to `to_queries` and `to_stores`.
 
         Args:
             upstream: gradient of the tile's output.
@@ -548,9 +521,6 @@ class Run:
             keys, values = view.fetch(stores, heads, queries.dtype)
             tile, incoming = by_column(queries), by_column(upstream)
             weights = tile @ keys.transpose(-1, -2)
-            slopes = view.slopes_of(here, keys.shape[1])
-            if slopes is not None:
-                weights += slopes.bias(weights.dtype)
             weights.sub_(by_column(shift)[..., None]).exp_()
             view.hide(weights, heads, 0.0)
             to_weights = incoming @ values.transpose(-1, -2)
@@ -561,8 +531,6 @@ class Run:
                 mean = (weights * to_weights).sum(-1) / given
             means.append(unfold(mean, time).flatten(1, 2))
             to_scores = weights.mul_(to_weights.sub_(mean[..., None]))
-            if slopes is not None and to_slopes is not None:
-                to_slopes[here] += slopes.gradient(to_scores).flatten()
             to_queries[:, here] += unfold(to_scores @ keys, time).flatten(1, 2)
             key_gradient, value_gradient = to_stores[view.keys], to_stores[view.values]
             if key_gradient is None:  # rounded
@@ -579,12 +547,10 @@ class Run:
 
 
 class TiledAttention(torch.autograd.Function):
-    """`Run` for autograd: saves inputs, output and shifts, and computes the rest again. `slopes` are those of the run."""
+    """`Run` for autograd: saves inputs, output and shifts, and computes the rest again."""
 
     @staticmethod
-    def forward(
-        ctx: Any, run: Run, queries: Tensor, gates: Tensor | None, slopes: Tensor | None, *stores: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, run: Run, queries: Tensor, gates: Tensor | None, *stores: Tensor | None) -> Tensor:
         output, shifts = run.forward(queries, Stores(*stores), gates)  # type: ignore[arg-type]  # None only where unread
         ctx.run = run
         ctx.save_for_backward(queries, gates, output, shifts, *stores)
@@ -596,5 +562,5 @@ class TiledAttention(torch.autograd.Function):
         queries, gates, output, shifts, *stores = ctx.saved_tensors
         with torch.autocast(queries.device.type, enabled=False):  # a loop may call backward inside its autocast
             grown = ctx.run.backward(queries, Stores(*stores), gates, output, shifts, gradient)
-        to_queries, to_gates, to_slopes, to_stores = grown
-        return None, to_queries, to_gates, to_slopes, *to_stores
+        to_queries, to_gates, to_stores = grown
+        return None, to_queries, to_gates, *to_stores

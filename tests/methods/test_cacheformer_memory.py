@@ -28,12 +28,10 @@ TIME = 41
 CHUNKS = [[41], [1] * 41, [9, 1, 17, 3, 11]]
 SIZES = {"window_tokens": 8, "pool_tokens": 4, "pool_vectors": 2, "topk": 2, "neighbors": 2, "segment_tokens": 6}
 MEANS = {"representatives": "mean", "long": False, "overlap": False}
-SLOPES = {"packed": True, "segment_slopes": True}
 WHOLE = {"segment_tokens": TIME, "sink": True, "topk": 3, "neighbors": 1}
 JOINED = {
     "packed, of blocks": {**MEANS, **WHOLE, "packed": True, "select_rows": 2},
     "tokens so far, of blocks": {**MEANS, **WHOLE, "packed": True, "selection": "prefix", "select_rows": 4},
-    "slopes, of blocks": {**MEANS, **WHOLE, **SLOPES, "select_rows": 2},
     "budget, of blocks": {**MEANS, **WHOLE, "cache_tokens": 16, "far_distance": 5, "select_rows": 2},
     "8 bits, of blocks": {**WHOLE, "cache_int8": True, "magnitude": "mean", "select_rows": 2},
     "not far, of windows": {**MEANS, **WHOLE, "far_distance": 5, "window_tokens": 4, "select_rows": 2},
@@ -59,12 +57,6 @@ CHOICES = {
     },
     "packed": {**MEANS, "packed": True, "topk": 3, "select_rows": 3},
     "packed for each token": {**MEANS, "packed": True, "selection": "prefix", "neighbors": 1, "topk": 3},
-    "slopes so far": {**MEANS, **SLOPES, "representatives": "tokens", "selection": "prefix", "sink": True, "topk": 3},
-    "slopes of each token": {**MEANS, **SLOPES, "selection": "token", "aggregation": "gated"},
-    "slopes of a budget in 8 bits": {
-        **{**MEANS, **SLOPES, "cache_int8": True, "cache_tokens": 16},
-        **{"select_rows": 3, "aggregation": "separate"},
-    },
     "bounds": {**MEANS, "representatives": "bounds", "topk": 3},
     "bounds so far": {**MEANS, "representatives": "bounds", "selection": "prefix", "select_rows": 3, "topk": 1},
     "budget": {"cache_tokens": 16, "sink": True},
