@@ -80,31 +80,29 @@ def test_the_lora_of_another_adapter_goes_along(folder, ids, opener, refused, me
 @torch.no_grad()
 def test_a_trained_memory_gets_more_to_train(folder, ids, opener, refused):
     """It computes what it did, and has another part; other methods and missing places are refused."""
-    sizes = ["--window_tokens=8", "--pool_tokens=4", "--topk=2", "--segment_tokens=16", "--no_long", "--no_overlap"]
-    found = ["--representatives=mean", "--packed"]
-    given = ["--base", str(folder / "base"), "--method=cacheformer_on_base", *sizes, *found]
-    queries = ["--retrieval_weight=1"]
-    main([*given, *queries, "--output", str(folder / "start")])
+    given = ["--base", str(folder / "base"), "--segment_tokens=16", "--method"]
+    scores = ["neurocache", "--topk=2", "--cache_size=64", "--hit_scores"]
+    main([*given, *scores, "--output", str(folder / "start")])
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
-    learned = PeftModel.from_pretrained(base, folder / "start")
-    trained = {name: weight for name, weight in learned.named_parameters() if ".memory." in name}
-    for weight in trained.values():
-        weight.normal_()
+    learned = PeftModel.from_pretrained(base, folder / "start", is_trainable=True)
+    opener(learned)
     wanted = learned.eval()(ids).logits
     learned.save_pretrained(folder / "learned")
-    more = [*given, *queries, "--segment_slopes", "--memory_from", str(folder / "learned"), "--output"]
-    main([*more, str(folder / "slopes")])
-    base = AutoModelForCausalLM.from_pretrained(folder / "base")
-    loaded = PeftModel.from_pretrained(base, folder / "slopes").eval()
+    known = ["--memory_from", str(folder / "learned"), "--output"]
+    main([*given, *scores, "--hit_order", *known, str(folder / "order")])
+    plain, loaded = (AutoModelForCausalLM.from_pretrained(folder / "base") for _ in range(2))
+    assert not torch.allclose(plain(ids).logits, wanted, atol=1e-3)
+    loaded = PeftModel.from_pretrained(loaded, folder / "order").eval()
     assert torch.equal(loaded(ids).logits, wanted)
-    assert sum(".memory." in name for name, _ in loaded.named_parameters()) == 2 * len(trained)
-    output = ["--memory_from", str(folder / "learned"), "--output", str(folder / "more")]
-    assert "tensors have no place, such as base_model" in refused(main, [*given, *output])
-    other = ["--base", str(folder / "base"), "--method=neurocache", *output]
-    assert "learned is an adapter of CACHEFORMER_ON_BASE, not of NEUROCACHE" in refused(main, other)
-    output[1] = str(folder / "plain")
-    main([*given, "--output", output[1]])
-    assert "its memory trains nothing" in refused(main, [*given, *output])
+    before, now = ({name for name, _ in model.named_parameters()} for model in (learned, loaded))
+    assert now > before and all("order" in name for name in now - before)
+    message = refused(main, [*given, "neurocache", "--topk=2", "--cache_size=64", *known, str(folder / "more")])
+    assert "learned does not fit" in message and "tensors have no place, such as base_model" in message
+    message = refused(main, [*given, "memorizing", *known, str(folder / "more")])
+    assert "learned is an adapter of NEUROCACHE, not of MEMORIZING" in message
+    main([*given, "windowed", "--output", str(folder / "nothing")])
+    known[1] = str(folder / "nothing")
+    assert "its memory trains nothing" in refused(main, [*given, "windowed", *known, str(folder / "more")])
 
 
 def test_what_is_refused(folder, refused):
