@@ -285,7 +285,6 @@ def attend(
         return attend_documents(options.of_layer(layer), parts, projected, rotate).transpose(1, 2)
     reading: CacheFormerReading = call.reading
     state = reading.before[layer].successor()
-    state.expected_tokens = reading.expected_tokens
     read = state.attend(parts, projected, rotate, call.real, reading.by_windows)
     reading.after[layer] = state
     return read.transpose(1, 2)
@@ -323,16 +322,10 @@ def attend_inputs(
 
 @dataclass
 class CacheFormerReading(Supervision):
-    """The states before and after one forward, by layer.
-
-    Attributes:
-        by_windows: it is of a text that is read without retrieval.
-        expected_tokens: `MemoryState.expected_tokens`.
-    """
+    """The states before and after one forward, by layer, and whether it is of a text that is read without retrieval."""
 
     before: dict[int, CacheFormerState]
     by_windows: bool = False
-    expected_tokens: int = 0
     after: dict[int, CacheFormerState] = field(default_factory=dict)
 
 
@@ -365,7 +358,9 @@ class CacheFormerMemory(Supervised):
 
     def begin(self) -> CacheFormerReading:
         by_windows = self.reading and not self.options.reading_retrieves
-        return CacheFormerReading(self.layers, by_windows, self.expected_tokens, gold=self.gold)
+        for state in self.layers.values():
+            state.expected_tokens = self.expected_tokens
+        return CacheFormerReading(self.layers, by_windows, gold=self.gold)
 
     def end(self, reading: CacheFormerReading) -> None:
         self.layers = {**self.layers, **reading.after}

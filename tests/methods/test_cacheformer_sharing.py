@@ -148,10 +148,15 @@ def test_a_text_is_held_once(weights):
 
 
 @pytest.mark.parametrize("more", [0, 30])
-def test_read_makes_room_once(make_model, monkeypatch, more):
+@pytest.mark.parametrize("whole", [False, True])
+def test_read_makes_room_once(make_model, monkeypatch, whole, more):
     """Growing would hold old vectors and new ones at once; there is room for a question, too. Also where it goes on."""
-    options = {"window_tokens": 8, "pool_tokens": 4, "pool_vectors": 1, "segment_tokens": 16, "layers": [1]}
-    model, held, rooms = make_model("llama_gqa", method="cacheformer_on_base", **options), {}, []
+    options = {"window_tokens": 8, "pool_tokens": 4, "pool_vectors": 1, "segment_tokens": 16}
+    if whole:
+        model = make_model("cacheformer", **options, num_hidden_layers=1, tied=False)
+    else:
+        model = make_model("llama_gqa", method="cacheformer_on_base", **options, layers=[1])
+    held, rooms = {}, []
     before = CacheFormerState.write
 
     def write(self, name, starts, new):
