@@ -36,7 +36,7 @@ NOT_RUN = {
     "docs/passkey.md": "tests/evaluation/test_passkey.py runs the command",
     "docs/ruler.md": "wants books and questions; tests/evaluation/test_ruler.py runs the command",
     "docs/babilong.md": "wants books and questions; tests/evaluation/test_babilong.py runs the command",
-    "docs/babilong_measured.md": "wants adapters that take hours to train; tests/evaluation/test_babilong.py runs the command",
+    "docs/babilong_measured.md": "wants trained adapters; tests/evaluation/test_babilong.py runs the command",
     "convert PUBLISHED_FOLDER": "wants such a checkpoint; tests/adapters/test_convert.py makes some",
     "--base runs/both": "wants the model that the commands before it train",
     "lm-eval": "downloads its tasks; tests/evaluation/test_harness.py has some",
